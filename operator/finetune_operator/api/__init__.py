@@ -1,0 +1,1 @@
+"""The resource `FineTuneJob`: its models, its CRD, and everything that reads a manifest."""

@@ -1,0 +1,50 @@
+"""What is wrong with a manifest: one value for every check, one sentence for every reader."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from finetune_operator.errors import ManifestError
+
+
+class Severity(StrEnum):
+    """An error refuses the manifest; a warning does not."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding.
+
+    Attributes:
+        path: Field it is about, such as `spec.training.epochs`; empty for the whole document.
+        message: What is wrong, with the value, and what to do; does not repeat the path.
+        severity: Whether the manifest is refused.
+        file: Manifest it stands in, or `-` for standard input; empty when there is no file.
+        line: Line in that file, from 1; None when there is none.
+    """
+
+    path: str
+    message: str
+    severity: Severity = Severity.ERROR
+    file: str = ""
+    line: int | None = None
+
+    def at(self, file: str, line: int | None) -> "Problem":
+        """Return the same problem with its place."""
+        return replace(self, file=file, line=line)
+
+    def __str__(self) -> str:
+        """`FILE:LINE: PATH MESSAGE`, with what is known."""
+        place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
+        return f"{place}{self.path} {self.message}" if self.path else f"{place}{self.message}"
+
+
+class InvalidJobError(ManifestError):
+    """A manifest has errors; `problems` holds them all."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))

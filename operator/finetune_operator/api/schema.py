@@ -1,0 +1,40 @@
+"""What the models of every API version are made of: the base model and the CEL rule.
+
+A rule stands beside the field it guards and exists once: the CRD converter copies it into
+`x-kubernetes-validations`, `ftctl validate` evaluates the same text.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One CEL rule on a field (in `Annotated`) or on a model (in `cel_rules`).
+
+    Attributes:
+        expression: CEL that must hold; `self` is the value the rule stands on.
+        message: The sentence a user reads when it does not: what is wrong, then what to do.
+        field: JSON name of the direct child the message is about, for its path (models only).
+    """
+
+    expression: str
+    message: str
+    field: str | None = None
+
+
+class ApiModel(BaseModel):
+    """A frozen part of the resource: camelCase in JSON, unknown fields refused, rules beside it."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        protected_namespaces=(),
+    )
+    cel_rules: ClassVar[tuple[Rule, ...]] = ()

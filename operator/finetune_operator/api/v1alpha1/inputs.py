@@ -1,0 +1,122 @@
+"""What goes in: `spec.model` and `spec.dataset`."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from finetune_operator.api.schema import ApiModel, Rule
+
+Uri = Annotated[str, Field(min_length=1, max_length=2048)]
+ColumnName = Annotated[str, Field(min_length=1, max_length=256)]
+
+_SOURCE_RULE = Rule(
+    "self.matches('^(hf|azureml|pvc|file|https)://.+')",
+    "must start with hf://, azureml://, pvc://, file:// or https://; "
+    "for a local folder write file://./FOLDER",
+)
+Source = Annotated[Uri, _SOURCE_RULE]
+
+
+class SecretKeyRef(ApiModel):
+    """One key of a Secret in the job's namespace."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)] = Field(
+        description="Name of the Secret."
+    )
+    key: Annotated[str, Field(min_length=1, max_length=253)] = Field(
+        description="Key within the Secret."
+    )
+
+
+class ModelSpec(ApiModel):
+    """The base model."""
+
+    source: Source = Field(
+        description="Where the base model is: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, "
+        "https://…blob…, or file://PATH (file://./x is relative to the manifest; local backend)."
+    )
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Branch, tag or commit of a hub model; absent means its default branch."
+    )
+    token_secret_ref: SecretKeyRef | None = Field(
+        None, description="Secret that holds the hub token; on this machine HF_TOKEN is used."
+    )
+    base_name: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        None,
+        description="Name the adapter records as its base, so that another machine finds it. "
+        "Absent means the hub name, or for a folder the name in its own config.json.",
+    )
+
+    cel_rules = (
+        Rule(
+            "!has(self.revision) || self.source.startsWith('hf://')",
+            "revision has an effect only with an hf:// source; remove it",
+            field="revision",
+        ),
+    )
+
+
+class DatasetFormat(StrEnum):
+    """What a row holds."""
+
+    CHAT = "chat"
+    INSTRUCTION = "instruction"
+    TEXT = "text"
+
+
+class LongRows(StrEnum):
+    """What becomes of a row longer than `training.maxSeqLength`."""
+
+    TRUNCATE = "truncate"
+    SPLIT = "split"
+
+
+class DatasetColumns(ApiModel):
+    """Column names of the data set where they differ from the usual ones."""
+
+    messages: ColumnName | None = Field(
+        None, description="Chat: list of messages. Default messages or conversations."
+    )
+    prompt: ColumnName | None = Field(None, description="Chat: user's turn. Default prompt.")
+    completion: ColumnName | None = Field(
+        None, description="Chat: assistant's turn. Default completion."
+    )
+    system: ColumnName | None = Field(None, description="Chat: system turn. Default system.")
+    instruction: ColumnName | None = Field(
+        None, description="Instruction: the task. Default instruction."
+    )
+    input: ColumnName | None = Field(None, description="Instruction: its input. Default input.")
+    output: ColumnName | None = Field(None, description="Instruction: the answer. Default output.")
+    text: ColumnName | None = Field(None, description="Text: the text. Default text.")
+
+
+class DatasetSpec(ApiModel):
+    """The rows to train and to evaluate on."""
+
+    source: Source = Field(
+        description="Training rows: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, https://…blob…, "
+        "or file://PATH of a .jsonl, .parquet or .csv file."
+    )
+    format: DatasetFormat = Field(
+        DatasetFormat.CHAT,
+        description="What a row holds: chat (messages, conversations, or prompt and completion), "
+        "instruction (instruction, input, output) or text.",
+    )
+    split: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+        "train", description="Split of a hub data set to train on; a file has only train."
+    )
+    eval_source: Source | None = Field(
+        None, description="Held-out rows; absent means evalSplit of source, or no evaluation."
+    )
+    eval_split: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Split to evaluate on, of evalSource or else of source."
+    )
+    columns: DatasetColumns = Field(
+        DatasetColumns(), description="Column names where they differ from the usual ones."
+    )
+    long_rows: LongRows = Field(
+        LongRows.TRUNCATE,
+        description="A row longer than training.maxSeqLength is cut (truncate) or becomes several "
+        "sequences (split); both are counted and reported.",
+    )

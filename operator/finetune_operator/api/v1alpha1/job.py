@@ -1,0 +1,109 @@
+"""`FineTuneJob` itself, and the rules that look at several parts of its spec."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.v1alpha1.inputs import DatasetSpec, ModelSpec
+from finetune_operator.api.v1alpha1.lifecycle import (
+    CheckpointSpec,
+    Deadlines,
+    Observability,
+    OutputSpec,
+    PodTemplate,
+    QueueSpec,
+    RestartPolicy,
+)
+from finetune_operator.api.v1alpha1.method import MethodSpec, StrategySpec
+from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
+from finetune_operator.api.v1alpha1.topology import BackendSpec, Capacity, TopologySpec
+from finetune_operator.api.v1alpha1.training import INT32_MAX, TrainingSpec
+
+MANAGED_BY = "finetune.dev/operator"
+
+
+class FineTuneJobSpec(ApiModel):
+    """What to fine-tune, on what, how, and where."""
+
+    model: ModelSpec = Field(description="The base model.")
+    dataset: DatasetSpec = Field(description="The rows to train and to evaluate on.")
+    method: MethodSpec = Field(MethodSpec(), description="Full fine-tuning, LoRA or QLoRA.")
+    strategy: StrategySpec = Field(StrategySpec(), description="How the ranks share the model.")
+    training: TrainingSpec = Field(description="Batch, steps, learning rate, precision.")
+    topology: TopologySpec = Field(TopologySpec(), description="Nodes, GPUs and processes.")
+    capacity: Capacity = Field(
+        Capacity.ON_DEMAND, description="onDemand, spot, or spotPreferred (spot while there is)."
+    )
+    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="Committed checkpoints.")
+    output: OutputSpec = Field(OutputSpec(), description="The trained model.")
+    restart_policy: RestartPolicy = Field(
+        RestartPolicy(), description="How often a failed attempt is followed by another."
+    )
+    deadlines: Deadlines = Field(Deadlines(), description="Limits in seconds.")
+    suspend: bool = Field(False, description="Stop with a checkpoint and wait; false goes on.")
+    queue: QueueSpec | None = Field(None, description="Kueue queue and priority.")
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        None, description="Delete the job so many seconds after it ended; absent keeps it."
+    )
+    observability: Observability = Field(Observability(), description="What a run tells.")
+    pod_template: PodTemplate | None = Field(
+        None, description="Additions to the pods, merged under the fields the operator owns."
+    )
+    managed_by: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+        MANAGED_BY, description="Controller that acts on the job; another's is left alone."
+    )
+    backend: BackendSpec = Field(BackendSpec(), description="Who runs it.")
+
+    cel_rules = (
+        Rule(
+            "self.method.type != 'full' || !has(self.output) || !has(self.output.format) || "
+            "self.output.format == 'merged'",
+            "method type full has no adapter to export; remove output.format",
+            field="output",
+        ),
+        Rule(
+            "self.capacity == 'onDemand' || (has(self.checkpoint) && has(self.checkpoint.uri))",
+            "spot capacity needs checkpoint.uri, else an eviction loses the work",
+            field="capacity",
+        ),
+        Rule(
+            "!has(self.topology) || !has(self.topology.minNodes) || "
+            "(has(self.checkpoint) && has(self.checkpoint.uri))",
+            "minNodes needs checkpoint.uri, else a smaller restart loses the work",
+            field="topology",
+        ),
+    )
+
+
+class ObjectMeta(BaseModel):
+    """The parts of Kubernetes object metadata that are read here."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 1
+
+
+class FineTuneJob(ApiModel):
+    """A fine-tuning job: one manifest, one status."""
+
+    api_version: Literal["finetune.dev/v1alpha1"] = "finetune.dev/v1alpha1"
+    kind: Literal["FineTuneJob"] = "FineTuneJob"
+    metadata: ObjectMeta
+    spec: FineTuneJobSpec
+    status: FineTuneJobStatus = FineTuneJobStatus()
+
+    cel_rules = (
+        Rule(
+            "self.metadata.name.size() <= 50 && "
+            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+            "metadata.name must be at most 50 lower-case letters, digits and hyphens and start "
+            "with a letter, as the names of its pods are made from it",
+        ),
+    )
+
+    def to_object(self) -> dict[str, Any]:
+        """Return the Kubernetes object: camelCase keys, absent fields left out."""
+        return self.model_dump(by_alias=True, exclude_none=True, mode="json")

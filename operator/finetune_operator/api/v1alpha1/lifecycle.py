@@ -1,0 +1,184 @@
+"""How a job lives: checkpoints, output, restarts, deadlines, queue, what it tells."""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.v1alpha1.inputs import Source, Uri
+from finetune_operator.api.v1alpha1.training import INT32_MAX
+
+Seconds = Annotated[int, Field(ge=1, le=INT32_MAX)]
+LabelValue = Annotated[str, Field(max_length=63)]
+AnnotationValue = Annotated[str, Field(max_length=4096)]
+
+
+class CheckpointSpec(ApiModel):
+    """Committed checkpoints: where, how often, how many, and which one to start from."""
+
+    uri: Source | None = Field(
+        None, description="Folder of the checkpoints; the local backend has a default."
+    )
+    every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="Save every so many optimizer steps."
+    )
+    every_seconds: Seconds | None = Field(
+        None, description="Save when so many seconds have passed since the last one."
+    )
+    keep: Annotated[int, Field(ge=1, le=1000)] = Field(
+        2, description="Newest committed checkpoints that are kept."
+    )
+    resume_from: Uri = Field(
+        "auto",
+        description="auto (newest committed checkpoint), none, or the URI of one checkpoint.",
+    )
+
+    cel_rules = (
+        Rule(
+            "self.resumeFrom in ['auto', 'none'] || "
+            "self.resumeFrom.matches('^(hf|azureml|pvc|file|https)://.+')",
+            "resumeFrom must be auto, none or the URI of a checkpoint",
+            field="resumeFrom",
+        ),
+    )
+
+
+class OutputFormat(StrEnum):
+    """What is exported."""
+
+    ADAPTER = "adapter"
+    MERGED = "merged"
+    BOTH = "both"
+
+
+class OutputSpec(ApiModel):
+    """The trained model."""
+
+    uri: Source | None = Field(
+        None, description="Folder of the trained model; the local backend has a default."
+    )
+    format: OutputFormat | None = Field(
+        None,
+        description="adapter, merged (adapter folded into the base), or both; absent means adapter "
+        "for lora and qlora, the whole model for full.",
+    )
+
+
+class RestartAction(StrEnum):
+    """What a matching failure leads to."""
+
+    FAIL = "Fail"
+    RESTART = "Restart"
+    RESTART_FREE = "RestartFree"
+
+
+class RestartRule(ApiModel):
+    """One rule; the first that matches decides."""
+
+    on_class: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        None, description="Failure class, such as OutOfMemory."
+    )
+    on_exit_codes: (
+        Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(max_length=32)] | None
+    ) = Field(None, description="Exit codes of the main process.")
+    action: RestartAction = Field(description="Fail, Restart (counted) or RestartFree.")
+
+    cel_rules = (
+        Rule(
+            "has(self.onClass) || has(self.onExitCodes)",
+            "a rule needs onClass or onExitCodes, else it never matches",
+        ),
+    )
+
+
+class RestartBackoff(ApiModel):
+    """Wait before a counted restart: base, doubled each time, at most max."""
+
+    base_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
+        0, description="Wait before the first counted restart, in seconds."
+    )
+    max_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
+        300, description="Longest wait, in seconds."
+    )
+
+
+class RestartPolicy(ApiModel):
+    """How often a failed attempt is followed by another."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        3, description="Restarts after faults; preemptions do not count."
+    )
+    max_disruptions: Annotated[int, Field(ge=0, le=10_000)] | None = Field(
+        None, description="Restarts after preemptions; absent means without limit."
+    )
+    rules: Annotated[list[RestartRule], Field(max_length=20)] = Field(
+        [], description="Exceptions by failure class or exit code; first match wins."
+    )
+    backoff: RestartBackoff = Field(RestartBackoff(), description="Wait before a counted restart.")
+
+
+class Deadlines(ApiModel):
+    """Limits in seconds."""
+
+    pending_seconds: Seconds | None = Field(
+        None, description="Longest wait for resources before the job fails."
+    )
+    active_seconds: Seconds | None = Field(
+        None, description="Longest life of the job over all attempts."
+    )
+    hang_seconds: Seconds | None = Field(
+        None, description="Longest time without a step before an attempt counts as hung."
+    )
+    termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
+        120, description="Time between SIGTERM and SIGKILL; the checkpoint must fit into it."
+    )
+
+
+class QueueSpec(ApiModel):
+    """Kueue queue and priority."""
+
+    name: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+        description="Local queue the job waits in."
+    )
+    priority_class: Annotated[str, Field(min_length=1, max_length=253)] | None = Field(
+        None, description="Kueue's WorkloadPriorityClass."
+    )
+
+
+class Observability(ApiModel):
+    """What a run tells."""
+
+    metrics_port: Annotated[int, Field(ge=1024, le=65_535)] = Field(
+        9400, description="Port of rank 0's /metrics and /progress."
+    )
+    status_interval_seconds: Annotated[int, Field(ge=5, le=3600)] = Field(
+        15, description="Shortest time between two writes of progress to the status."
+    )
+    sample_prompts: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=4)
+    ] = Field([], description="Questions the model answers before and after training.")
+
+
+class PodTemplateMetadata(ApiModel):
+    """Labels and annotations added to every pod."""
+
+    labels: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field(
+        {}, description="Labels added to every pod."
+    )
+    annotations: Annotated[dict[str, AnnotationValue], Field(max_length=64)] = Field(
+        {}, description="Annotations added to every pod."
+    )
+
+
+class PodTemplate(ApiModel):
+    """Merged under the fields the operator owns."""
+
+    metadata: PodTemplateMetadata = Field(
+        PodTemplateMetadata(), description="Labels and annotations of the pods."
+    )
+    spec: dict[str, Any] = Field(
+        {},
+        description="Parts of a PodSpec.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )

@@ -1,0 +1,151 @@
+"""What it runs on: `spec.topology`, `spec.capacity` and `spec.backend`."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from finetune_operator.api.schema import ApiModel, Rule
+
+Name = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class Rdma(StrEnum):
+    """Whether InfiniBand is used between nodes."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+class Placement(StrEnum):
+    """Where nodes are taken from."""
+
+    PACK = "pack"
+    SPREAD = "spread"
+
+
+class Capacity(StrEnum):
+    """What kind of machine is paid for."""
+
+    ON_DEMAND = "onDemand"
+    SPOT = "spot"
+    SPOT_PREFERRED = "spotPreferred"
+
+
+class TopologySpec(ApiModel):
+    """Nodes, GPUs and processes; world size = nodes x processesPerNode."""
+
+    nodes: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Nodes that train together.")
+    min_nodes: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="Fewest nodes an elastic job goes on with."
+    )
+    max_nodes: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="Most nodes an elastic job grows to."
+    )
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
+        1, description="GPUs of each node; 0 trains on the CPU."
+    )
+    processes_per_node: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None,
+        description="Ranks of each node; absent means gpusPerNode, or 1 on the CPU. May differ "
+        "from gpusPerNode only on the CPU.",
+    )
+    instance_type: Name | None = Field(
+        None, description="Azure VM size, such as Standard_ND96isr_H100_v5."
+    )
+    rdma: Rdma = Field(Rdma.AUTO, description="InfiniBand between nodes: none, auto or required.")
+    placement: Placement = Field(
+        Placement.PACK, description="pack keeps nodes close to each other, spread apart."
+    )
+
+    cel_rules = (
+        Rule(
+            "self.gpusPerNode == 0 || !has(self.processesPerNode) || "
+            "self.processesPerNode == self.gpusPerNode",
+            "processesPerNode may differ from gpusPerNode only on the CPU (gpusPerNode: 0); "
+            "remove it",
+            field="processesPerNode",
+        ),
+        Rule(
+            "!has(self.minNodes) || self.minNodes <= self.nodes",
+            "minNodes must be at most nodes",
+            field="minNodes",
+        ),
+        Rule(
+            "!has(self.maxNodes) || self.maxNodes >= self.nodes",
+            "maxNodes must be at least nodes",
+            field="maxNodes",
+        ),
+    )
+
+
+class AksSpec(ApiModel):
+    """Settings of the aks backend."""
+
+    profile: Name | None = Field(
+        None, description="FineTuneProfile that says which image, volumes and node pools to use."
+    )
+
+
+class AzureMLSpec(ApiModel):
+    """Settings of the azureml backend."""
+
+    subscription_id: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        description="Azure subscription."
+    )
+    resource_group: Annotated[str, Field(min_length=1, max_length=90)] = Field(
+        description="Resource group of the workspace."
+    )
+    workspace: Annotated[str, Field(min_length=1, max_length=260)] = Field(
+        description="Azure ML workspace."
+    )
+    compute: Name = Field(description="Compute target that runs the job.")
+    environment: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        None, description="Environment, azureml:NAME:VERSION."
+    )
+    experiment: Name | None = Field(
+        None, description="Experiment the job is listed under; absent means the job's namespace."
+    )
+
+
+class LocalSpec(ApiModel):
+    """Settings of the local backend: this machine."""
+
+    run_directory: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
+        None,
+        description="Folder of everything the run writes; relative to the manifest. Absent means "
+        "runs/NAMESPACE/NAME beside the manifest.",
+    )
+    threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="CPU threads of each rank; absent shares the machine's cores evenly."
+    )
+
+
+class BackendSpec(ApiModel):
+    """Who runs it."""
+
+    type: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = Field(
+        "aks", description="aks, azureml, local, or the name of an installed plugin."
+    )
+    aks: AksSpec | None = Field(None, description="Settings of the aks backend.")
+    azureml: AzureMLSpec | None = Field(None, description="Settings of the azureml backend.")
+    local: LocalSpec | None = Field(None, description="Settings of the local backend.")
+
+    cel_rules = (
+        Rule(
+            "!has(self.aks) || self.type == 'aks'",
+            "the aks block has no effect with another backend type; remove it",
+            field="aks",
+        ),
+        Rule(
+            "(self.type == 'azureml') == has(self.azureml)",
+            "backend type azureml and the azureml block go together",
+            field="azureml",
+        ),
+        Rule(
+            "!has(self.local) || self.type == 'local'",
+            "the local block has no effect with another backend type; remove it",
+            field="local",
+        ),
+    )

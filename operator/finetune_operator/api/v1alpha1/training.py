@@ -1,0 +1,115 @@
+"""The optimizer's view: `spec.training`."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from finetune_operator.api.schema import ApiModel, Rule
+
+INT32_MAX = 2**31 - 1
+
+
+class Schedule(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Precision(StrEnum):
+    """Number format of forward and backward; trained parameters are kept in fp32."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class EarlyStopping(ApiModel):
+    """Stop when the held-out loss no longer falls."""
+
+    patience: Annotated[int, Field(ge=1, le=1000)] = Field(
+        3, description="Evaluations without improvement before training stops."
+    )
+    min_delta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Fall of the held-out loss that counts as an improvement."
+    )
+
+
+class TrainingSpec(ApiModel):
+    """Batch, steps, learning rate, precision."""
+
+    global_batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
+        description="Sequences (packs, when packing) an optimizer step averages over, all ranks."
+    )
+    micro_batch_size: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = Field(
+        "auto", description="Sequences of one forward pass on one rank, or auto."
+    )
+    max_seq_length: Annotated[int, Field(ge=8, le=1_048_576)] = Field(
+        2048, description="Longest sequence, in tokens; also the length of a pack."
+    )
+    epochs: Annotated[float, Field(ge=0.001, le=10_000)] | None = Field(
+        None, description="Passes over the data set; exactly one of epochs and maxSteps."
+    )
+    max_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="Optimizer steps; exactly one of epochs and maxSteps."
+    )
+    learning_rate: Annotated[float, Field(ge=1e-12, le=10)] = Field(
+        description="Peak learning rate, a number such as 2e-4."
+    )
+    schedule: Schedule = Field(
+        Schedule.COSINE, description="Learning rate after warm-up: constant, linear or cosine to 0."
+    )
+    warmup: Annotated[float, Field(ge=0, le=INT32_MAX)] = Field(
+        0.0, description="Share of all steps when below 1, else a count of steps."
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
+        0.0, description="Decoupled weight decay of AdamW (arXiv:1711.05101)."
+    )
+    dropout: Annotated[float, Field(ge=0, le=0.9)] | None = Field(
+        None, description="Dropout of the model's own layers; absent keeps the model's setting."
+    )
+    max_grad_norm: Annotated[float, Field(ge=0, le=1e9)] = Field(
+        1.0, description="Gradients are scaled down to this global norm; 0 turns it off."
+    )
+    precision: Precision = Field(
+        Precision.AUTO,
+        description="bf16, fp16 or fp32; auto is bf16 on a GPU that has it and fp32 on a CPU.",
+    )
+    seed: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(
+        42, description="Seed of order, initialisation and dropout."
+    )
+    packing: bool = Field(
+        True, description="Put several rows into one sequence, isolated from each other."
+    )
+    eval_every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="Evaluate every so many steps; absent means before and after training."
+    )
+    early_stopping: EarlyStopping | None = Field(
+        None, description="Stop when the held-out loss no longer falls."
+    )
+
+    cel_rules = (
+        Rule(
+            "has(self.epochs) != has(self.maxSteps)",
+            "exactly one of epochs and maxSteps must be set",
+        ),
+        Rule(
+            "type(self.microBatchSize) == int || self.microBatchSize == 'auto'",
+            "microBatchSize must be a whole number or auto",
+            field="microBatchSize",
+        ),
+        Rule(
+            "type(self.microBatchSize) != int || "
+            "(self.microBatchSize >= 1 && self.globalBatchSize % self.microBatchSize == 0)",
+            "microBatchSize must be at least 1 and divide globalBatchSize",
+            field="microBatchSize",
+        ),
+        Rule(
+            "!has(self.earlyStopping) || has(self.evalEverySteps)",
+            "earlyStopping has no effect without evalEverySteps; set it",
+            field="earlyStopping",
+        ),
+    )

@@ -1,0 +1,155 @@
+"""The contract every backend keeps; DESIGN section 5 (Contract C).
+
+`reconcile` decides, a backend acts. A backend never retries, never waits and never writes the
+job's status: it renders, submits, observes and cancels one attempt. A plugin registers its class
+under the entry-point group `finetune_operator.backends`; the suite in `tests/backend_contract.py`
+is what "keeps the contract" means.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.planner.plan import Plan
+from finetune_trainer.config import Progress, Termination
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of a job from start to end.
+
+    Attributes:
+        number: Counts up over restarts and resumes, from 1.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Exactly what `submit` would create; `ftctl render` prints it, goldens compare it.
+
+    Attributes:
+        backend: Name of the backend that rendered it.
+        job_uid: Owner of everything in it.
+        attempt: Number of the attempt.
+        name: Deterministic name of the attempt within the backend.
+        objects: What is created, in order, as JSON-ready values.
+    """
+
+    backend: str
+    job_uid: str
+    attempt: int
+    name: str
+    objects: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Names one submitted attempt; kept in `status.backendRef`, so it survives a restart.
+
+    Attributes:
+        kind: Kind of the thing, such as `Job` or `Process`.
+        name: Its name within the backend.
+        uid: Its unique id, so that a later thing of the same name is not mistaken for it.
+        url: Where a person can look at it; may be empty.
+    """
+
+    kind: str
+    name: str
+    uid: str = ""
+    url: str = ""
+
+
+class AttemptPhase(StrEnum):
+    """How far an attempt is, as the backend sees it."""
+
+    PENDING = "Pending"  # submitted, nothing runs yet
+    RUNNING = "Running"  # at least one of its processes runs
+    SUCCEEDED = "Succeeded"  # it ended, with exit code 0
+    FAILED = "Failed"  # it ended or lost a worker; see termination and all_gone
+    UNKNOWN = "Unknown"  # nothing of it can be found
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a backend sees of one attempt now.
+
+    Attributes:
+        phase: How far it is.
+        all_gone: No process of the attempt lives; only then may the next one start.
+        nodes_ready: Nodes whose main process runs.
+        termination: Last words, once it ended; of the guilty node if there is one.
+        progress: Newest word of rank 0; None before the first.
+        node: Node of the guilty rank, if known.
+        message: One sentence for the conditions; empty when there is nothing to say.
+        look_again_seconds: Observe again after so long though no event came; None for events only.
+    """
+
+    phase: AttemptPhase
+    all_gone: bool = False
+    nodes_ready: int = 0
+    termination: Termination | None = None
+    progress: Progress | None = None
+    node: str = ""
+    message: str = ""
+    look_again_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """What a backend is given when it is made.
+
+    Attributes:
+        manifest_dir: Folder that `file://./x` is relative to.
+        environ: Environment of the caller; a backend reads no other.
+    """
+
+    manifest_dir: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Five verbs and two readers; made by `Backend(context)`."""
+
+    name: ClassVar[str]
+    watches: ClassVar[tuple[str, ...]]
+    """Kinds whose events wake a job, such as `batch/v1/Job`; empty when there are none."""
+
+    def __init__(self, context: BackendContext) -> None: ...
+
+    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
+        """List what this backend cannot do; opens no file that the job names."""
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        """List what is wrong with what the job names: missing files, folders not writable."""
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        """Return what `submit` would create; pure: same plan and attempt, same request."""
+
+    async def submit(self, request: Request) -> Handle:
+        """Create the attempt, or adopt it where it exists already and is the job's own.
+
+        Raises:
+            AlreadyOwnedError: something of that name exists and is not the job's.
+            BackendError: it cannot be created; `retryable` says whether to try again.
+        """
+
+    async def observe(self, handle: Handle) -> Observation:
+        """Look at the attempt; never waits for anything to happen."""
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        """Ask the attempt to stop with a checkpoint; after the grace it is killed.
+
+        Returns at once and may be called again; the grace counts from the first call.
+        """
+
+    def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        """Yield the lines of one rank's log, without line ends; `follow` goes on to its end."""
+
+    async def collect(self, handle: Handle) -> Sequence[str]:
+        """Return URIs of what the attempt exported."""

@@ -1,0 +1,1 @@
+"""`ftctl`: one file a command."""

@@ -1,0 +1,47 @@
+"""Every error the operator raises on purpose.
+
+    FineTuneError
+    ├── ManifestError            a manifest cannot be read or is refused; holds the problems
+    ├── UnknownBackendError      no backend of that name is installed
+    ├── BrokenBackendError       a backend's plugin cannot be imported or breaks its contract
+    └── BackendError             a backend could not do what it was asked
+        ├── AlreadyOwnedError    the thing to create exists and belongs to somebody else
+        └── TransientError       the same call may work later (retryable)
+
+Whether to try again is a property of the class (`retryable`); the message is one sentence: what is
+wrong, with the value, then what to do.
+"""
+
+from typing import ClassVar
+
+
+class FineTuneError(Exception):
+    """The root; a command prints its message and exits with 1."""
+
+    retryable: ClassVar[bool] = False
+
+
+class ManifestError(FineTuneError):
+    """A manifest cannot be read or is refused."""
+
+
+class UnknownBackendError(FineTuneError):
+    """No backend of that name is installed; the message lists those that are."""
+
+
+class BrokenBackendError(FineTuneError):
+    """A backend's plugin cannot be imported or does not keep the contract."""
+
+
+class BackendError(FineTuneError):
+    """A backend could not do what it was asked."""
+
+
+class AlreadyOwnedError(BackendError):
+    """What was to be created exists and belongs to somebody else; the message names the owner."""
+
+
+class TransientError(BackendError):
+    """The same call may work later."""
+
+    retryable = True

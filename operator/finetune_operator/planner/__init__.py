@@ -1,0 +1,1 @@
+"""Turn a job into a plan: pure, no torch, no I/O."""

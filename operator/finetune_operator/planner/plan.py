@@ -1,0 +1,109 @@
+"""Choose what a job leaves open: ranks, strategy, micro-batch, precision, and say why.
+
+`make_plan` is pure; backends turn the plan into a request.
+"""
+
+from dataclasses import dataclass
+
+from finetune_operator.api.problems import InvalidJobError, Problem
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.method import ActivationCheckpointing, StrategyType
+from finetune_operator.api.v1alpha1.training import Precision
+
+MAX_AUTO_MICRO_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job with nothing left to choose.
+
+    Attributes:
+        job: The job it was made for.
+        processes_per_node: Ranks of each node.
+        device: `cpu` or `cuda`.
+        micro_batch_size: Sequences of one forward pass on one rank.
+        reasons: Why each open choice was made, one sentence each.
+    """
+
+    job: FineTuneJob
+    nodes: int
+    processes_per_node: int
+    device: str
+    strategy: StrategyType
+    precision: Precision
+    activation_checkpointing: ActivationCheckpointing
+    micro_batch_size: int
+    reasons: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes a rank makes for one optimizer step."""
+        per_pass = self.world_size * self.micro_batch_size
+        return self.job.spec.training.global_batch_size // per_pass
+
+
+def make_plan(job: FineTuneJob) -> Plan:
+    """Choose what the job leaves open.
+
+    Raises:
+        InvalidJobError: no choice can satisfy the job.
+    """
+    spec, reasons = job.spec, list[str]()
+    device = "cuda" if spec.topology.gpus_per_node else "cpu"
+    processes = spec.topology.processes_per_node or spec.topology.gpus_per_node or 1
+    strategy = spec.strategy.type
+    if strategy is StrategyType.AUTO:
+        strategy = StrategyType.DDP
+        reasons.append("strategy ddp: every rank holds the whole model")
+    precision = spec.training.precision
+    if precision is Precision.AUTO:
+        precision = Precision.BF16 if device == "cuda" else Precision.FP32
+        reasons.append(f"precision {precision}: the default on a {device} device")
+    recompute = spec.strategy.activation_checkpointing
+    if recompute is ActivationCheckpointing.AUTO:
+        recompute = ActivationCheckpointing.NONE
+        reasons.append("activation checkpointing none: it costs time and saves only memory")
+    return Plan(
+        job=job,
+        nodes=spec.topology.nodes,
+        processes_per_node=processes,
+        device=device,
+        strategy=strategy,
+        precision=precision,
+        activation_checkpointing=recompute,
+        micro_batch_size=_micro_batch_size(job, spec.topology.nodes, processes, reasons),
+        reasons=tuple(reasons),
+    )
+
+
+def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: list[str]) -> int:
+    """Take the job's micro-batch, or the largest small divisor of a rank's share of the batch."""
+    training = job.spec.training
+    asked = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
+    step = nodes * processes * asked
+    if training.global_batch_size % step:
+        below = training.global_batch_size // step * step
+        use = f"{below} or {below + step}" if below else f"{step}"
+        raise InvalidJobError(
+            [
+                Problem(
+                    "spec.training.globalBatchSize",
+                    f"{training.global_batch_size} is not a multiple of {step} ({nodes} nodes x "
+                    f"{processes} processes x micro-batch {asked}); use {use}",
+                )
+            ]
+        )
+    if training.micro_batch_size != "auto":
+        return training.micro_batch_size
+    if training.packing:
+        reasons.append("micro-batch 1: a pack already fills maxSeqLength")
+        return 1
+    share = training.global_batch_size // step
+    size = max(d for d in range(1, MAX_AUTO_MICRO_BATCH + 1) if share % d == 0)
+    reasons.append(f"micro-batch {size}: the largest divisor of a rank's {share} rows up to 8")
+    return size

@@ -1,0 +1,368 @@
+"""The contract the operator and the trainer share: configuration in, progress and last words out.
+
+The operator writes `TrainConfig` as one JSON file and reads back `Progress` and `Termination`;
+nothing else crosses. This module imports pydantic alone, so the operator never imports torch.
+Keys are camelCase in JSON and snake_case in Python; unknown keys are refused.
+"""
+
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+# What differs from node to node travels in the environment, as TrainConfig is the same for all.
+ENV_NODE_RANK = "FINETUNE_NODE_RANK"  # 0 to nnodes - 1; JOB_COMPLETION_INDEX serves as well
+ENV_RDZV_ENDPOINT = "FINETUNE_RDZV_ENDPOINT"  # HOST:PORT of node 0's rendezvous store
+ENV_TERMINATION_PATH = "FINETUNE_TERMINATION_PATH"  # overrides TrainConfig.termination_path
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the main process of a node (DESIGN section 4)."""
+
+    DONE = 0
+    ERROR = 1
+    DATA = 65
+    PREEMPTED = 75
+    CONFIG = 78
+    DO_NOT_RESTART = 93
+    KILLED = 137
+
+
+class FailureClass(StrEnum):
+    """Why an attempt ended; the restart policy decides by it."""
+
+    COMPLETED = "Completed"
+    DATA_ERROR = "DataError"
+    PREEMPTED = "Preempted"
+    CONFIG_ERROR = "ConfigError"
+    DO_NOT_RESTART = "DoNotRestart"
+    OUT_OF_MEMORY = "OutOfMemory"
+    WORKER_LOST = "WorkerLost"
+    ERROR = "Error"
+
+
+class ContractModel(BaseModel):
+    """A frozen value that is camelCase in JSON and refuses unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        protected_namespaces=(),
+    )
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read one JSON file.
+
+        Raises:
+            OSError: the file cannot be opened.
+            pydantic.ValidationError: the text is not JSON, or not this model.
+        """
+        return cls.model_validate_json(path.read_bytes())
+
+    def to_json(self) -> str:
+        """Return the JSON text that `read` takes back: camelCase, two spaces, final newline."""
+        return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
+
+
+class JobRef(ContractModel):
+    """Which job and which attempt this is; for logs, metrics and the model card."""
+
+    namespace: str = "default"
+    name: str
+    uid: str
+    attempt: Annotated[int, Field(ge=1)] = 1
+
+
+class WorldConfig(ContractModel):
+    """The processes that train together; the trainer asserts that it got exactly these."""
+
+    nnodes: Annotated[int, Field(ge=1)] = 1
+    nproc_per_node: Annotated[int, Field(ge=1)] = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads_per_process: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: `nnodes * nproc_per_node`."""
+        return self.nnodes * self.nproc_per_node
+
+
+class ModelConfig(ContractModel):
+    """The base model, as something `from_pretrained` takes."""
+
+    path: str = Field(description="Local folder, or a repository name on the hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    base_name: str | None = Field(
+        None,
+        description="Name written as base_model_name_or_path, which another machine can resolve.",
+    )
+
+
+class DataFormat(StrEnum):
+    """What a row of the data set holds."""
+
+    CHAT = "chat"
+    INSTRUCTION = "instruction"
+    TEXT = "text"
+
+
+class LongRows(StrEnum):
+    """What happens to a row of more than `max_seq_len` tokens; always counted and reported."""
+
+    TRUNCATE = "truncate"
+    SPLIT = "split"
+
+
+class DatasetSource(ContractModel):
+    """Where rows come from: a local file or folder, or a data set on the hub."""
+
+    path: str = Field(description="A .jsonl, .json, .parquet or .csv file, or a hub data set name.")
+    split: str = Field("train", description="Split to read; files have only 'train'.")
+    is_hub: bool = Field(False, description="The path is a hub data set name.")
+
+
+class ColumnMap(ContractModel):
+    """Names of the data set's columns where they differ from the usual ones."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    system: str | None = None
+    instruction: str | None = None
+    input: str | None = None
+    output: str | None = None
+    text: str | None = None
+
+
+class DataConfig(ContractModel):
+    """Rows to train and to evaluate on, and how they become token sequences."""
+
+    train: DatasetSource
+    eval: DatasetSource | None = None
+    format: DataFormat = DataFormat.CHAT
+    columns: ColumnMap = ColumnMap()
+    max_seq_len: Annotated[int, Field(ge=8)] = 2048
+    long_rows: LongRows = LongRows.TRUNCATE
+    packing: bool = True
+    cache_dir: str = Field(description="Folder of the token cache, keyed by content.")
+
+
+class LoraSettings(ContractModel):
+    """Low-rank adapters (arXiv:2106.09685): W + (alpha / r) B A."""
+
+    r: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: tuple[str, ...] = Field(
+        (), description="Module name endings; empty means every linear layer but the head."
+    )
+
+
+class MethodConfig(ContractModel):
+    """Which parameters are trained: all of them, or adapters (`lora` is then set)."""
+
+    type: Literal["full", "lora"] = "lora"
+    lora: LoraSettings | None = None
+
+    @model_validator(mode="after")
+    def _lora_goes_with_its_type(self) -> Self:
+        if (self.type == "lora") != (self.lora is not None):
+            raise ValueError("lora settings go with method type lora, and only with it")
+        return self
+
+
+class StrategyConfig(ContractModel):
+    """How the ranks share one model; nothing here is `auto` any more."""
+
+    type: Literal["ddp"] = "ddp"
+    activation_checkpointing: Literal["none", "full"] = "none"
+
+
+class TrainingConfig(ContractModel):
+    """The optimizer's view: batch, steps, learning rate, precision."""
+
+    global_batch_size: Annotated[int, Field(ge=1)] = Field(
+        description="Sequences (packs, when packing) an optimizer step averages over."
+    )
+    micro_batch_size: Annotated[int, Field(ge=1)] = Field(
+        1, description="Sequences of one forward pass on one rank."
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    learning_rate: Annotated[float, Field(gt=0)]
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Share of all steps when below 1, else a count of steps."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="0 turns clipping off.")
+    precision: Literal["bf16", "fp32"] = "fp32"
+    seed: Annotated[int, Field(ge=0)] = 42
+    eval_every_steps: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _epochs_xor_max_steps(self) -> Self:
+        if (self.epochs is None) == (self.max_steps is None):
+            raise ValueError("exactly one of epochs and maxSteps must be set")
+        return self
+
+
+class CheckpointConfig(ContractModel):
+    """Where and how often a committed checkpoint is made, and which one to start from."""
+
+    dir: str
+    every_steps: Annotated[int, Field(ge=1)] | None = None
+    every_seconds: Annotated[int, Field(ge=1)] | None = None
+    keep: Annotated[int, Field(ge=1)] = 2
+    resume_from: str = Field("auto", description="auto, none, or the folder of one checkpoint.")
+
+
+class OutputConfig(ContractModel):
+    """What is exported at the end, and where."""
+
+    dir: str
+    format: Literal["adapter", "merged", "both"] = "adapter"
+
+
+class TelemetryConfig(ContractModel):
+    """What the run tells while it trains."""
+
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        9400, description="First port tried by rank 0; 0 serves nothing."
+    )
+    metrics_host: str = "127.0.0.1"
+    sample_prompts: tuple[str, ...] = Field(
+        (), description="Questions answered before and after training."
+    )
+
+
+class TrainConfig(ContractModel):
+    """Everything one attempt needs, with every choice already made."""
+
+    version: Literal["v1alpha1"] = "v1alpha1"
+    job: JobRef
+    world: WorldConfig = WorldConfig()
+    model: ModelConfig
+    data: DataConfig
+    method: MethodConfig
+    strategy: StrategyConfig = StrategyConfig()
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    output: OutputConfig
+    telemetry: TelemetryConfig = TelemetryConfig()
+    run_dir: str = Field(description="Folder of progress.json, logs/ and TensorBoard events.")
+    termination_path: str = Field(description="File that receives the last words as JSON.")
+    termination_grace_seconds: Annotated[int, Field(ge=1)] = 120
+
+    @model_validator(mode="after")
+    def _batch_divides_over_ranks(self) -> Self:
+        divisor = self.world.world_size * self.training.micro_batch_size
+        if self.training.global_batch_size % divisor:
+            raise ValueError(
+                f"training.globalBatchSize {self.training.global_batch_size} is not a multiple of "
+                f"{divisor} ({self.world.world_size} ranks x micro-batch "
+                f"{self.training.micro_batch_size})"
+            )
+        return self
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes a rank makes for one optimizer step."""
+        ranks = self.world.world_size * self.training.micro_batch_size
+        return self.training.global_batch_size // ranks
+
+
+class Phase(StrEnum):
+    """What the trainer is doing now; named in progress.json, in logs and by the live view."""
+
+    STARTING = "Starting"
+    TOKENIZING = "Tokenizing"
+    LOADING = "Loading"
+    EVALUATING = "Evaluating"
+    ANSWERING = "Answering"
+    TRAINING = "Training"
+    SAVING = "Saving"
+    EXPORTING = "Exporting"
+    STOPPING = "Stopping"
+    DONE = "Done"
+
+
+class CheckpointRef(ContractModel):
+    """One committed checkpoint in the ledger."""
+
+    step: int
+    path: str
+    time: float = Field(description="Seconds since the epoch.")
+    world_size: int
+    eval_loss: float | None = None
+
+
+class SampleAnswer(ContractModel):
+    """One of `observability.samplePrompts`, answered before and after training."""
+
+    prompt: str
+    before: str | None = None
+    after: str | None = None
+
+
+class DataReport(ContractModel):
+    """What became of the rows; truncation is never silent."""
+
+    rows: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+    truncated_rows: int = 0
+    split_rows: int = 0
+    rows_without_labels: int = 0
+    packs: int = 0
+    fill_ratio: float = Field(1.0, description="Share of a pack's positions that hold tokens.")
+
+
+class Progress(ContractModel):
+    """progress.json and `GET /progress`: rank 0's newest word about the run."""
+
+    attempt: int = 1
+    phase: Phase = Phase.STARTING
+    time: float = Field(0.0, description="When this was written, seconds since the epoch.")
+    step: int = 0
+    total_steps: int | None = None
+    resumed_step: int | None = Field(None, description="Step of the checkpoint started from.")
+    epoch: float = 0.0
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    eval_loss_before: float | None = None
+    eval_loss: float | None = None
+    tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
+    eta_seconds: float | None = None
+    first_step_seconds: float | None = Field(
+        None, description="Process start to the end of the first new step, evaluation apart."
+    )
+    checkpoint: CheckpointRef | None = None
+    best_checkpoint: CheckpointRef | None = None
+    samples: tuple[SampleAnswer, ...] = ()
+    train_data: DataReport | None = None
+    eval_data: DataReport | None = None
+    metrics_url: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class Termination(ContractModel):
+    """The last words of an attempt, written to `TrainConfig.termination_path`."""
+
+    failure_class: FailureClass
+    exit_code: int
+    message: str = Field(description="One sentence: what happened, and what to do.")
+    step: int = 0
+    rank: int | None = Field(None, description="The guilty rank, where there is one.")
+    checkpoint: CheckpointRef | None = None
+    artifacts: tuple[str, ...] = ()
+    progress: Progress | None = None

@@ -1,0 +1,60 @@
+"""Every error the trainer raises on purpose, and the exit code each one ends the process with.
+
+    TrainerError                      1    something failed; a restart may help
+    ├── DataError                    65    the data set cannot be trained on
+    ├── ConfigError                  78    the configuration cannot work; never retried
+    │   └── OutputNotWritableError   78    a folder the run must write into refuses it
+    ├── Preempted                    75    told to stop; a checkpoint is committed
+    ├── CheckpointError               1    a save or a restore failed
+    └── WorldSizeError               93    the ranks that came up are not the ranks asked for
+
+The message says what is wrong, with the value, and what to do. Only `control` turns an error into
+an exit code; nothing else calls `sys.exit`.
+"""
+
+from typing import ClassVar
+
+from finetune_trainer.config import ExitCode, FailureClass
+
+
+class TrainerError(Exception):
+    """Stop this attempt; the message is the sentence a user reads."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.ERROR
+    failure_class: ClassVar[FailureClass] = FailureClass.ERROR
+
+
+class DataError(TrainerError):
+    """The data set is missing, malformed or has nothing to learn from."""
+
+    exit_code = ExitCode.DATA
+    failure_class = FailureClass.DATA_ERROR
+
+
+class ConfigError(TrainerError):
+    """The configuration cannot work here; the same attempt would fail again."""
+
+    exit_code = ExitCode.CONFIG
+    failure_class = FailureClass.CONFIG_ERROR
+
+
+class OutputNotWritableError(ConfigError):
+    """A folder that the run must write into cannot be written; found before training starts."""
+
+
+class Preempted(TrainerError):  # noqa: N818 - the field's own word, and no fault of the job
+    """Told to stop, and every rank left at the same step after a committed checkpoint."""
+
+    exit_code = ExitCode.PREEMPTED
+    failure_class = FailureClass.PREEMPTED
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint could not be written or read back."""
+
+
+class WorldSizeError(TrainerError):
+    """The engine built another world than `TrainConfig` states; training would be wrong."""
+
+    exit_code = ExitCode.DO_NOT_RESTART
+    failure_class = FailureClass.DO_NOT_RESTART
