@@ -1,0 +1,82 @@
+"""`ftctl`: the table of its commands, and the one place where an error becomes an exit code.
+
+A command is one function in one file, named in `COMMANDS` as `module:function` and imported only
+when it is called, so that `ftctl --help` loads neither pydantic nor a backend.
+"""
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from finetune_operator.errors import FineTuneError
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """One command that is imported when it is called.
+
+    Attributes:
+        target: `module:function`; the module is relative to `finetune_operator.cli`.
+        summary: The line `ftctl --help` shows; the function's docstring is its own help.
+    """
+
+    target: str
+    summary: str
+
+
+COMMANDS: dict[str, LazyCommand] = {
+    "validate": LazyCommand("validate:validate", "Print every problem of the manifests given."),
+    "crd": LazyCommand("crd:crd", "Print or write the CustomResourceDefinition."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Shows stand-ins in help and completion; imports the real command when one is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command named by the first argument, and import it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in COMMANDS:
+            command = _load(name, COMMANDS[name])
+        return name, command, rest
+
+
+def _load(name: str, lazy: LazyCommand) -> Any:
+    module, function = lazy.target.split(":")
+    single = typer.Typer(add_completion=False)
+    single.command(name)(getattr(import_module(f"finetune_operator.cli.{module}"), function))
+    return typer.main.get_command(single)
+
+
+def _listed_only() -> None:
+    """Stand in for a command in help; `LazyGroup` never calls it."""
+
+
+def _make_app() -> typer.Typer:
+    made = typer.Typer(
+        name="ftctl",
+        cls=LazyGroup,
+        help="Fine-tune language models from one manifest.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    made.callback()(_listed_only)
+    for name, lazy in COMMANDS.items():
+        made.command(name, help=lazy.summary)(_listed_only)
+    return made
+
+
+app = _make_app()
+
+
+def main() -> None:
+    """Run `ftctl`; a `FineTuneError` is its message on standard error and exit code 1."""
+    try:
+        app(prog_name="ftctl")
+    except FineTuneError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
