@@ -1,0 +1,93 @@
+"""A tokenizer and a two-layer model that tests build offline, in about a second.
+
+The tokenizer is a byte-level BPE trained on the standard library's own documentation, with a
+ChatML-like template that has no `{% generation %}` marks, as most real templates have none.
+"""
+
+import hashlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 768
+END_OF_TURN = "<|im_end|>"
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def tiny_tokenizer(folder: Path, *, template: str | None = CHATML_TEMPLATE) -> Any:
+    """Save the tokenizer into `folder` and return it as `AutoTokenizer` reads it from there.
+
+    `template=None` gives a tokenizer without a chat template.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(_trained_bpe()),
+        eos_token=END_OF_TURN,
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=2048,
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def tiny_model(folder: Path, *, template: str | None = CHATML_TEMPLATE, seed: int = 0) -> Path:
+    """Save a random two-layer Llama (hidden 64) with its tokenizer into `folder`; return it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = tiny_tokenizer(folder, template=template)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+@cache
+def _trained_bpe() -> Path:
+    """Train once a machine: several test processes share the file, named by what made it."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    corpus = [topics[name] for name in sorted(topics)]
+    digest = hashlib.sha256(f"{VOCAB_SIZE}{corpus}".encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"finetune-test-bpe-{os.getuid()}-{digest}.json"
+    if not path.exists():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=["<|endoftext|>", "<|im_start|>", END_OF_TURN],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(corpus, trainer)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        tokenizer.save(str(draft))
+        draft.replace(path)
+    return path
