@@ -1,0 +1,211 @@
+"""How a rank learns that it shall stop, agrees on it with the others, and names its exit code.
+
+`worker` installs the signal handlers and wraps the rank's work in `guard`; the loop votes in an
+`Agreement` at every step boundary. Nothing else decides an exit code.
+"""
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from finetune_trainer.config import ExitCode, FailureClass, Termination
+from finetune_trainer.errors import TrainerError
+from finetune_trainer.world import World
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Work
+
+# What gloo, NCCL and the store say when the process at the other end is gone.
+_LOST_PEER_PHRASES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "remote process exited",
+)
+_OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "cuda out of memory")
+
+
+class StopSignal:
+    """Remembers that SIGTERM or SIGINT came; the loop asks at its step boundaries.
+
+    A signal never interrupts the work, and a second one changes nothing: Ctrl-C in a terminal
+    reaches a rank twice, from the terminal and from its supervisor.
+    """
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def install(self) -> None:
+        """Take over SIGTERM and SIGINT; call from the main thread."""
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
+
+    def request(self, reason: str) -> None:
+        """Ask for a stop from inside the program; the first reason is kept."""
+        self._reason = self._reason or reason
+
+    @property
+    def requested(self) -> bool:
+        """True from the first signal on."""
+        return self._reason is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Name of the signal that came first, or None."""
+        return self._reason
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the votes of all ranks at one boundary amount to; equal on every rank.
+
+    Attributes:
+        stop: some rank was told to stop: commit a checkpoint and leave.
+        save: some rank wants a checkpoint now.
+        step: the boundary (count of `exchange` calls from `step`) the votes were cast at.
+    """
+
+    stop: bool
+    save: bool
+    step: int
+
+
+class Agreement:
+    """One tiny all-reduce a step, read a step later, so that no rank ever waits for it.
+
+    Every rank must call `exchange` at the same boundaries. All ranks see a vote at the same
+    boundary: the one after it was cast. A single process has nobody to wait for and sees its
+    own vote at once.
+    """
+
+    def __init__(self, world: World, *, step: int = 0) -> None:
+        """Start at the boundary before step `step` (the resumed one)."""
+        self._group = world.control_group
+        self._step = step
+        self._in_flight: tuple[Work, torch.Tensor, int] | None = None
+
+    def exchange(self, stop: bool, save: bool = False) -> Agreed:
+        """Cast this rank's votes, and return what all ranks voted at the boundary before."""
+        step, self._step = self._step, self._step + 1
+        if self._group is None:
+            return Agreed(stop, save, step)
+
+        import torch
+        import torch.distributed as dist
+
+        before = self.settle()
+        votes = torch.tensor([stop, save], dtype=torch.int32)
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None  # async_op=True always returns the handle
+        self._in_flight = (work, votes, step)
+        return before or Agreed(False, False, step)
+
+    def settle(self) -> Agreed | None:
+        """Finish the vote in flight, if any; call it once more before the groups are closed."""
+        if self._in_flight is None:
+            return None
+        work, votes, step = self._in_flight
+        self._in_flight = None
+        work.wait()  # over since long: it had a whole step for 8 bytes
+        stop, save = votes.tolist()
+        return Agreed(bool(stop), bool(save), step)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an exception means for the attempt.
+
+    Attributes:
+        is_collateral: the rank only lost its peers; another one is to blame.
+    """
+
+    failure_class: FailureClass
+    exit_code: ExitCode
+    message: str
+    is_collateral: bool = False
+
+
+def judge(error: BaseException) -> Verdict:
+    """Name the failure class, the exit code and the sentence for any exception."""
+    if isinstance(error, TrainerError):
+        return Verdict(error.failure_class, error.exit_code, _sentence(error))
+    text = str(error).lower()
+    if _is_out_of_memory(error, text):
+        return Verdict(
+            FailureClass.OUT_OF_MEMORY,
+            ExitCode.KILLED,
+            f"out of memory: {_sentence(error)}; lower training.microBatchSize or "
+            "data.maxSeqLen, or turn on strategy.activationCheckpointing",
+        )
+    if isinstance(error, RuntimeError | OSError) and any(p in text for p in _LOST_PEER_PHRASES):
+        return Verdict(
+            FailureClass.WORKER_LOST,
+            ExitCode.ERROR,
+            f"lost the connection to another rank: {_sentence(error)}; look at that rank's log",
+            is_collateral=True,
+        )
+    return Verdict(
+        FailureClass.ERROR,
+        ExitCode.ERROR,
+        f"{type(error).__name__}: {_sentence(error)}; the traceback is in the rank's log",
+    )
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """Return the exit code a rank leaves with after this exception."""
+    return judge(error).exit_code
+
+
+def guard(
+    work: Callable[[], Termination],
+    *,
+    rank: int,
+    on_error: Callable[[Verdict, str], None] = lambda verdict, trace: None,
+) -> tuple[Termination, Verdict | None]:
+    """Run a rank's work; whatever it raises becomes last words instead of a traceback alone.
+
+    Args:
+        work: returns the termination of the good path.
+        rank: named as the guilty one when the work raises.
+        on_error: receives the verdict and the formatted traceback, for the log.
+    """
+    try:
+        return work(), None
+    # SystemExit and KeyboardInterrupt too: a rank leaves through its exit code, or not at all.
+    except BaseException as error:
+        verdict = judge(error)
+        on_error(verdict, "".join(traceback.format_exception(error)))
+        is_own_fault = not verdict.is_collateral and verdict.exit_code != ExitCode.PREEMPTED
+        termination = Termination(
+            failure_class=verdict.failure_class,
+            exit_code=verdict.exit_code,
+            message=verdict.message,
+            rank=rank if is_own_fault else None,
+        )
+        return termination, verdict
+
+
+def _is_out_of_memory(error: BaseException, text: str) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")  # not imported yet: then it is not torch's error
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(p in text for p in _OUT_OF_MEMORY_PHRASES)
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the first paragraph of the message; libraries add pages of C++ frames."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    text = lines[0] if lines else type(error).__name__
+    return text.rstrip(".")

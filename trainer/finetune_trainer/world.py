@@ -1,0 +1,269 @@
+"""Which ranks train together, on which device, and through which process groups.
+
+Called once per rank by `worker`; everything else receives the finished `World`. It reads what
+torchrun, mpirun or Azure ML put into the environment, and refuses to go on when the world that
+came up is not the one that `TrainConfig` states (`accelerate launch` on CPUs, for one, starts
+unconnected single processes without a word).
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError, Preempted, WorldSizeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+# Longer than any save, evaluation or tokenisation that ranks wait for each other in. A lost rank
+# never has to run into it: the supervisor ends the others as soon as one is gone.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process about its place.
+
+    `master_port` is 0 when the launcher named none; `open_world` then derives one from the job.
+    """
+
+    launcher: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this attempt as one of them sees it.
+
+    All groups are None when `world_size` is 1: one process needs no sockets.
+
+    Attributes:
+        device: where this rank computes; `cuda:<local_rank>` or `cpu`.
+        group: the default group, for gradients; NCCL on GPUs, gloo on CPUs.
+        control_group: gloo, for `control.Agreement` and `broadcast_object` only, so that a vote
+            in flight never pairs with a training collective.
+        checkpoint_group: gloo, for the saver's background thread only (its collectives on the
+            default group corrupt those of training).
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: "torch.device"
+    group: "ProcessGroup | None" = None
+    control_group: "ProcessGroup | None" = None
+    checkpoint_group: "ProcessGroup | None" = None
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which writes progress, manifests and the export."""
+        return self.rank == 0
+
+
+def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
+    """Return what the launcher of this process says, or None when there is no launcher.
+
+    torchrun and Azure ML set RANK and WORLD_SIZE; Open MPI sets its own names and no address.
+
+    Raises:
+        ConfigError: a variable is not a number, or one of a pair is missing.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    elif "OMPI_COMM_WORLD_SIZE" in environ:
+        launcher = "mpirun"
+        prefix = "OMPI_COMM_WORLD_"
+        names = (f"{prefix}RANK", f"{prefix}LOCAL_RANK", f"{prefix}SIZE", f"{prefix}LOCAL_SIZE")
+    else:
+        return None
+    rank, world_size = _number(environ, names[0]), _number(environ, names[2])
+    local_world_size = _number(environ, names[3], default=world_size)
+    return Launch(
+        launcher=launcher,
+        rank=rank,
+        local_rank=_number(environ, names[1], default=rank % local_world_size),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=environ.get("MASTER_ADDR", ""),
+        master_port=_number(environ, "MASTER_PORT", default=0),
+    )
+
+
+def check_world_size(config: TrainConfig, launch: Launch | None) -> None:
+    """Refuse a world of another size than the configuration states.
+
+    Raises:
+        WorldSizeError: names the launcher and both numbers.
+    """
+    expected = config.world.world_size
+    actual = launch.world_size if launch else 1
+    if actual != expected:
+        launcher = launch.launcher if launch else "no launcher (a single process)"
+        raise WorldSizeError(
+            f"world: {launcher} started {actual} rank(s), but the configuration asks for "
+            f"{expected} ({config.world.nnodes} node(s) x {config.world.nproc_per_node} "
+            "process(es)); start `python -m finetune_trainer` once per node, or give the "
+            f"launcher {expected} processes"
+        )
+
+
+@contextmanager
+def open_world(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> Iterator[World]:
+    """Connect this rank with the others, and take leave of them at the end.
+
+    On the good path (and on `Preempted`, which all ranks raise at the same step) the ranks meet in
+    a barrier before the groups are destroyed: without it gloo's teardown aborts up to half of all
+    finished runs. After any other error there is no barrier, as it could only hang.
+
+    Raises:
+        ConfigError: the device is missing, or the launcher's variables are unusable.
+        WorldSizeError: the launcher started another number of ranks.
+    """
+    launch = read_launch(environ)
+    check_world_size(config, launch)
+    place = launch or Launch("")
+    device = _device(config, place)
+    if place.world_size == 1:
+        yield World(rank=0, local_rank=place.local_rank, world_size=1, device=device)
+        return
+
+    import torch.distributed as dist
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=_store(config, place, environ),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if backend == "nccl" else None,
+    )
+    world = World(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=dist.get_world_size(),
+        device=device,
+        group=dist.group.WORLD,
+        control_group=_gloo_group(),
+        checkpoint_group=_gloo_group(),
+    )
+    try:
+        yield world
+    except Preempted:
+        barrier(world)
+        dist.destroy_process_group()
+        raise
+    barrier(world)
+    dist.destroy_process_group()
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank is here; nothing to do for one process."""
+    if world.control_group is not None:
+        import torch.distributed as dist
+
+        dist.barrier(group=world.control_group)
+
+
+def broadcast_object(world: World, value: _T, *, source: int = 0) -> _T:
+    """Return rank `source`'s value on every rank (pickled, so for small values)."""
+    if world.control_group is None:
+        return value
+
+    import torch.distributed as dist
+
+    values = [value]
+    dist.broadcast_object_list(values, src=source, group=world.control_group)
+    return values[0]
+
+
+def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise ConfigError(f"{name} is not set, but its companions are; set it for every rank")
+        return default
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, not a number; the launcher must set it")
+    return int(text)
+
+
+def _device(config: TrainConfig, launch: Launch) -> "torch.device":
+    import torch
+
+    if config.world.device == "cpu":
+        torch.set_num_threads(config.world.threads_per_process)
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if launch.local_rank >= num_gpus:
+        raise ConfigError(
+            f"world.device cuda needs GPU {launch.local_rank} on this node, but {num_gpus} "
+            "are visible; lower world.nprocPerNode or use world.device cpu"
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _gloo_group() -> "ProcessGroup":
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return cast("ProcessGroup", group)
+
+
+def _store(config: TrainConfig, launch: Launch, environ: Mapping[str, str]) -> "Store":
+    """Build the key-value store the groups connect through, with a prefix for this attempt.
+
+    torchrun keeps one store over all restarts and adds no prefix itself, so a restarted rank could
+    read a dead peer's address; the restart count in the prefix keeps them apart.
+    """
+    # Documented as torch.distributed.TCPStore, though the package does not list it for mypy.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    address, port = _master(config, launch)
+    agent_hosts_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        address,
+        port,
+        world_size=launch.world_size,
+        is_master=launch.rank == 0 and not agent_hosts_it,
+        timeout=RENDEZVOUS_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt-{config.job.attempt}.{restart}", store)
+
+
+def _master(config: TrainConfig, launch: Launch) -> tuple[str, int]:
+    address = launch.master_addr
+    if not address:
+        if launch.local_world_size != launch.world_size:
+            raise ConfigError(
+                f"MASTER_ADDR is not set, and {launch.launcher} started ranks on several nodes; "
+                "set it to the host of rank 0 (mpirun: -x MASTER_ADDR=HOST)"
+            )
+        address = "127.0.0.1"
+    if launch.master_port:
+        return address, launch.master_port
+    # mpirun names no port, and ranks cannot ask each other for one: derive it from what they share.
+    name = f"{config.job.uid}/{config.job.attempt}".encode()
+    return address, 20000 + int.from_bytes(hashlib.sha256(name).digest()[:4]) % 10000
