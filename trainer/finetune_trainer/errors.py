@@ -6,7 +6,8 @@
     │   └── OutputNotWritableError   78    a folder the run must write into refuses it
     ├── Preempted                    75    told to stop; a checkpoint is committed
     ├── CheckpointError               1    a save or a restore failed
-    └── WorldSizeError               93    the ranks that came up are not the ranks asked for
+    ├── WorldSizeError               93    the ranks that came up are not the ranks asked for
+    └── NonFiniteLossError           93    the loss is not a number; it would be so again
 
 The message says what is wrong, with the value, and what to do. Only `control` turns an error into
 an exit code; nothing else calls `sys.exit`.
@@ -55,6 +56,13 @@ class CheckpointError(TrainerError):
 
 class WorldSizeError(TrainerError):
     """The engine built another world than `TrainConfig` states; training would be wrong."""
+
+    exit_code = ExitCode.DO_NOT_RESTART
+    failure_class = FailureClass.DO_NOT_RESTART
+
+
+class NonFiniteLossError(TrainerError):
+    """The loss of a step is not a number; the same data and seed would lead there again."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1.inputs import DatasetSpec
+from finetune_operator.api.v1alpha1.lifecycle import CheckpointSpec
 from finetune_operator.api.v1alpha1.method import MethodType
 from finetune_operator.planner.plan import Plan
 from finetune_trainer import config as trainer
+
+# A fault then loses ten minutes at most, and an asynchronous save blocks for well under a second.
+DEFAULT_CHECKPOINT_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
         checkpoint=trainer.CheckpointConfig(
             dir=locations.checkpoint_dir,
             every_steps=spec.checkpoint.every_steps,
-            every_seconds=spec.checkpoint.every_seconds,
+            every_seconds=_every_seconds(spec.checkpoint),
             keep=spec.checkpoint.keep,
             resume_from=locations.resume_from,
         ),
@@ -111,6 +115,12 @@ def _method(plan: Plan) -> trainer.MethodConfig:
         return trainer.MethodConfig(type="full")
     lora = method.lora.model_dump() if method.lora else {}
     return trainer.MethodConfig(type="lora", lora=trainer.LoraSettings(**lora))
+
+
+def _every_seconds(checkpoint: CheckpointSpec) -> int | None:
+    if checkpoint.every_steps is None and checkpoint.every_seconds is None:
+        return DEFAULT_CHECKPOINT_SECONDS
+    return checkpoint.every_seconds
 
 
 def _output_format(plan: Plan) -> str:

@@ -21,7 +21,9 @@ class CheckpointSpec(ApiModel):
         None, description="Folder of the checkpoints; the local backend has a default."
     )
     every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Save every so many optimizer steps."
+        None,
+        description="Save every so many optimizer steps; without everySteps and everySeconds a "
+        "checkpoint is made every 600 s, at the end, and when the job is stopped.",
     )
     every_seconds: Seconds | None = Field(
         None, description="Save when so many seconds have passed since the last one."

@@ -1,0 +1,51 @@
+"""Let the model answer the sample prompts, so that a person sees what training changed.
+
+Rank 0 alone answers; the other ranks wait at the next collective. Greedy decoding, so the same
+weights give the same words.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_NEW_TOKENS = 48
+
+
+def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
+    """Return what the model says to one user turn, or how it continues where it has no template.
+
+    The model's mode is put back, and nothing of its state changes.
+    """
+    inputs = _encode(tokenizer, prompt).to(next(model.parameters()).device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model.generate(  # type: ignore[operator]  # a transformers or peft model
+                **inputs,
+                max_new_tokens=MAX_NEW_TOKENS,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+    finally:
+        model.train(was_training)
+    said = output[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(said, skip_special_tokens=True).strip()
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "torch.Tensor":
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )

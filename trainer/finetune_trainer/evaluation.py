@@ -1,0 +1,45 @@
+"""The held-out loss: every row once over all ranks, no logits kept."""
+
+import torch
+from torch import Tensor
+
+from finetune_trainer.data.batch import eval_batches
+from finetune_trainer.data.sequences import TokenDataset
+from finetune_trainer.model.loss import kept_positions
+from finetune_trainer.strategies.base import Strategy
+from finetune_trainer.world import World
+
+# Tokens of one forward pass without gradients; activations are freed layer by layer.
+MAX_TOKENS_PER_BATCH = 2048
+
+
+def held_out_loss(strategy: Strategy, dataset: TokenDataset, world: World) -> float:
+    """Return the mean loss over all label tokens of `dataset`, the same on every rank.
+
+    Every rank sums the losses of its own batches; sums and counts meet in one reduction, so the
+    result does not depend on how the rows were divided. Dropout is off meanwhile.
+    """
+    model = strategy.model
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64)  # summed loss, label tokens
+    try:
+        for batch in eval_batches(
+            dataset,
+            max_tokens_per_batch=MAX_TOKENS_PER_BATCH,
+            rank=world.rank,
+            world_size=world.world_size,
+        ):
+            tensors: dict[str, Tensor] = {
+                "input_ids": batch.input_ids,
+                "position_ids": batch.position_ids,
+                "targets": batch.targets,
+                "kept": kept_positions(batch.targets),
+            }
+            inputs = {name: tensor.to(world.device) for name, tensor in tensors.items()}
+            totals[0] += strategy.evaluate(inputs).item()  # waits for the device
+            totals[1] += batch.label_tokens
+    finally:
+        model.train(was_training)
+    summed = world.sum(totals.to(world.device)).tolist()
+    return float(summed[0] / summed[1])

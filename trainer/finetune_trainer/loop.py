@@ -1,0 +1,191 @@
+"""The training loop: what happens at every optimizer step, in the order it happens.
+
+Called by `rank` with everything already built. It knows no engine, opens no file and reads no
+clock but for the timings it reports.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.config import Phase, TrainConfig
+from finetune_trainer.control import Agreement, StopSignal
+from finetune_trainer.data.batch import MicroBatch, collate
+from finetune_trainer.data.plan import DataPlan
+from finetune_trainer.data.sequences import TokenDataset
+from finetune_trainer.errors import CheckpointError, NonFiniteLossError, Preempted
+from finetune_trainer.failpoints import reach
+from finetune_trainer.model.loss import kept_positions, scale_factor
+from finetune_trainer.schedule import learning_rate
+from finetune_trainer.strategies.base import Strategy
+from finetune_trainer.telemetry import StepReport, Telemetry
+from finetune_trainer.world import World
+
+
+@dataclass
+class Run:
+    """Everything one rank trains with; built by `rank`, used by `train`."""
+
+    config: TrainConfig
+    world: World
+    strategy: Strategy
+    dataset: TokenDataset
+    plan: DataPlan
+    store: CheckpointStore
+    telemetry: Telemetry
+    stop: StopSignal
+    agreement: Agreement
+    evaluate: Callable[[], float] | None  # global mean held-out loss; None without held-out rows
+    notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
+    pad_id: int
+    saved_step: int = 0
+    eval_loss: float | None = None
+    blocked_seconds: float = field(default=0.0, init=False)
+
+
+def train(run: Run, first_step: int) -> None:
+    """Make the optimizer steps `first_step` to the last, counted from 0.
+
+    Raises:
+        Preempted: told to stop; every rank left after the same step with a committed checkpoint.
+        NonFiniteLossError: the loss of a step is not a number; nothing was updated with it.
+    """
+    config, plan, strategy = run.config, run.plan, run.strategy
+    run.telemetry.phase(Phase.TRAINING)
+    run.agreement.exchange(stop=run.stop.requested, save=False)
+    for step in range(first_step, plan.total_steps):
+        began, waited = perf_counter(), 0.0
+        run.blocked_seconds = 0.0
+        label_tokens = plan.label_tokens(step)
+        scale = scale_factor(label_tokens, run.world.world_size)
+        micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
+        loss_sum = torch.zeros((), device=run.world.device)
+        for index, packs in enumerate(micro_batches):
+            asked = perf_counter()
+            batch = collate(run.dataset, packs, pad_to=_pad_to(run), pad_id=run.pad_id)
+            waited += perf_counter() - asked
+            _reseed(config.training.seed, step, packs)
+            is_last = index == len(micro_batches) - 1
+            loss_sum += strategy.backward(_to_device(run, batch), scale=scale, is_last=is_last)
+            if not is_last:
+                reach("mid-accumulation", step + 1)
+        loss = run.world.sum(loss_sum).item() / label_tokens  # waits for the device
+        _refuse_non_finite(run, step, loss)
+        reach("before-optimizer", step + 1)
+        grad_norm = strategy.clip(config.training.max_grad_norm)
+        rate = learning_rate(config.training, step, plan.total_steps)
+        strategy.step(rate)
+        reach("after-optimizer", step + 1)
+        if step == first_step:
+            reach("first-step", step + 1)
+        run.telemetry.step(
+            StepReport(
+                step=step + 1,
+                epoch=plan.epoch(step + 1),
+                loss=loss,
+                grad_norm=grad_norm.item(),
+                learning_rate=rate,
+                tokens=plan.tokens(step),
+                samples=sum(len(pack) for pack in plan.packs(step)),
+                seconds=perf_counter() - began,
+                data_wait_seconds=waited,
+                checkpoint_blocking_seconds=run.blocked_seconds,
+            )
+        )
+        _boundary(run, step + 1)
+    run.agreement.settle()
+
+
+def _boundary(run: Run, step: int) -> None:
+    """Do what may be due after `step` optimizer steps: evaluate, save, leave."""
+    every = run.config.training.eval_every_steps
+    if run.evaluate is not None and every and step % every == 0 and step < run.plan.total_steps:
+        run.eval_loss = evaluate(run, step)
+    wants_save = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
+    agreed = run.agreement.exchange(stop=run.stop.requested, save=wants_save)
+    last = step == run.plan.total_steps
+    if agreed.save or agreed.stop or last or run.store.is_due(step):
+        save(run, step)
+    if (done := run.store.poll()) is not None:
+        run.telemetry.checkpointed(done)
+    if agreed.stop and not last:
+        _leave(run, step)
+
+
+def save(run: Run, step: int) -> None:
+    """Begin a checkpoint of `step`, unless that step is saved already."""
+    if run.saved_step == step:
+        return
+    reach("saving", step)
+    state = run.strategy.state() | {"trainer": run.notes()}
+    run.blocked_seconds += run.store.save(step, state, eval_loss=run.eval_loss)
+    run.saved_step = step
+
+
+def evaluate(run: Run, step: int) -> float:
+    """Return the held-out loss after `step` steps and report it."""
+    assert run.evaluate is not None, "callers check that there are held-out rows"
+    run.telemetry.phase(Phase.EVALUATING)
+    reach("evaluating", step)
+    began = perf_counter()
+    loss = run.evaluate()
+    run.telemetry.evaluated(step, loss, perf_counter() - began)
+    run.telemetry.phase(Phase.TRAINING)
+    return loss
+
+
+def _leave(run: Run, step: int) -> None:
+    """Leave with every other rank, once the checkpoint of `step` is committed."""
+    run.telemetry.phase(Phase.STOPPING)
+    done = run.store.wait()
+    if run.world.rank == 0 and (done is None or done.step != step):
+        raise CheckpointError(
+            f"stopped after step {step}, but its checkpoint could not be committed; the job goes "
+            "on from the one before it"
+        )
+    if done is not None:
+        run.telemetry.checkpointed(done)
+    raise Preempted(f"stopped by {run.stop.reason or 'another rank'} after step {step}")
+
+
+def _pad_to(run: Run) -> int | None:
+    """Return a fixed length where compiled kernels want one; a CPU saves the padding."""
+    fixed = run.config.data.packing and run.world.device.type == "cuda"
+    return run.config.data.max_seq_len if fixed else None
+
+
+def _to_device(run: Run, batch: MicroBatch) -> dict[str, Tensor]:
+    """Return the arguments of `CausalLoss.forward`; kept positions are found before the move."""
+    tensors = {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "targets": batch.targets,
+        "kept": kept_positions(batch.targets),
+    }
+    return {name: t.to(run.world.device, non_blocking=True) for name, t in tensors.items()}
+
+
+def _reseed(seed: int, step: int, packs: tuple[tuple[int, ...], ...]) -> None:
+    """Seed dropout by what is computed, not by who computes it or what came before.
+
+    So a resume needs no generator state, and a mask does not depend on the rank.
+    """
+    digest = hashlib.blake2b(repr((seed, step, packs)).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _refuse_non_finite(run: Run, step: int, loss: float) -> None:
+    if math.isfinite(loss):
+        return
+    rows = sorted(index for pack in run.plan.packs(step) for index in pack)
+    raise NonFiniteLossError(
+        f"the loss of step {step + 1} is {loss} (sequences {rows[0]} to {rows[-1]} of the token "
+        "cache among others); lower training.learningRate or use another precision"
+    )

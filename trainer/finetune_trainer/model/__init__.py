@@ -1,0 +1,1 @@
+"""The model: loading it, adapting it, and the loss it is trained with."""

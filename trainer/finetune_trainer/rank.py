@@ -1,0 +1,207 @@
+"""The work of one rank, from the first check to the exported model; read it top to bottom.
+
+Called by the launcher code with an open world. It builds what the loop needs, resumes, trains and
+exports; it starts no process and ends none.
+"""
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from finetune_trainer.answers import answer
+from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
+from finetune_trainer.control import Agreement, StopSignal
+from finetune_trainer.data.plan import DataPlan
+from finetune_trainer.data.sequences import TokenDataset, prepare
+from finetune_trainer.evaluation import held_out_loss
+from finetune_trainer.export import check_writable, export
+from finetune_trainer.failpoints import reach
+from finetune_trainer.loop import Run, evaluate, train
+from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
+from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.strategies import create
+from finetune_trainer.strategies.base import Strategy
+from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.world import World, barrier
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+    """Do everything one rank has to do and return the last words of a finished run.
+
+    Raises:
+        TrainerError: the run cannot go on; its class says which exit code that means.
+    """
+    if world.rank == 0:
+        check_writable(config.run_dir, config.checkpoint.dir, config.output.dir)
+    torch.set_num_threads(config.world.threads_per_process)
+    tokenizer = load_tokenizer(config.model)
+    dataset, held_out = _tokenize(config, tokenizer, telemetry)
+    plan = _plan(config, dataset)
+    telemetry.plan(plan.total_steps)
+    strategy = _load(config, world, telemetry)
+    notes = _Notes(telemetry)
+    run = Run(
+        config=config,
+        world=world,
+        strategy=strategy,
+        dataset=dataset,
+        plan=plan,
+        store=CheckpointStore(
+            config.checkpoint,
+            rank=world.rank,
+            world_size=world.world_size,
+            group=world.checkpoint_group,
+            fingerprint=_fingerprint(config, plan),
+            warn=telemetry.warn,
+        ),
+        telemetry=telemetry,
+        stop=stop,
+        agreement=Agreement(world),
+        evaluate=(lambda: held_out_loss(strategy, held_out, world)) if held_out else None,
+        notes=notes.write,
+        pad_id=tokenizer.pad_token_id,
+    )
+    first_step = _resume(run, notes)
+    if first_step == 0:
+        _look(run, tokenizer, after=False)
+    train(run, first_step)
+    if (done := run.store.wait()) is not None:
+        telemetry.checkpointed(done)
+    _look(run, tokenizer, after=True)
+    return _export(run, tokenizer)
+
+
+class _Notes:
+    """What a checkpoint remembers beside tensors, so that a resumed run reports the whole job."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def write(self) -> dict[str, Any]:
+        """Return plain values; one JSON text, so that reading back needs no fixed set of keys."""
+        progress = self._telemetry.progress
+        known = {
+            "eval_loss_before": progress.eval_loss_before,
+            "answers_before": [[sample.prompt, sample.before] for sample in progress.samples],
+        }
+        return {"notes": json.dumps(known)}
+
+    def read(self, values: dict[str, Any]) -> None:
+        """Tell telemetry what an earlier attempt had found out."""
+        known = json.loads(values["notes"])
+        if known["eval_loss_before"] is not None:
+            self._telemetry.evaluated(0, known["eval_loss_before"], 0.0)
+        for prompt, before in known["answers_before"]:
+            self._telemetry.answered(prompt, before=before)
+
+
+def _tokenize(
+    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", telemetry: Telemetry
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """Tokenise both data sets, or find them in the cache; one process of a node does the work."""
+    telemetry.phase(Phase.TOKENIZING)
+    reach("tokenizing")
+    dataset = prepare(config.data, config.data.train, tokenizer, name="train")
+    held_out = None
+    if config.data.eval is not None:
+        held_out = prepare(config.data, config.data.eval, tokenizer, name="eval")
+    telemetry.data(dataset.report, held_out.report if held_out else None)
+    return dataset, held_out
+
+
+def _plan(config: TrainConfig, dataset: TokenDataset) -> DataPlan:
+    training = config.training
+    return DataPlan.build(
+        dataset,
+        seed=training.seed,
+        max_seq_len=config.data.max_seq_len,
+        packing=config.data.packing,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+    )
+
+
+def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> Strategy:
+    """Load and adapt the model, the same on every rank, and hand it to the strategy."""
+    telemetry.phase(Phase.LOADING)
+    reach("loading")
+    model: nn.Module = load_model(config, world.device)
+    torch.manual_seed(config.training.seed)  # adapters start alike on every rank
+    if config.method.lora is not None:
+        from finetune_trainer.model.adapters import attach_lora
+
+        model = attach_lora(model, config.method.lora)
+    strategy = create(config, world)
+    strategy.prepare(CausalLoss(model))
+    return strategy
+
+
+def _fingerprint(config: TrainConfig, plan: DataPlan) -> str:
+    """Identify what a checkpoint can be continued as: model, method and the order of data."""
+    method = config.method.model_dump_json()
+    parts = f"{model_fingerprint(config.model)}|{method}|{plan.fingerprint}"
+    return hashlib.sha256(parts.encode()).hexdigest()
+
+
+def _resume(run: Run, notes: _Notes) -> int:
+    """Read the newest committed checkpoint, if there is one; return the first step to make."""
+    reach("restoring")
+    state = run.strategy.state() | {"trainer": notes.write()}
+    run.store.check_space(state)
+    manifest = run.store.restore(state)
+    if manifest is None:
+        return 0
+    notes.read(state["trainer"])
+    run.saved_step = manifest.step
+    run.eval_loss = manifest.eval_loss
+    run.telemetry.resumed(manifest.step)
+    return manifest.step
+
+
+def _look(run: Run, tokenizer: "PreTrainedTokenizerBase", *, after: bool) -> None:
+    """Evaluate and let rank 0 answer the sample prompts; before training and after it."""
+    step = run.plan.total_steps if after else 0
+    if run.evaluate is not None:
+        evaluate(run, step)
+    prompts = run.config.telemetry.sample_prompts
+    if prompts and run.world.rank == 0:
+        run.telemetry.phase(Phase.ANSWERING)
+        reach("answering", step)
+        for prompt in prompts:
+            said = answer(run.strategy.model, tokenizer, prompt)
+            run.telemetry.answered(prompt, **{"after" if after else "before": said})
+
+
+def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
+    """Write the trained model from rank 0 and say what became of the job."""
+    telemetry, steps = run.telemetry, run.plan.total_steps
+    telemetry.phase(Phase.EXPORTING)
+    artifacts: tuple[str, ...] = ()
+    if run.world.rank == 0:
+        reach("exporting", steps)
+        artifacts = export(
+            run.strategy.model,
+            tokenizer,
+            run.config,
+            progress=telemetry.progress,
+            warn=telemetry.warn,
+        )
+        telemetry.artifacts(artifacts)
+    barrier(run.world)  # no rank leaves while the model is being written
+    telemetry.phase(Phase.DONE)
+    return Termination(
+        failure_class=FailureClass.COMPLETED,
+        exit_code=ExitCode.DONE,
+        message=f"finished after {steps} steps",
+        step=steps,
+        artifacts=artifacts,
+    )

@@ -1,0 +1,93 @@
+"""Distributed data parallel: every rank holds the whole model, gradients are averaged.
+
+With one rank there is nothing to share and nothing is wrapped.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import WorldSizeError
+from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.strategies.base import make_optimizer, training_state
+from finetune_trainer.world import World
+
+
+class DdpStrategy:
+    """`torch.nn.parallel.DistributedDataParallel` around the loss module."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self._config = config
+        self._world = world
+        self._module: CausalLoss
+        self._wrapped: nn.Module
+        self._optimizer: torch.optim.AdamW
+        self._trained: list[nn.Parameter]
+
+    def prepare(self, module: CausalLoss) -> None:
+        """Wrap the module and make the optimizer.
+
+        Raises:
+            WorldSizeError: the process group holds another number of ranks than was asked for.
+        """
+        self._module = self._wrapped = module
+        if self._world.world_size > 1:
+            wrapped = DistributedDataParallel(
+                module,
+                process_group=self._world.group,
+                gradient_as_bucket_view=True,
+            )
+            built = wrapped.process_group.size()
+            if built != self._config.world.world_size:
+                raise WorldSizeError(
+                    f"DDP was built over {built} ranks, not {self._config.world.world_size}; "
+                    "check the launcher"
+                )
+            self._wrapped = wrapped
+        self._optimizer = make_optimizer(module, self._config.training)
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+
+    def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
+        """Run forward and backward; gradients are averaged with the last micro-batch."""
+        wrapped = self._wrapped
+        quiet = isinstance(wrapped, DistributedDataParallel) and not is_last
+        with wrapped.no_sync() if quiet else nullcontext():  # type: ignore[operator,union-attr]
+            with self._autocast():
+                loss_sum: Tensor = wrapped(**inputs)
+            (loss_sum * scale).backward()
+        return loss_sum.detach()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale gradients down to `max_norm` and return their norm; the same on every rank."""
+        limit = max_norm if max_norm > 0 else float("inf")
+        return nn.utils.clip_grad_norm_(self._trained, limit)
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters and clear the gradients."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the summed loss of one batch; ranks may call it a different number of times."""
+        with torch.no_grad(), self._autocast():
+            loss_sum: Tensor = self._module(**inputs)
+        return loss_sum
+
+    def state(self) -> dict[str, Any]:
+        """Return live trained parameters and moments under the unwrapped model's names."""
+        return training_state(self._module.model, self._optimizer)
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped transformers or peft model."""
+        return self._module.model
+
+    def _autocast(self) -> torch.autocast:
+        narrow = self._config.training.precision == "bf16"
+        return torch.autocast(self._world.device.type, dtype=torch.bfloat16, enabled=narrow)
