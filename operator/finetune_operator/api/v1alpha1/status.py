@@ -75,6 +75,9 @@ class ProgressStatus(ApiModel):
     tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
     mfu: float | None = Field(None, description="Model FLOPs utilisation, 0 to 1.")
     eta_seconds: float | None = Field(None, description="Time to the last step, in seconds.")
+    last_update_time: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="When this was written, RFC 3339."
+    )
 
 
 class CheckpointEntry(ApiModel):
