@@ -74,6 +74,14 @@ class World:
         """True on rank 0, which writes progress, manifests and the export."""
         return self.rank == 0
 
+    def sum(self, values: "torch.Tensor") -> "torch.Tensor":
+        """Add `values` up over all ranks, in place, and return them."""
+        if self.group is not None:
+            import torch.distributed as dist
+
+            dist.all_reduce(values, group=self.group)
+        return values
+
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return what the launcher of this process says, or None when there is no launcher.

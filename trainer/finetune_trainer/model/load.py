@@ -56,7 +56,9 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # one bar a rank would be interleaved with what the run tells
     narrow = config.method.type == "lora" and config.training.precision == "bf16"
     source = config.model
     try:
@@ -77,7 +79,7 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
         raise _cannot_load("model", source, error) from error
     if config.strategy.activation_checkpointing == "full":
         # Non-reentrant recomputation works with frozen inputs and under DDP's hooks.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     model = model.to(device)
     model.train()
     return model

@@ -1,0 +1,183 @@
+"""Loading, adapters and the loss, on a real two-layer model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from text_fixtures import tiny_model
+from torch.nn import functional
+
+from finetune_trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    DatasetSource,
+    JobRef,
+    LoraSettings,
+    MethodConfig,
+    ModelConfig,
+    OutputConfig,
+    StrategyConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.adapters import attach_lora
+from finetune_trainer.model.load import base_name, load_model, load_tokenizer, model_fingerprint
+from finetune_trainer.model.loss import IGNORE, CausalLoss, kept_positions
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def config(
+    folder: Path, *, method="lora", precision="fp32", dropout=None, recompute="none"
+) -> TrainConfig:
+    return TrainConfig(
+        job=JobRef(name="tiny", uid="u"),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(train=DatasetSource(path="x"), cache_dir="x"),
+        method=MethodConfig(type=method, lora=LoraSettings() if method == "lora" else None),
+        strategy=StrategyConfig(activation_checkpointing=recompute),
+        training=TrainingConfig(
+            global_batch_size=1,
+            max_steps=1,
+            learning_rate=1e-3,
+            precision=precision,
+            dropout=dropout,
+        ),
+        checkpoint=CheckpointConfig(dir="x"),
+        output=OutputConfig(dir="x"),
+        run_dir="x",
+        termination_path="x",
+    )
+
+
+def batch(rows=2, length=12, labels=((3, 4, 5), (4, 9))):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 700, (rows, length), generator=generator)
+    targets = torch.full((rows, length), IGNORE)
+    for row, positions in enumerate(labels):
+        for position in positions:
+            targets[row, position] = ids[row, position + 1]
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(length).expand(rows, -1),
+        "targets": targets,
+        "kept": kept_positions(targets),
+    }
+
+
+def gradients(module, inputs):
+    module.zero_grad()
+    loss = module(**inputs)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in module.named_parameters()}
+
+
+def test_loss_and_every_gradient_equal_cross_entropy_over_all_positions(folder):
+    module = CausalLoss(load_model(config(folder, method="full"), CPU))
+    inputs = batch()
+    loss, grads = gradients(module, inputs)
+
+    module.zero_grad()
+    output = module.model(
+        input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False
+    )
+    expected = functional.cross_entropy(
+        output.logits.flatten(0, 1), inputs["targets"].flatten(), reduction="sum"
+    )
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_without_labels_gives_a_zero_loss_and_zero_gradients(folder):
+    module = CausalLoss(load_model(config(folder, method="full"), CPU))
+    loss, grads = gradients(module, batch(labels=()))
+    assert loss == 0
+    assert all(not gradient.any() for gradient in grads.values())
+
+
+def test_recomputed_activations_give_the_same_gradients(folder):
+    plain = gradients(CausalLoss(load_model(config(folder, method="full"), CPU)), batch())
+    model = load_model(config(folder, method="full", recompute="full"), CPU)
+    assert model.is_activation_checkpointing
+    recomputed = gradients(CausalLoss(model), batch())
+    torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "base", "trained"),
+    [
+        pytest.param("full", "bf16", {torch.float32}, {torch.float32}, id="full keeps fp32"),
+        pytest.param("lora", "bf16", {torch.bfloat16}, {torch.float32}, id="narrow frozen base"),
+        pytest.param("lora", "fp32", {torch.float32}, {torch.float32}, id="all fp32"),
+    ],
+)
+def test_trained_parameters_are_fp32_whatever_the_base_is(folder, method, precision, base, trained):
+    settings = config(folder, method=method, precision=precision)
+    model = load_model(settings, CPU)
+    assert {p.dtype for p in model.parameters()} == base
+    if settings.method.lora:
+        model = attach_lora(model, settings.method.lora)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == trained
+
+
+def test_lora_adapts_every_linear_layer_but_the_head(folder):
+    model = attach_lora(load_model(config(folder), CPU), LoraSettings())
+    adapted = {
+        name.split(".lora_A")[0].rsplit(".", 1)[-1]
+        for name in model.state_dict()
+        if "lora_A" in name
+    }
+    assert adapted == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+
+
+def test_lora_refuses_a_target_that_matches_nothing_and_lists_what_there_is(folder):
+    model = load_model(config(folder), CPU)
+    with pytest.raises(ConfigError, match=r"targetModules wqkv match no linear layer.*q_proj"):
+        attach_lora(model, LoraSettings(target_modules=("q_proj", "wqkv")))
+
+
+def test_dropout_is_set_where_the_model_has_it(folder):
+    assert load_model(config(folder, dropout=0.25), CPU).config.attention_dropout == 0.25
+
+
+def test_a_missing_model_is_a_sentence(tmp_path):
+    empty = tmp_path / "nothing"
+    empty.mkdir()
+    for load in (lambda c: load_model(c, CPU), lambda c: load_tokenizer(c.model)):
+        with pytest.raises(ConfigError, match=r"^model\.source: the (model|tokenizer) of"):
+            load(config(empty))
+
+
+def test_the_base_name_is_one_that_another_machine_can_use(folder, tmp_path):
+    assert base_name(ModelConfig(path="org/name")) == "org/name"
+    assert base_name(ModelConfig(path=str(folder), base_name="org/named")) == "org/named"
+    assert base_name(ModelConfig(path=str(folder))) is None
+    (tmp_path / "config.json").write_text('{"_name_or_path": "org/recorded"}')
+    assert base_name(ModelConfig(path=str(tmp_path))) == "org/recorded"
+
+
+def test_the_model_fingerprint_changes_with_the_weights_and_the_revision(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    assert model_fingerprint(ModelConfig(path=str(folder))) != model_fingerprint(
+        ModelConfig(path=str(tmp_path))
+    )
+    assert model_fingerprint(ModelConfig(path="o/n", revision="a")) != model_fingerprint(
+        ModelConfig(path="o/n", revision="b")
+    )
