@@ -1,0 +1,10 @@
+"""What a run tells while it trains: progress, logs, metrics, TensorBoard.
+
+The loop talks to one `Telemetry`; the modules beside it are its outlets and know nothing of the
+loop. No module here imports torch.
+"""
+
+from finetune_trainer.telemetry.recorder import Telemetry
+from finetune_trainer.telemetry.step import StepReport
+
+__all__ = ["StepReport", "Telemetry"]

@@ -1,0 +1,71 @@
+"""logs/rank-R.jsonl: everything a rank has to say, one JSON object a line, over all attempts."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pydantic import BaseModel
+
+
+class Journal:
+    """Append-only log of one rank.
+
+    Every line has `time`, `attempt`, `rank` and `event`; the other keys belong to the event. Lines
+    are handed to the kernel one by one, so a killed process loses none.
+    """
+
+    def __init__(self, path: Path, *, attempt: int, rank: int, clock: Callable[[], float]) -> None:
+        """Open `path` for appending; its folder is created."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._attempt = attempt
+        self._rank = rank
+        self._clock = clock
+        needs_newline = _ends_in_the_middle_of_a_line(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        if needs_newline:
+            self._file.write("\n")
+
+    def write(self, event: str, fields: Mapping[str, object]) -> None:
+        """Append one event; after `close` it is dropped, as a late thread may still report."""
+        if self._file.closed:
+            return
+        line = {
+            "time": round(self._clock(), 3),
+            "attempt": self._attempt,
+            "rank": self._rank,
+            "event": event,
+            **{name: _plain(value) for name, value in fields.items()},
+        }
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+
+def _ends_in_the_middle_of_a_line(path: Path) -> bool:
+    """True when an earlier attempt died while it wrote, so that our first line stays readable."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _plain(value: object) -> object:
+    """Return `value` as JSON can hold it; NaN and infinities become strings."""
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump(by_alias=True, exclude_none=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)

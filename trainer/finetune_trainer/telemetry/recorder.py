@@ -1,0 +1,273 @@
+"""`Telemetry`: the one object the loop talks to about how the run goes."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import psutil
+
+from finetune_trainer.config import (
+    CheckpointRef,
+    DataReport,
+    Phase,
+    Progress,
+    SampleAnswer,
+    TrainConfig,
+)
+from finetune_trainer.telemetry.exporter import Exporter, Routes
+from finetune_trainer.telemetry.journal import Journal
+from finetune_trainer.telemetry.metrics import Metrics
+from finetune_trainer.telemetry.progress import ProgressFile, read_previous
+from finetune_trainer.telemetry.step import StepReport, Throughput
+from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
+
+TENSORBOARD_FOLDER = "tensorboard"
+_WARNINGS_KEPT = 20
+# What a user did not ask to wait for before the first step, so it does not count as start-up.
+_NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
+
+
+class Telemetry:
+    """Collects what a rank reports and hands it to logs, files, metrics and TensorBoard.
+
+    Every rank has a journal; all else is rank 0's. The loop calls from one thread; the saver and
+    the HTTP server may call `warn`, `progress` and the save request from theirs.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        rank: int,
+        world_size: int,
+        clock: Callable[[], float] = time.time,
+        started: float | None = None,
+    ) -> None:
+        """Open the outlets.
+
+        Args:
+            config: names the run directory and the port.
+            rank: 0 also writes progress.json and TensorBoard events, and serves metrics.
+            world_size: written to the journal.
+            clock: seconds since the epoch.
+            started: when the attempt's first process started; this process's own start if None.
+        """
+        self._lock = RLock()
+        self._clock = clock
+        self._started = psutil.Process().create_time() if started is None else started
+        self._run_dir = Path(config.run_dir)
+        self._is_main = rank == 0
+        self._throughput = Throughput()
+        self._not_start_up_seconds = 0.0
+        self._phase_since = clock()
+        self._artifacts: tuple[str, ...] = ()
+        self._save_requested = False
+        self._warned: set[str] = set()
+        self._progress = Progress(attempt=config.job.attempt, time=clock())
+        self._previous = read_previous(self._run_dir) if self._is_main else None
+        log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
+        self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
+        self._file = ProgressFile(self._run_dir, clock=clock) if self._is_main else None
+        self._metrics = Metrics(config, rank=rank) if self._is_main else None
+        self._tensorboard: TensorBoardWriter | None = None
+        self._exporter = self._serve(config)
+        self.log("started", world_size=world_size)
+        self._update(metrics_url=self._exporter.url if self._exporter else None)
+
+    @property
+    def progress(self) -> Progress:
+        """The newest state as one frozen value; complete on rank 0 only."""
+        return self._progress
+
+    @property
+    def artifact_paths(self) -> tuple[str, ...]:
+        """What `artifacts` was told, for the last words."""
+        return self._artifacts
+
+    @property
+    def save_requested(self) -> bool:
+        """True when somebody asked for a checkpoint and nobody has taken the request yet."""
+        return self._save_requested
+
+    def take_save_request(self) -> bool:
+        """Return `save_requested` and forget it: for the vote of one step boundary."""
+        with self._lock:
+            requested, self._save_requested = self._save_requested, False
+            return requested
+
+    def request_save(self) -> None:
+        """Ask for a checkpoint at the next step boundary (`POST /checkpoint` does)."""
+        with self._lock:
+            self._save_requested = True
+
+    def log(self, event: str, **fields: object) -> None:
+        """Write one line to this rank's journal and to nothing else."""
+        with self._lock:
+            self._journal.write(event, fields)
+
+    def phase(self, phase: Phase) -> None:
+        """Say what the run does from now on."""
+        with self._lock:
+            now = self._clock()
+            if self._progress.phase in _NOT_START_UP:
+                self._not_start_up_seconds += now - self._phase_since
+            self._phase_since = now
+            self.log("phase", phase=phase)
+            self._update(phase=phase)
+
+    def resumed(self, step: int) -> None:
+        """Say that training goes on after `step`.
+
+        What earlier attempts measured before training stays true, so the held-out loss and the
+        answers from before training are taken over from their progress.json.
+        """
+        self.log("resumed", step=step)
+        before = self._previous
+        samples = before.samples if before else ()
+        self._update(
+            resumed_step=step,
+            step=step,
+            eval_loss_before=before.eval_loss_before if before else None,
+            samples=tuple(sample.model_copy(update={"after": None}) for sample in samples),
+        )
+
+    def data(self, train: DataReport | None = None, eval: DataReport | None = None) -> None:
+        """Say what became of the rows; None leaves what is known already."""
+        self.log("data", train=train, eval=eval)
+        known = self._progress
+        self._update(train_data=train or known.train_data, eval_data=eval or known.eval_data)
+
+    def plan(self, total_steps: int) -> None:
+        """Say at which step training ends."""
+        self.log("plan", total_steps=total_steps)
+        self._update(total_steps=total_steps)
+
+    def step(self, report: StepReport) -> None:
+        """Report one finished optimizer step."""
+        now = self._clock()
+        self.log("step", **vars(report))
+        self._throughput.add(report.tokens, report.seconds)
+        first = self._progress.first_step_seconds
+        if first is None:
+            first = max(0.0, now - self._started - self._not_start_up_seconds)
+            self.log("first_step", seconds=first)
+        known = self._progress
+        self._update(
+            urgent=known.first_step_seconds is None,
+            step=report.step,
+            epoch=report.epoch,
+            loss=known.loss if report.loss is None else report.loss,
+            grad_norm=known.grad_norm if report.grad_norm is None else report.grad_norm,
+            learning_rate=report.learning_rate,
+            tokens_per_second=self._throughput.tokens_per_second,
+            eta_seconds=self._eta_seconds(report.step),
+            first_step_seconds=first,
+        )
+        if self._metrics is not None:
+            seconds_per_step = self._throughput.seconds_per_step
+            self._metrics.step(report, seconds_per_step=seconds_per_step, now=now)
+        self._plot(
+            report.step,
+            {
+                "train/loss": report.loss,
+                "train/grad_norm": report.grad_norm,
+                "train/learning_rate": report.learning_rate,
+                "train/tokens_per_second": self._throughput.tokens_per_second,
+            },
+        )
+
+    def evaluated(self, step: int, loss: float, seconds: float) -> None:
+        """Report the held-out loss; the one of step 0 is also `eval_loss_before`."""
+        self.log("evaluated", step=step, loss=loss, seconds=seconds)
+        before = self._progress.eval_loss_before
+        if step == 0 and before is None:
+            before = loss
+        self._update(eval_loss=loss, eval_loss_before=before)
+        if self._metrics is not None:
+            self._metrics.evaluated(loss, seconds)
+        self._plot(step, {"eval/loss": loss})
+
+    def checkpointed(self, checkpoint: CheckpointRef) -> None:
+        """Report a checkpoint that is committed, which is when it counts."""
+        self.log("checkpointed", checkpoint=checkpoint)
+        self._update(checkpoint=checkpoint)
+        if self._metrics is not None:
+            self._metrics.checkpointed(checkpoint)
+
+    def best(self, checkpoint: CheckpointRef) -> None:
+        """Report the checkpoint with the lowest held-out loss so far."""
+        self.log("best", checkpoint=checkpoint)
+        self._update(best_checkpoint=checkpoint)
+
+    def answered(self, prompt: str, *, before: str | None = None, after: str | None = None) -> None:
+        """Report the model's answer to a sample prompt; each half may come in its own call."""
+        self.log("answered", prompt=prompt, before=before, after=after)
+        samples = {sample.prompt: sample for sample in self._progress.samples}
+        known = samples.get(prompt, SampleAnswer(prompt=prompt))
+        samples[prompt] = SampleAnswer(
+            prompt=prompt,
+            before=known.before if before is None else before,
+            after=known.after if after is None else after,
+        )
+        self._update(samples=tuple(samples.values()))
+
+    def warn(self, sentence: str) -> None:
+        """Tell the user something they should know, once each: log, progress and stderr."""
+        with self._lock:
+            if sentence in self._warned:
+                return
+            self._warned.add(sentence)
+            self.log("warning", message=sentence)
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+            self._update(warnings=(*self._progress.warnings, sentence)[-_WARNINGS_KEPT:])
+
+    def artifacts(self, paths: Sequence[str]) -> None:
+        """Report what the export wrote."""
+        self._artifacts = tuple(paths)
+        self.log("exported", artifacts=self._artifacts)
+
+    def close(self) -> None:
+        """Write the last progress and close every outlet; a second call does nothing."""
+        with self._lock:
+            self._update()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+                self._tensorboard = None
+            self._journal.close()
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
+
+    def _update(self, *, urgent: bool = True, **changes: Any) -> None:
+        with self._lock:
+            self._progress = self._progress.model_copy(update={**changes, "time": self._clock()})
+            if self._file is not None:
+                self._file.write(self._progress, urgent=urgent)
+
+    def _eta_seconds(self, step: int) -> float | None:
+        total, seconds = self._progress.total_steps, self._throughput.seconds_per_step
+        return None if total is None or seconds is None else max(0, total - step) * seconds
+
+    def _plot(self, step: int, values: dict[str, float | None]) -> None:
+        if not self._is_main:
+            return
+        if self._tensorboard is None:
+            resumed = self._progress.resumed_step
+            purge_step = None if resumed is None else resumed + 1
+            folder = self._run_dir / TENSORBOARD_FOLDER
+            self._tensorboard = TensorBoardWriter(folder, purge_step=purge_step, clock=self._clock)
+        self._tensorboard.scalars(step, values)
+
+    def _serve(self, config: TrainConfig) -> Exporter | None:
+        if self._metrics is None or config.telemetry.metrics_port == 0:
+            return None
+        routes = Routes(
+            metrics=self._metrics.render,
+            progress=lambda: self._progress.to_json(),
+            request_checkpoint=self.request_save,
+        )
+        host, port = config.telemetry.metrics_host, config.telemetry.metrics_port
+        return Exporter(host, port, routes, warn=self.warn)

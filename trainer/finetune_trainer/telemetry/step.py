@@ -1,0 +1,63 @@
+"""What the loop reports after an optimizer step, and the averages made from it."""
+
+from dataclasses import dataclass
+
+# After ten steps an old step counts half: steady enough to read, quick enough to show a change.
+_DECAY = 0.5 ** (1 / 10)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished optimizer step.
+
+    Attributes:
+        step: number of finished steps, this one included; 1 after the first.
+        epoch: epochs finished, with fraction.
+        loss: sum of token losses over the step's label tokens of all ranks; None where the value
+            was not read back from the device at this step.
+        grad_norm: global norm before clipping.
+        tokens: non-padding tokens of all ranks.
+        samples: rows of the data set, of all ranks.
+        seconds: wall time since the previous step ended, evaluation apart.
+        data_wait_seconds: share of `seconds` spent waiting for batches.
+        checkpoint_blocking_seconds: share of `seconds` spent in `CheckpointStore.save`.
+    """
+
+    step: int
+    epoch: float
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float
+    tokens: int
+    samples: int
+    seconds: float
+    data_wait_seconds: float = 0.0
+    checkpoint_blocking_seconds: float = 0.0
+
+
+class Throughput:
+    """Tokens per second and seconds per step, as ratios of exponentially fading sums.
+
+    A ratio of sums, unlike an average of rates, is right when steps differ in length.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._steps = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Count one step."""
+        self._tokens = self._tokens * _DECAY + tokens
+        self._seconds = self._seconds * _DECAY + seconds
+        self._steps = self._steps * _DECAY + 1
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None before the first step."""
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """None before the first step."""
+        return self._seconds / self._steps if self._steps > 0 else None
