@@ -1,0 +1,1 @@
+"""Checkpoints: written beside training, committed by one rename, trusted only when verified."""

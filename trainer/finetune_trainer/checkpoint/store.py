@@ -1,0 +1,393 @@
+"""Save without stopping, commit only what is whole, restore only what verifies.
+
+The loop owns one `CheckpointStore` a rank and calls the same methods at the same steps on every
+rank. A save copies the state and returns; a thread writes `step-N.tmp`, and when every rank's
+part is on disk rank 0 adds the manifest and renames the folder. The thread is the only user of
+the process group, which must be none of those that training uses: collectives would mix.
+"""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+
+from finetune_trainer.checkpoint import commit
+from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank
+from finetune_trainer.checkpoint.commit import Manifest
+from finetune_trainer.checkpoint.retention import best, retire
+from finetune_trainer.checkpoint.shards import (
+    Snapshot,
+    State,
+    read_shards,
+    size_bytes,
+    write_shards,
+)
+from finetune_trainer.config import CheckpointConfig, CheckpointRef
+from finetune_trainer.errors import CheckpointError, ConfigError, TrainerError
+from finetune_trainer.failpoints import reach
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+TRAINER_SECTION = "trainer"  # plain JSON values, beside the tensors of the other sections
+TRAINER_FILE = "trainer.json"
+GIB = 1024**3
+
+
+class _Source(NamedTuple):
+    """What rank 0 found: where to start from, and what the ledger says."""
+
+    start: tuple[Path, Manifest] | None
+    last: CheckpointRef | None
+    best: CheckpointRef | None
+
+
+class _Written(NamedTuple):
+    """A committed checkpoint, and what went wrong after its commit."""
+
+    ref: CheckpointRef
+    complaint: str | None
+
+
+class CheckpointStore:
+    """The checkpoints of one run, as one rank sees them.
+
+    Attributes:
+        last: The newest checkpoint that is known to be committed; the same on every rank.
+        best: The committed checkpoint with the lowest held-out loss, if any was evaluated.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        rank: int,
+        world_size: int,
+        group: "ProcessGroup | None",
+        fingerprint: str,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the store; nothing is read or written before `restore`.
+
+        Args:
+            config: Where, how often and how many.
+            rank: This process.
+            world_size: All processes.
+            group: A gloo group of its own over all ranks; None for one process.
+            fingerprint: Identifies model, method and data; another one is refused on restore.
+            warn: Receives a sentence on rank 0 for each thing that went wrong and was survived.
+            clock: Seconds since the epoch, written into manifests.
+        """
+        self.last: CheckpointRef | None = None
+        self.best: CheckpointRef | None = None
+        self._config = config
+        self._root = Path(config.dir).absolute()
+        self._rank = rank
+        self._world_size = world_size
+        self._group = group
+        self._fingerprint = fingerprint
+        self._warn = warn if rank == 0 else _say_nothing
+        self._clock = clock
+        self._snapshot = Snapshot()
+        self._in_flight: tuple[int, Future[_Written]] | None = None
+        self._unreported: CheckpointRef | None = None
+        self._counted_from: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether `checkpoint.everySteps` asks for a save at `step`; the same on every rank."""
+        every = self._config.every_steps
+        return every is not None and step > 0 and step % every == 0
+
+    def wants_save(self, step: int, now: float) -> bool:
+        """Whether `checkpoint.everySeconds` have passed; true once, then the count starts anew.
+
+        Only rank 0 ever says so, and not at a step that is saved anyway: the others learn it from
+        the agreement at the step boundary, as clocks differ. `now` is in seconds of any clock.
+        """
+        every = self._config.every_seconds
+        if every is None or self._rank != 0 or self.is_due(step):
+            return False
+        if self._counted_from is None:
+            self._counted_from = now
+        is_over = now - self._counted_from >= every
+        if is_over:
+            self._counted_from = now
+        return is_over
+
+    def save(self, step: int, state: State, *, eval_loss: float | None = None) -> float:
+        """Start a save of `state` as it is now, and return the seconds the caller was blocked.
+
+        `state` may change as soon as this returns. A save in flight is finished first. A step
+        that is committed or in flight already is not saved again. A save that fails is reported
+        to `warn`, leaves the checkpoints before it alone, and never ends training.
+
+        Args:
+            step: Optimizer steps in the state.
+            state: Sections of named tensors and plain values; `trainer` holds JSON values only.
+            eval_loss: Held-out loss of this state, if it was evaluated.
+
+        Raises:
+            TypeError: a value in `trainer` is not JSON.
+        """
+        started = time.perf_counter()
+        if self._in_flight is not None and self._in_flight[0] == step:
+            return 0.0
+        self._finish()
+        if self.last is not None and self.last.step == step:
+            return time.perf_counter() - started
+        self._counted_from = None
+        tensors = {name: part for name, part in state.items() if name != TRAINER_SECTION}
+        copy = self._snapshot.take(tensors)
+        trainer = json.dumps(state.get(TRAINER_SECTION, {}))
+        draft = Manifest(
+            step=step,
+            world_size=self._world_size,
+            time=self._clock(),
+            fingerprint=self._fingerprint,
+            eval_loss=eval_loss,
+            files={},
+        )
+        self._in_flight = (step, self._start(draft, copy, trainer))
+        return time.perf_counter() - started
+
+    def poll(self) -> CheckpointRef | None:
+        """Return the checkpoint committed since the last `poll` or `wait`, if any; never blocks.
+
+        Ranks learn of the same commit at slightly different times, so no collective may depend
+        on the answer.
+        """
+        if self._in_flight is not None and self._in_flight[1].done():
+            self._finish()
+        return self._take_unreported()
+
+    def wait(self) -> CheckpointRef | None:
+        """Block until nothing is in flight, and return the newest committed one, if there is any.
+
+        It is the one a restart will begin with, also when `poll` has reported it before.
+
+        Raises:
+            CheckpointError: the save that was in flight has failed.
+        """
+        failure = self._finish()
+        if failure is not None:
+            raise CheckpointError(failure)
+        self._unreported = None
+        return self.last
+
+    def restore(self, state: State) -> Manifest | None:
+        """Load the checkpoint that `checkpoint.resumeFrom` names into `state`, in place.
+
+        Call it once, before the first save, also when nothing is to be restored: it clears what
+        a killed attempt left behind, and renames checkpoints beyond the step it starts from to
+        `step-N.aside`. Every rank takes the checkpoint that rank 0 has verified.
+
+        Returns:
+            Its manifest, or None when training starts at step 0.
+
+        Raises:
+            ConfigError: the checkpoint belongs to another run, or the named folder has none.
+            CheckpointError: the folder that was named is damaged, or does not fit `state`.
+        """
+        start, self.last, self.best = self._agree_on_source()
+        if start is None:
+            return None
+        folder, manifest = start
+        reach("restoring", manifest.step)
+        tensors = {name: part for name, part in state.items() if name != TRAINER_SECTION}
+        try:
+            read_shards(tensors, folder, self._group)
+        except RankError as error:
+            raise CheckpointError(f"checkpoint {folder} cannot be restored: {error}") from error
+        if TRAINER_SECTION in state:
+            state[TRAINER_SECTION].clear()
+            state[TRAINER_SECTION].update(json.loads((folder / TRAINER_FILE).read_bytes()))
+        return manifest
+
+    def check_space(self, state: State) -> None:
+        """Refuse to start when the disk cannot hold the checkpoints that `state` will need.
+
+        Raises:
+            ConfigError: there is less room than `checkpoint.keep` checkpoints and the one being
+                written take; checkpoints that are there already count as room.
+        """
+        size = size_bytes(state)
+
+        def measure() -> tuple[int, int]:
+            self._root.mkdir(parents=True, exist_ok=True)
+            return shutil.disk_usage(self._root).free, _bytes_of_checkpoints(self._root)
+
+        free, held = self._on_rank_0(measure)
+        copies = self._config.keep + 1
+        if free + held < size * copies:
+            raise ConfigError(
+                f"checkpoint.uri {self._root} has {free / GIB:.2f} GiB free, a checkpoint takes "
+                f"{size / GIB:.2f} GiB and checkpoint.keep {self._config.keep} needs room for "
+                f"{copies} of them; free {(size * copies - held) / GIB:.2f} GiB or lower "
+                "checkpoint.keep"
+            )
+
+    def _agree_on_source(self) -> _Source:
+        """Let rank 0 choose and prepare the folder; all ranks return or raise alike."""
+
+        def choose() -> _Source | TrainerError:
+            try:
+                return self._prepare()
+            except TrainerError as error:
+                return error  # keeps its class, and with it the exit code, on every rank
+
+        try:
+            chosen = self._on_rank_0(choose)
+        except RankError as error:
+            raise CheckpointError(f"checkpoint.uri {self._root} cannot be used: {error}") from error
+        if isinstance(chosen, TrainerError):
+            raise chosen
+        return chosen
+
+    def _prepare(self) -> _Source:
+        self._root.mkdir(parents=True, exist_ok=True)
+        commit.remove_leftovers(self._root)
+        start = self._choose()
+        step = start[1].step if start else 0
+        moved = commit.set_aside_newer(self._root, step)
+        if moved:
+            self._warn(
+                f"training starts from step {step}, so what lay beyond it in {self._root} was "
+                f"renamed: {', '.join(path.name for path in moved)}; delete it when not needed"
+            )
+        refs = commit.ledger(self._root)
+        return _Source(start, next((ref for ref in refs if ref.step == step), None), best(refs))
+
+    def _choose(self) -> tuple[Path, Manifest] | None:
+        wanted = self._config.resume_from
+        if wanted == "none":
+            return None
+        if wanted == "auto":
+            source = commit.newest_verified(self._root, self._warn)
+        else:
+            folder = Path(wanted).absolute()
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"checkpoint.resumeFrom {wanted} is not a folder; name the folder of one "
+                    "checkpoint (.../step-N), auto or none"
+                )
+            source = folder, commit.verify(folder)
+        if source is not None and source[1].fingerprint != self._fingerprint:
+            raise ConfigError(
+                f"checkpoint.uri {source[0]} was written by a run with another model, method or "
+                "data set; use another folder, or set checkpoint.resumeFrom to none"
+            )
+        return source
+
+    def _start(self, draft: Manifest, copy: State, trainer: str) -> Future[_Written]:
+        future: Future[_Written] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._write(draft, copy, trainer))
+            except Exception as error:  # it belongs to whoever asks for the result
+                future.set_exception(error)
+
+        # A daemon: after the death of a peer it may wait in a collective for minutes, and the
+        # process must be able to leave meanwhile.
+        threading.Thread(target=run, name=f"save-{draft.step}", daemon=True).start()
+        return future
+
+    def _write(self, draft: Manifest, copy: State, trainer: str) -> _Written:
+        """Write, hash and commit one checkpoint; runs in the saving thread of every rank."""
+        step = draft.step
+        tmp = commit.tmp_folder(self._root, step)
+        try:
+            self._on_rank_0(lambda: _make_anew(tmp))
+            write_shards(copy, tmp, self._group, step)
+            reach("before-manifest", step)
+            self._on_rank_0(lambda: (tmp / TRAINER_FILE).write_text(trainer))
+            files = self._digests(tmp)
+            manifest = draft.model_copy(update={"files": files})
+            ref = self._on_rank_0(lambda: self._commit(tmp, manifest))
+        except (RankError, OSError, RuntimeError):  # RuntimeError: gloo lost a rank
+            if self._rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)  # else the next start removes it
+            raise
+        return _Written(ref, self._retire())
+
+    def _digests(self, folder: Path) -> dict[str, commit.FileDigest]:
+        """Hash the files of `folder`, each by one rank; rank 0's listing counts."""
+        names = self._on_rank_0(lambda: commit.payload_files(folder))
+        share = names[self._rank :: self._world_size]
+        parts = on_every_rank(
+            self._group, lambda: {name: commit.digest_file(folder / name) for name in share}
+        )
+        return dict(sorted(item for part in parts for item in part.items()))
+
+    def _commit(self, tmp: Path, manifest: Manifest) -> CheckpointRef:
+        final = commit.step_folder(self._root, manifest.step)
+        commit.write_manifest(tmp, manifest)
+        reach("before-rename", manifest.step)
+        commit.commit(tmp, final)
+        reach("after-rename", manifest.step)
+        return commit.reference(final, manifest)
+
+    def _finish(self) -> str | None:
+        """Wait for the save in flight, record its commit, and return its failure if it failed."""
+        if self._in_flight is None:
+            return None
+        (step, future), self._in_flight = self._in_flight, None
+        try:
+            ref, complaint = future.result()
+        except (RankError, OSError, RuntimeError) as error:
+            failure = self._sentence(step, error)
+            self._warn(failure)
+            return failure
+        self.last = self._unreported = ref
+        self.best = best([ref, self.best] if self.best else [ref])
+        if complaint is not None:
+            self._warn(complaint)
+        return None
+
+    def _retire(self) -> str | None:
+        """Delete what need not stay, on rank 0; return a sentence when that is impossible."""
+        if self._rank == 0:
+            try:
+                retire(self._root, self._config.keep)
+            except OSError as error:
+                return f"an old checkpoint in {self._root} was not deleted: {describe(error)}"
+        return None
+
+    def _sentence(self, step: int, error: Exception) -> str:
+        before = f"step {self.last.step}" if self.last else "none"
+        reason = str(error) if isinstance(error, RankError) else describe(error)
+        return (
+            f"the checkpoint of step {step} was not written ({reason}); the last committed one "
+            f"is {before}; make room in {self._root} or lower checkpoint.keep"
+        )
+
+    def _take_unreported(self) -> CheckpointRef | None:
+        ref, self._unreported = self._unreported, None
+        return ref
+
+    def _on_rank_0(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0 and return its result on every rank."""
+        results = on_every_rank(self._group, lambda: work() if self._rank == 0 else None)
+        return cast(T, results[0])
+
+
+def _make_anew(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _bytes_of_checkpoints(root: Path) -> int:
+    manifests = [commit.read_manifest(Path(ref.path)) for ref in commit.ledger(root)]
+    return sum(digest.size for manifest in manifests for digest in manifest.files.values())
+
+
+def _say_nothing(_: str) -> None:
+    """Ranks other than 0 see the same and leave the telling to rank 0."""

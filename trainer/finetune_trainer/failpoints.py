@@ -1,0 +1,99 @@
+"""Named places where a test can kill the process, to prove that nothing is lost there.
+
+Every part of the trainer calls `reach`; it costs one look into the environment and does nothing
+unless the environment names the place. It must stay free of torch, as the first places come
+before torch is imported.
+"""
+
+import os
+import re
+import signal
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from finetune_trainer.errors import ConfigError
+
+ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # NAME[@STEP][:rank=R]
+ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # a file that marks the kill as done
+
+FailPoint = Literal[
+    "loading",
+    "tokenizing",
+    "restoring",
+    "evaluating",
+    "first-step",
+    "mid-accumulation",
+    "before-optimizer",
+    "after-optimizer",
+    "saving",
+    "before-manifest",
+    "before-rename",
+    "after-rename",
+    "retention",
+    "answering",
+    "exporting",
+    "before-export-rename",
+]
+POINTS: tuple[str, ...] = get_args(FailPoint)
+
+_SYNTAX = re.compile(r"(?P<name>[a-z-]+)(?:@(?P<step>\d+))?(?::rank=(?P<rank>\d+))?")
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The place the environment names; None matches any step or rank."""
+
+    name: str
+    step: int | None
+    rank: int | None
+
+
+def reach(name: FailPoint, step: int = 0) -> None:
+    """Kill this process with SIGKILL if the environment names this place, else do nothing.
+
+    `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or
+    a rank, whoever comes first. When `FINETUNE_FAILPOINT_ONCE` names a file, the file is created
+    before the kill and no process dies once it exists, so the next attempt lives.
+
+    Raises:
+        ConfigError: the environment names a place that does not exist.
+    """
+    wanted = os.environ.get(ENV_FAILPOINT)
+    if not wanted:
+        return
+    target = _parse(wanted)
+    if target.name != name or target.step not in (None, step) or target.rank not in (None, _rank()):
+        return
+    if _claim_the_only_kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _parse(text: str) -> _Target:
+    match = _SYNTAX.fullmatch(text)
+    if match is None or match["name"] not in POINTS:
+        raise ConfigError(
+            f"{ENV_FAILPOINT} {text!r} names no failpoint; write NAME[@STEP][:rank=R] with one of "
+            + ", ".join(POINTS)
+        )
+    step, rank = match["step"], match["rank"]
+    return _Target(
+        match["name"],
+        None if step is None else int(step),
+        None if rank is None else int(rank),
+    )
+
+
+def _rank() -> int:
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+
+def _claim_the_only_kill() -> bool:
+    path = os.environ.get(ENV_FAILPOINT_ONCE)
+    if not path:
+        return True
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
