@@ -1,0 +1,78 @@
+"""`ftctl run` as lines, for a log file or a pipe: every event once, progress now and then."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from finetune_operator.cli.view import View, duration, news
+
+LINE_SECONDS = 5.0
+
+
+class PlainScreen:
+    """Writes a line for each change of phase and each event, and of steps at most one in 5 s.
+
+    Args:
+        out: Where lines go.
+        first: What was known before anything started; only what differs is told.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, out: TextIO, first: View, clock: Callable[[], float]) -> None:
+        self._out = out
+        self._clock = clock
+        self._start = clock()
+        self._last = first
+        self._phase = ""
+        self._told_step = first.progress.step
+        self._told_at = self._start
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._told_step != self._last.progress.step:
+            self._tell_step(self._last)
+
+    def show(self, view: View) -> None:
+        """Write what is new."""
+        before, self._last = self._last, view
+        # The last steps of a phase are told before the phase that follows them.
+        changed = view.phase != self._phase
+        late = self._clock() - self._told_at >= LINE_SECONDS
+        if view.progress.step != self._told_step and (changed or late):
+            self._tell_step(view)
+        for sentence in news(before, view):
+            self.note(sentence)
+        if changed:
+            self._phase = view.phase
+            self.note(view.phase)
+
+    def note(self, sentence: str) -> None:
+        """Write one line with the time since the start."""
+        elapsed = duration(self._clock() - self._start)
+        self._out.write(f"{elapsed:>6}  {sentence}\n")
+        self._out.flush()
+
+    def _tell_step(self, view: View) -> None:
+        self._told_step, self._told_at = view.progress.step, self._clock()
+        self.note("  ".join(step_facts(view)))
+
+
+def step_facts(view: View) -> list[str]:
+    """Return what is known of the newest step, most wanted first."""
+    progress = view.progress
+    total = f"/{progress.total_steps}" if progress.total_steps else ""
+    facts = [f"step {progress.step}{total}"]
+    if progress.loss is not None:
+        facts.append(f"loss {progress.loss:.3f}")
+    if progress.tokens_per_second is not None:
+        facts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.eta_seconds is not None:
+        facts.append(f"{duration(progress.eta_seconds)} left")
+    return facts

@@ -1,0 +1,107 @@
+"""What `ftctl run` prints when a job is Complete: what changed, and how to use it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from finetune_trainer.config import Progress, SampleAnswer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished job leaves.
+
+    Attributes:
+        progress: Rank 0's last word.
+        model: Folder of the exported model; None when nothing was exported.
+        is_adapter: The folder holds an adapter, which needs its base.
+        base: Local folder of the base model; None when the base is on the hub.
+        seconds: How long this command ran.
+    """
+
+    progress: Progress
+    model: Path | None
+    is_adapter: bool
+    base: Path | None
+    seconds: float
+
+
+def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
+    """Return three lines of Python that load the model and its tokenizer.
+
+    An adapter of a hub model finds its base by itself; one whose base is a local folder records
+    the base's public name for other machines, so here the folder is named.
+    """
+    if base is None:
+        load = f"model = AutoModelForCausalLM.from_pretrained({_quoted(model)})"
+    else:
+        load = f"model = AutoModelForCausalLM.from_pretrained({_quoted(base)}); "
+        load += f"model.load_adapter({_quoted(model)})"
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        load,
+        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(model)})",
+    )
+
+
+def print_outcome(console: Console, outcome: Outcome) -> None:
+    """Print what changed, the sample answers, the folder and how to load it."""
+    console.print(_figures(outcome))
+    for sample in outcome.progress.samples:
+        console.print()
+        console.print(_answers(sample))
+    if outcome.model is not None:
+        base = outcome.base if outcome.is_adapter else None
+        console.print("\nLoad it with:\n", highlight=False)
+        for line in loading_lines(_shown(outcome.model), _shown(base) if base else None):
+            # Never wrapped or styled, as it is to be copied.
+            console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _quoted(text: str) -> str:
+    """Write a Python string in double quotes; JSON's escapes are Python's too."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _figures(outcome: Outcome) -> Table:
+    progress = outcome.progress
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    if progress.eval_loss is not None and progress.eval_loss_before is not None:
+        table.add_row("held-out loss", change(progress.eval_loss_before, progress.eval_loss))
+    elif progress.loss is not None:
+        table.add_row("training loss", f"{progress.loss:.3f}")
+    if progress.total_steps is not None:
+        table.add_row("steps", f"{progress.step} of {progress.total_steps}")
+    if progress.tokens_per_second is not None:
+        table.add_row("tokens/s", f"{progress.tokens_per_second:,.0f}")
+    if outcome.model is not None:
+        table.add_row("adapter" if outcome.is_adapter else "model", _shown(outcome.model))
+    return table
+
+
+def change(before: float, after: float) -> str:
+    """Write a loss before and after with the difference in percent."""
+    percent = f" ({(after / before - 1) * 100:+.1f} %)" if before else ""
+    return f"{before:.3f} → {after:.3f}{percent}"
+
+
+def _answers(sample: SampleAnswer) -> Table:
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("question", Text(sample.prompt, style="bold"))
+    table.add_row("before", Text(sample.before or "-"))
+    table.add_row("after", Text(sample.after or "-", style="green"))
+    return table
+
+
+def _shown(path: Path) -> str:
+    """Prefer the short form below the current folder, which can be pasted as well."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

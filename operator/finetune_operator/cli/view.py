@@ -1,0 +1,120 @@
+"""What `ftctl run` shows of a job: one value made of status and observation, and what is new in it.
+
+Pure; `live` draws it on a terminal, `plain` writes it as lines.
+"""
+
+from dataclasses import dataclass
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1.status import AttemptStatus, JobPhase
+from finetune_operator.backends.base import Observation
+from finetune_trainer.config import FailureClass, Phase, Progress
+
+# While these last, what the trainer does is the better answer to "what happens now?".
+_TRAINER_WORKS = {JobPhase.STARTING, JobPhase.RUNNING}
+
+
+@dataclass(frozen=True)
+class View:
+    """One look at a job.
+
+    Attributes:
+        name: Name of the job.
+        phase: One word: the trainer's phase while it works, else the job's.
+        attempt: Number of the newest attempt; 0 before the first.
+        progress: Newest word of rank 0; an empty one before the first.
+        restarts: Counted restarts so far.
+        max_restarts: How many are allowed.
+        disruptions: Restarts that do not count.
+        ended: Attempts that ended, oldest first.
+    """
+
+    name: str
+    phase: str
+    attempt: int
+    progress: Progress
+    restarts: int
+    max_restarts: int
+    disruptions: int
+    ended: tuple[AttemptStatus, ...]
+
+
+def look(job: FineTuneJob, observation: Observation | None, before: View | None = None) -> View:
+    """Combine what is known into one view.
+
+    `before` bridges the moments in which nothing is heard, between two attempts for example.
+    """
+    status = job.status
+    progress = _newest_word(observation)
+    if progress is None:
+        progress = before.progress if before else Progress(phase=Phase.STARTING)
+        works = False
+    else:
+        works = status.phase in _TRAINER_WORKS
+    return View(
+        name=job.metadata.name,
+        phase=progress.phase.value if works else status.phase.value,
+        attempt=status.attempt,
+        progress=progress,
+        restarts=status.restarts.counted,
+        max_restarts=job.spec.restart_policy.max_restarts,
+        disruptions=status.restarts.disruptions,
+        ended=tuple(
+            sorted(
+                (one for one in status.attempts if one.failure_class is not None),
+                key=lambda one: one.number,
+            )
+        ),
+    )
+
+
+def _newest_word(observation: Observation | None) -> Progress | None:
+    if observation is None:
+        return None
+    if observation.termination and observation.termination.progress:
+        return observation.termination.progress
+    return observation.progress
+
+
+def news(before: View, after: View) -> list[str]:
+    """List, one sentence each, what happened between two views and should not scroll away."""
+    old, new = before.progress, after.progress
+    told = {one.number for one in before.ended}
+    found = [_ending(one) for one in after.ended if one.number not in told and not _is_good(one)]
+    if after.attempt > max(1, before.attempt):
+        found.append(f"attempt {after.attempt} starts")
+    if new.resumed_step is not None and _differs(old, new, "attempt", "resumed_step"):
+        found.append(f"goes on from the checkpoint of step {new.resumed_step}")
+    if new.eval_loss_before is not None and _differs(old, new, "eval_loss_before"):
+        found.append(f"held-out loss {new.eval_loss_before:.3f} before training")
+    if new.eval_loss not in (None, new.eval_loss_before) and _differs(old, new, "eval_loss"):
+        found.append(f"held-out loss {new.eval_loss:.3f} at step {new.step}")
+    if new.checkpoint and (old.checkpoint is None or old.checkpoint.step != new.checkpoint.step):
+        found.append(f"checkpoint of step {new.checkpoint.step} committed")
+    found += [f"warning: {one}" for one in new.warnings if one not in old.warnings]
+    return found
+
+
+def _differs(old: Progress, new: Progress, *fields: str) -> bool:
+    return any(getattr(old, field) != getattr(new, field) for field in fields)
+
+
+def _is_good(attempt: AttemptStatus) -> bool:
+    return attempt.failure_class == FailureClass.COMPLETED
+
+
+def _ending(attempt: AttemptStatus) -> str:
+    code = f" (exit code {attempt.exit_code})" if attempt.exit_code is not None else ""
+    said = f": {attempt.message}" if attempt.message else ""
+    return f"attempt {attempt.number} ended, {attempt.failure_class}{code}{said}"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as people say them: 42s, 3m05s, 2h07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
