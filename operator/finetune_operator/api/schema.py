@@ -15,10 +15,16 @@ from pydantic.alias_generators import to_camel
 class Rule:
     """One CEL rule on a field (in `Annotated`) or on a model (in `cel_rules`).
 
+    The sentence is printed after the path and the value it is about, so it starts with the verb:
+    "must be at most nodes" becomes `spec.topology.minNodes 4 must be at most nodes`. A rule uses
+    only functions that the API server and common-expression-language both know, and never `size()`
+    of a string, which counts bytes in one and characters in the other.
+
     Attributes:
-        expression: CEL that must hold; `self` is the value the rule stands on.
+        expression: CEL that must hold; `self` is the value the rule stands on. One that names
+            `oldSelf` compares an update with the object before it.
         message: The sentence a user reads when it does not: what is wrong, then what to do.
-        field: JSON name of the direct child the message is about, for its path (models only).
+        field: JSON path below the model of the field the message is about (models only).
     """
 
     expression: str

@@ -51,7 +51,7 @@ class ModelSpec(ApiModel):
     cel_rules = (
         Rule(
             "!has(self.revision) || self.source.startsWith('hf://')",
-            "revision has an effect only with an hf:// source; remove it",
+            "has an effect only with an hf:// source; remove it",
             field="revision",
         ),
     )
@@ -91,6 +91,24 @@ class DatasetColumns(ApiModel):
     text: ColumnName | None = Field(None, description="Text: the text. Default text.")
 
 
+_COLUMNS_OF_FORMAT = (
+    ("chat", ("messages", "prompt", "completion", "system")),
+    ("instruction", ("instruction", "input", "output")),
+    ("text", ("text",)),
+)
+
+
+def _columns_of(format_: str, names: tuple[str, ...]) -> Rule:
+    """A column of another format is never read."""
+    unset = " && ".join(f"!has(self.columns.{name})" for name in names)
+    return Rule(
+        f"self.format == '{format_}' || ({unset})",
+        f"holds a column that only format {format_} has ({', '.join(names)}); "
+        f"remove it or use format: {format_}",
+        field="columns",
+    )
+
+
 class DatasetSpec(ApiModel):
     """The rows to train and to evaluate on."""
 
@@ -119,4 +137,30 @@ class DatasetSpec(ApiModel):
         LongRows.TRUNCATE,
         description="A row longer than training.maxSeqLength is cut (truncate) or becomes several "
         "sequences (split); both are counted and reported.",
+    )
+
+    cel_rules = (
+        *(_columns_of(format_, names) for format_, names in _COLUMNS_OF_FORMAT),
+        Rule(
+            "!has(self.columns.messages) || "
+            "!(has(self.columns.prompt) || has(self.columns.completion))",
+            "excludes prompt and completion, as a row holds one or the other; remove it or those",
+            field="columns.messages",
+        ),
+        Rule(
+            "self.split == 'train' || self.source.startsWith('hf://')",
+            "has an effect only with an hf:// source; remove it",
+            field="split",
+        ),
+        Rule(
+            "!has(self.evalSplit) || "
+            "(has(self.evalSource) ? self.evalSource : self.source).startsWith('hf://')",
+            "has an effect only with an hf:// source; remove it, or name a file as evalSource",
+            field="evalSplit",
+        ),
+        Rule(
+            "!has(self.evalSplit) || has(self.evalSource) || self.evalSplit != self.split",
+            "is the split that is trained on; name another one",
+            field="evalSplit",
+        ),
     )

@@ -19,8 +19,29 @@ from finetune_operator.api.v1alpha1.method import MethodSpec, StrategySpec
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.api.v1alpha1.topology import BackendSpec, Capacity, TopologySpec
 from finetune_operator.api.v1alpha1.training import INT32_MAX, TrainingSpec
+from finetune_operator.api.v1alpha1.transitions import changes_only_while_suspended, never_changes
 
 MANAGED_BY = "finetune.dev/operator"
+
+_PROCESSES = (
+    "(has(self.topology.processesPerNode) ? self.topology.processesPerNode : "
+    "self.topology.gpusPerNode > 0 ? self.topology.gpusPerNode : 1)"
+)
+_RANKS = f"(self.topology.nodes * {_PROCESSES})"
+# auto may choose 1, so 1 must fit
+_MICRO_BATCH = "(type(self.training.microBatchSize) == int ? int(self.training.microBatchSize) : 1)"
+
+
+def _local_only(field: str, optional: bool = False) -> Rule:
+    """A path of this machine means nothing on the nodes of a cluster."""
+    absent = f"!has(self.{field}) || " if optional else ""
+    return Rule(
+        f"{absent}!self.{field}.startsWith('file://') || "
+        "!(self.backend.type in ['aks', 'azureml'])",
+        "is a path of this machine, which only backend type local can read; "
+        "use backend.type: local or another source",
+        field=field,
+    )
 
 
 class FineTuneJobSpec(ApiModel):
@@ -57,22 +78,40 @@ class FineTuneJobSpec(ApiModel):
 
     cel_rules = (
         Rule(
-            "self.method.type != 'full' || !has(self.output) || !has(self.output.format) || "
+            "self.method.type != 'full' || !has(self.output.format) || "
             "self.output.format == 'merged'",
-            "method type full has no adapter to export; remove output.format",
-            field="output",
+            "needs an adapter, and method type full trains none; remove it",
+            field="output.format",
         ),
         Rule(
-            "self.capacity == 'onDemand' || (has(self.checkpoint) && has(self.checkpoint.uri))",
-            "spot capacity needs checkpoint.uri, else an eviction loses the work",
+            "self.capacity == 'onDemand' || has(self.checkpoint.uri)",
+            "needs checkpoint.uri, else an eviction loses the work; set it",
             field="capacity",
         ),
         Rule(
-            "!has(self.topology) || !has(self.topology.minNodes) || "
-            "(has(self.checkpoint) && has(self.checkpoint.uri))",
-            "minNodes needs checkpoint.uri, else a smaller restart loses the work",
-            field="topology",
+            "!has(self.topology.minNodes) || has(self.checkpoint.uri)",
+            "needs checkpoint.uri, else a smaller restart loses the work; set it",
+            field="topology.minNodes",
         ),
+        Rule(
+            f"{_RANKS} % (self.strategy.tensorParallel * self.strategy.pipelineParallel) == 0",
+            "times pipelineParallel must divide nodes x processes",
+            field="strategy.tensorParallel",
+        ),
+        Rule(
+            "(self.training.globalBatchSize * self.strategy.tensorParallel * "
+            f"self.strategy.pipelineParallel) % ({_RANKS} * {_MICRO_BATCH}) == 0",
+            "must be a multiple of nodes x processes x micro-batch",
+            field="training.globalBatchSize",
+        ),
+        *(_local_only(field) for field in ("model.source", "dataset.source")),
+        *(
+            _local_only(field, optional=True)
+            for field in ("dataset.evalSource", "checkpoint.uri", "output.uri")
+        ),
+        never_changes("managedBy"),
+        never_changes("backend.type"),
+        *changes_only_while_suspended(),
     )
 
 
@@ -97,10 +136,10 @@ class FineTuneJob(ApiModel):
 
     cel_rules = (
         Rule(
-            "self.metadata.name.size() <= 50 && "
-            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-            "metadata.name must be at most 50 lower-case letters, digits and hyphens and start "
-            "with a letter, as the names of its pods are made from it",
+            "self.metadata.name.matches('^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$')",
+            "must be at most 50 lower-case letters, digits and hyphens and start with a letter, "
+            "as the names of its pods are made from it",
+            field="metadata.name",
         ),
     )
 

@@ -40,7 +40,7 @@ class CheckpointSpec(ApiModel):
         Rule(
             "self.resumeFrom in ['auto', 'none'] || "
             "self.resumeFrom.matches('^(hf|azureml|pvc|file|https)://.+')",
-            "resumeFrom must be auto, none or the URI of a checkpoint",
+            "must be auto, none or the URI of a checkpoint",
             field="resumeFrom",
         ),
     )
@@ -89,7 +89,7 @@ class RestartRule(ApiModel):
     cel_rules = (
         Rule(
             "has(self.onClass) || has(self.onExitCodes)",
-            "a rule needs onClass or onExitCodes, else it never matches",
+            "never matches, as it names no class and no exit code; set onClass or onExitCodes",
         ),
     )
 
@@ -102,6 +102,14 @@ class RestartBackoff(ApiModel):
     )
     max_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
         300, description="Longest wait, in seconds."
+    )
+
+    cel_rules = (
+        Rule(
+            "self.baseSeconds <= self.maxSeconds",
+            "must be at most maxSeconds",
+            field="baseSeconds",
+        ),
     )
 
 
@@ -179,7 +187,7 @@ class PodTemplate(ApiModel):
     metadata: PodTemplateMetadata = Field(
         PodTemplateMetadata(), description="Labels and annotations of the pods."
     )
-    spec: dict[str, Any] = Field(
+    spec: Annotated[dict[str, Any], Field(max_length=64)] = Field(
         {},
         description="Parts of a PodSpec.",
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},

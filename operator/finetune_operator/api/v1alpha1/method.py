@@ -59,12 +59,12 @@ class MethodSpec(ApiModel):
     cel_rules = (
         Rule(
             "self.type != 'full' || !has(self.lora)",
-            "lora settings have no effect with method type full; remove them or use type lora",
+            "has no effect with method type full; remove it or use type lora",
             field="lora",
         ),
         Rule(
             "!has(self.quantization) || (self.type == 'qlora') == (self.quantization != 'none')",
-            "quantization nf4 or int8 goes with method type qlora, and none with full and lora",
+            "does not fit the method: qlora needs nf4 or int8, full and lora need none; remove it",
             field="quantization",
         ),
     )
@@ -126,12 +126,12 @@ class StrategySpec(ApiModel):
     cel_rules = (
         Rule(
             "self.offload != 'nvme' || self.type == 'zero3'",
-            "offload nvme needs strategy type zero3",
+            "needs strategy type zero3",
             field="offload",
         ),
         Rule(
             "self.offload == 'none' || self.type in ['fsdp', 'zero1', 'zero2', 'zero3', 'auto']",
-            "offload has no effect with strategy type ddp; use fsdp or zero1 to zero3, or none",
+            "has no effect with strategy type ddp; use fsdp or zero1 to zero3, or remove it",
             field="offload",
         ),
     )

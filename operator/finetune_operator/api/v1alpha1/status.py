@@ -37,6 +37,21 @@ class Condition(ApiModel):
     observed_generation: int | None = Field(None, description="Generation this was decided for.")
 
 
+def _pending(type_: str, status: str) -> Condition:
+    """The epoch as time: nobody has set this yet, and a default cannot say when it was read."""
+    return Condition(
+        type=type_,
+        status=status,
+        reason="Pending",
+        message="waiting for the controller",
+        last_transition_time="1970-01-01T00:00:00Z",
+    )
+
+
+FIRST_CONDITIONS = (_pending("Ready", "Unknown"), _pending("Reconciling", "True"))
+"""What a job has before its controller saw it; kstatus reads it as InProgress without a write."""
+
+
 class Restarts(ApiModel):
     """Restarts so far."""
 
@@ -156,7 +171,7 @@ class FineTuneJobStatus(ApiModel):
         Field([], description="What was exported.")
     )
     conditions: Annotated[list[Condition], Field(max_length=32)] = Field(
-        [],
+        list(FIRST_CONDITIONS),
         description="Conditions, one a type.",
         json_schema_extra={
             "x-kubernetes-list-type": "map",

@@ -63,18 +63,17 @@ class TopologySpec(ApiModel):
         Rule(
             "self.gpusPerNode == 0 || !has(self.processesPerNode) || "
             "self.processesPerNode == self.gpusPerNode",
-            "processesPerNode may differ from gpusPerNode only on the CPU (gpusPerNode: 0); "
-            "remove it",
+            "may differ from gpusPerNode only on the CPU (gpusPerNode: 0); remove it",
             field="processesPerNode",
         ),
         Rule(
             "!has(self.minNodes) || self.minNodes <= self.nodes",
-            "minNodes must be at most nodes",
+            "must be at most nodes",
             field="minNodes",
         ),
         Rule(
             "!has(self.maxNodes) || self.maxNodes >= self.nodes",
-            "maxNodes must be at least nodes",
+            "must be at least nodes",
             field="maxNodes",
         ),
     )
@@ -135,17 +134,22 @@ class BackendSpec(ApiModel):
     cel_rules = (
         Rule(
             "!has(self.aks) || self.type == 'aks'",
-            "the aks block has no effect with another backend type; remove it",
+            "has no effect with another backend type; remove it",
             field="aks",
         ),
         Rule(
-            "(self.type == 'azureml') == has(self.azureml)",
-            "backend type azureml and the azureml block go together",
+            "!has(self.azureml) || self.type == 'azureml'",
+            "has no effect with another backend type; remove it",
             field="azureml",
         ),
         Rule(
+            "self.type != 'azureml' || has(self.azureml)",
+            "needs the block azureml beside it, which names the workspace and the compute",
+            field="type",
+        ),
+        Rule(
             "!has(self.local) || self.type == 'local'",
-            "the local block has no effect with another backend type; remove it",
+            "has no effect with another backend type; remove it",
             field="local",
         ),
     )

@@ -94,22 +94,27 @@ class TrainingSpec(ApiModel):
     cel_rules = (
         Rule(
             "has(self.epochs) != has(self.maxSteps)",
-            "exactly one of epochs and maxSteps must be set",
+            "must set exactly one of epochs and maxSteps",
         ),
         Rule(
             "type(self.microBatchSize) == int || self.microBatchSize == 'auto'",
-            "microBatchSize must be a whole number or auto",
+            "must be a whole number or auto",
             field="microBatchSize",
         ),
         Rule(
             "type(self.microBatchSize) != int || "
             "(self.microBatchSize >= 1 && self.globalBatchSize % self.microBatchSize == 0)",
-            "microBatchSize must be at least 1 and divide globalBatchSize",
+            "must be at least 1 and divide globalBatchSize",
             field="microBatchSize",
         ),
         Rule(
             "!has(self.earlyStopping) || has(self.evalEverySteps)",
-            "earlyStopping has no effect without evalEverySteps; set it",
+            "has no effect without evalEverySteps; set it",
             field="earlyStopping",
+        ),
+        Rule(
+            "!has(self.maxSteps) || self.warmup < 1.0 || self.warmup <= double(self.maxSteps)",
+            "must be at most maxSteps",
+            field="warmup",
         ),
     )

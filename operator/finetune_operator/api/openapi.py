@@ -1,0 +1,178 @@
+"""Convert the models into a structural OpenAPI v3 schema, the kind a CRD may hold.
+
+`crd.py` calls it. It knows the constructs in use and refuses every other, because a schema that is
+quietly too wide would let a bad manifest in.
+"""
+
+from enum import StrEnum
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from finetune_operator.api.schema import ApiModel, Rule
+
+Schema = dict[str, Any]
+
+INT32_MAX = 2**31 - 1
+_LENGTHS = {"string": "Length", "array": "Items", "object": "Properties"}
+
+
+def object_schema(model: type[ApiModel]) -> Schema:
+    """Return the schema of `model`, its rules included.
+
+    Raises:
+        TypeError: a field uses a construct that has no structural form.
+    """
+    properties: dict[str, Schema] = {}
+    required: list[str] = []
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        properties[key] = field_schema(model, name)
+        if field.is_required():
+            required.append(key)
+    schema: Schema = {"description": _first_paragraph(model), "type": "object"}
+    schema["properties"] = properties
+    if required:
+        schema["required"] = required
+    return with_rules(schema, model.cel_rules)
+
+
+def _first_paragraph(model: type[ApiModel]) -> str:
+    return " ".join((model.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def field_schema(model: type[ApiModel], name: str) -> Schema:
+    """Return the schema of the one field `name`: its type, description, default and rules.
+
+    Raises:
+        TypeError: it uses a construct that has no structural form.
+    """
+    field = model.model_fields[name]
+    try:
+        return _field_schema(field)
+    except TypeError as error:
+        raise TypeError(f"{model.__name__}.{name}: {error}") from error
+
+
+def _field_schema(field: FieldInfo) -> Schema:
+    schema = _type_schema(field.annotation, tuple(field.metadata))
+    if field.description:
+        schema = {"description": field.description, **_without(schema, "description")}
+    if not field.is_required() and field.default is not None:
+        schema["default"] = _plain(field.default)
+    if isinstance(field.json_schema_extra, dict):
+        schema.update(field.json_schema_extra)
+    return schema
+
+
+def _without(schema: Schema, key: str) -> Schema:
+    return {name: value for name, value in schema.items() if name != key}
+
+
+def _plain(default: Any) -> Any:
+    """Return a default as JSON, with the defaults of everything inside it written out.
+
+    The API server checks rules on a default before it fills in nested defaults, so a literal `{}`
+    would be refused by rules that read a field of it.
+    """
+    if default is PydanticUndefined:
+        raise TypeError("a default factory cannot be written into a CRD; give the value")
+    if isinstance(default, BaseModel):
+        return default.model_dump(by_alias=True, exclude_none=True, mode="json")
+    if isinstance(default, StrEnum):
+        return default.value
+    if isinstance(default, list):
+        return [_plain(item) for item in default]
+    return default
+
+
+def _type_schema(annotation: Any, metadata: tuple[Any, ...] = ()) -> Schema:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *outer = get_args(annotation)
+        return _type_schema(inner, (*_flat(outer), *metadata))
+    if origin in (Union, UnionType):
+        return _union_schema(get_args(annotation), metadata)
+    schema = _plain_type_schema(annotation, origin)
+    for item in metadata:
+        _constrain(schema, item)
+    if schema["type"] == "integer":
+        schema["format"] = "int32" if schema.get("maximum", INT32_MAX + 1) <= INT32_MAX else "int64"
+    return with_rules(schema, tuple(item for item in metadata if isinstance(item, Rule)))
+
+
+def _flat(metadata: list[Any]) -> tuple[Any, ...]:
+    """Unpack `Field(...)` inside `Annotated` into the constraints it stands for."""
+    flat: list[Any] = []
+    for item in metadata:
+        flat.extend(item.metadata if isinstance(item, FieldInfo) else [item])
+    return tuple(flat)
+
+
+def _union_schema(members: tuple[Any, ...], metadata: tuple[Any, ...]) -> Schema:
+    """Drop None (an absent field is simply not required); `int | Literal` is int-or-string."""
+    given = [member for member in members if member is not type(None)]
+    if len(given) == 1:
+        return _type_schema(given[0], metadata)
+    words = [word for member in given if get_origin(member) is Literal for word in get_args(member)]
+    numbers = [_type_schema(member) for member in given if get_origin(member) is not Literal]
+    if not words or [number["type"] for number in numbers] != ["integer"]:
+        raise TypeError(f"{members} is neither optional nor a whole number or a word")
+    bounds = {key: numbers[0][key] for key in ("minimum", "maximum") if key in numbers[0]}
+    longest = max(len(word) for word in words)
+    return {"x-kubernetes-int-or-string": True, **bounds, "maxLength": longest}
+
+
+def _plain_type_schema(annotation: Any, origin: Any) -> Schema:
+    if origin is list:
+        return {"type": "array", "items": _type_schema(get_args(annotation)[0])}
+    if origin is dict:
+        value = get_args(annotation)[1]
+        # dict[str, Any] must say x-kubernetes-preserve-unknown-fields on its own
+        return {"type": "object"} | (
+            {} if value is Any else {"additionalProperties": _type_schema(value)}
+        )
+    if not isinstance(annotation, type):
+        raise TypeError(f"{annotation} has no structural form")
+    if issubclass(annotation, ApiModel):
+        return object_schema(annotation)
+    if issubclass(annotation, StrEnum):
+        return {"type": "string", "enum": [member.value for member in annotation]}
+    for python, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
+        if annotation is python:
+            return {"type": name}
+    raise TypeError(f"{annotation} has no structural form")
+
+
+def _constrain(schema: Schema, item: Any) -> None:
+    if isinstance(item, Rule):
+        return
+    if isinstance(item, Ge):
+        schema["minimum"] = item.ge
+    elif isinstance(item, Le):
+        schema["maximum"] = item.le
+    elif isinstance(item, MinLen):
+        schema["min" + _LENGTHS[schema["type"]]] = item.min_length
+    elif isinstance(item, MaxLen):
+        schema["max" + _LENGTHS[schema["type"]]] = item.max_length
+    elif isinstance(getattr(item, "pattern", None), str):
+        schema["pattern"] = item.pattern
+    else:
+        raise TypeError(f"{item} cannot be said in a structural schema")
+
+
+def with_rules(schema: Schema, rules: tuple[Rule, ...]) -> Schema:
+    """Add `rules` to `schema`, and return it."""
+    if not rules:
+        return schema
+    validations = schema.setdefault("x-kubernetes-validations", [])
+    for rule in rules:
+        validation = {"rule": rule.expression, "message": rule.message}
+        if rule.field is not None:
+            validation["fieldPath"] = "." + rule.field
+        validations.append(validation)
+    return schema
