@@ -1,0 +1,150 @@
+"""The list of attempts in a status: open, close, count, back off, open again.
+
+At most one attempt is open, it is the newest, and its number only grows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
+from finetune_operator.api.v1alpha1.status import (
+    AttemptStatus,
+    Condition,
+    FineTuneJobStatus,
+    Restarts,
+)
+from finetune_operator.reconcile.conditions import (
+    ConditionType,
+    Reason,
+    find,
+    parse_rfc3339,
+    rfc3339,
+    set_condition,
+)
+from finetune_operator.reconcile.failures import action_for
+from finetune_trainer.config import FailureClass, Termination
+
+KEPT = 10
+MESSAGE_LENGTH = 1024
+
+
+def current(status: FineTuneJobStatus) -> AttemptStatus | None:
+    """Return the open attempt, or None between attempts."""
+    if status.attempts and status.attempts[-1].end_time is None:
+        return status.attempts[-1]
+    return None
+
+
+def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
+    """Return the status with the next attempt opened; nothing is submitted yet."""
+    number = status.attempt + 1
+    attempts = [*status.attempts, AttemptStatus(number=number, start_time=rfc3339(now))]
+    return status.model_copy(
+        update={
+            "attempt": number,
+            "attempts": attempts[-KEPT:],
+            "backend_ref": None,
+            "start_time": status.start_time or rfc3339(now),
+        }
+    )
+
+
+def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobStatus:
+    """Return the status with fields of the newest attempt changed."""
+    changed = status.attempts[-1].model_copy(update=fields)
+    return status.model_copy(update={"attempts": [*status.attempts[:-1], changed]})
+
+
+def close(
+    status: FineTuneJobStatus, words: Termination, node: str, now: datetime
+) -> FineTuneJobStatus:
+    """Return the status with the open attempt ended by its last words."""
+    return change_current(
+        status,
+        end_time=rfc3339(now),
+        failure_class=words.failure_class.value,
+        message=words.message[:MESSAGE_LENGTH],
+        node=node or None,
+        exit_code=words.exit_code,
+    )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the restart policy leaves.
+
+    Attributes:
+        restarts: The counters after this restart.
+        exceeded: Why no restart is left; None when there is one.
+        message: The sentence that goes with `exceeded`.
+    """
+
+    restarts: Restarts
+    exceeded: Reason | None = None
+    message: str = ""
+
+
+def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> Budget:
+    """Count one restart, free or not, against its own limit."""
+    if action is RestartAction.RESTART_FREE:
+        limit = policy.max_disruptions
+        if limit is not None and restarts.disruptions >= limit:
+            message = f"restarted {limit} times after a preemption, as maxDisruptions allows"
+            return Budget(restarts, Reason.DISRUPTION_LIMIT_EXCEEDED, message)
+        return Budget(restarts.model_copy(update={"disruptions": restarts.disruptions + 1}))
+    if restarts.counted >= policy.max_restarts:
+        message = f"restarted {policy.max_restarts} times, as restartPolicy.maxRestarts allows"
+        return Budget(restarts, Reason.RESTART_LIMIT_EXCEEDED, message)
+    return Budget(restarts.model_copy(update={"counted": restarts.counted + 1}))
+
+
+def earliest_start(status: FineTuneJobStatus, policy: RestartPolicy) -> datetime | None:
+    """Return when the next attempt may start; None when there is nothing to wait for.
+
+    Only a counted restart waits: base seconds after the first, doubled with each, at most max.
+    """
+    last = status.attempts[-1] if status.attempts else None
+    if last is None or last.end_time is None or not status.restarts.counted:
+        return None
+    failure = FailureClass(last.failure_class or FailureClass.ERROR)
+    action = action_for(policy, failure, last.exit_code if last.exit_code is not None else 1)
+    if action is not RestartAction.RESTART or not policy.backoff.base_seconds:
+        return None
+    doublings = min(status.restarts.counted - 1, 32)
+    seconds = min(policy.backoff.base_seconds * 2**doublings, policy.backoff.max_seconds)
+    return parse_rfc3339(last.end_time) + timedelta(seconds=seconds)
+
+
+def reopen(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
+    """Return the status of a failed job as one that may go on, with its restart budget renewed.
+
+    Only a person asks for this, by running the job again; `decide` never does. The next attempt
+    has the next number, and a deadline counts from now.
+    """
+    ends = {ConditionType.FAILED, ConditionType.SUSPENDED}
+    conditions: Sequence[Condition] = [c for c in status.conditions if c.type not in ends]
+    resumed = Condition(
+        type=ConditionType.SUSPENDED,
+        status="False",
+        reason=Reason.RESUMED,
+        message="the job was run again after it failed",
+    )
+    return status.model_copy(
+        update={
+            "conditions": set_condition(conditions, resumed, now),
+            "restarts": Restarts(),
+            "completion_time": None,
+        }
+    )
+
+
+def active_since(status: FineTuneJobStatus) -> datetime | None:
+    """Return when the job's life began: its first attempt, or its last resumption if later."""
+    if status.start_time is None:
+        return None
+    started = parse_rfc3339(status.start_time)
+    resumed = find(status, ConditionType.SUSPENDED)
+    if resumed and resumed.reason == Reason.RESUMED and resumed.last_transition_time:
+        return max(started, parse_rfc3339(resumed.last_transition_time))
+    return started

@@ -1,0 +1,221 @@
+"""Conditions of a FineTuneJob: their types, their reasons, and what each stage of a job says.
+
+`decide` names the stage a job is in; the table here turns it into the phase and the conditions.
+Reasons stand here and nowhere else.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
+
+
+class ConditionType(StrEnum):
+    """Every condition a FineTuneJob can carry."""
+
+    ACCEPTED = "Accepted"
+    ADMITTED = "Admitted"
+    RESOURCES_READY = "ResourcesReady"
+    RUNNING = "Running"
+    CHECKPOINT_READY = "CheckpointReady"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    READY = "Ready"
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
+
+
+class Reason(StrEnum):
+    """Every reason a condition gives, besides the failure classes of the trainer."""
+
+    ACCEPTED = "Accepted"
+    ADMITTED = "Admitted"
+    PROVISIONING = "Provisioning"
+    STARTING = "Starting"
+    TRAINING = "Training"
+    RESTARTING = "Restarting"
+    COMMITTED = "Committed"
+    SUSPENDING = "Suspending"
+    SUSPENDED_BY_USER = "SuspendedByUser"
+    RESUMED = "Resumed"
+    COMPLETED = "Completed"
+    REFUSED = "Refused"
+    RESTART_LIMIT_EXCEEDED = "RestartLimitExceeded"
+    DISRUPTION_LIMIT_EXCEEDED = "DisruptionLimitExceeded"
+    PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
+    ACTIVE_DEADLINE_EXCEEDED = "ActiveDeadlineExceeded"
+
+
+class Stage(StrEnum):
+    """Where a job stands; each one has a row in the table below."""
+
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDING = "Suspending"
+    ENDING = "Ending"  # being stopped because a deadline has passed
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True)
+class _Row:
+    phase: JobPhase
+    says: Mapping[ConditionType, bool]
+
+
+_T = ConditionType
+# A type that a row leaves out keeps what it said before: while a job is being stopped its
+# processes still run, and `Running` changes only once they are known to be gone.
+_TABLE: Mapping[Stage, _Row] = {
+    Stage.STARTING: _Row(
+        JobPhase.STARTING,
+        {_T.RESOURCES_READY: False, _T.RUNNING: False, _T.READY: False, _T.RECONCILING: True},
+    ),
+    Stage.RUNNING: _Row(
+        JobPhase.RUNNING,
+        {_T.RESOURCES_READY: True, _T.RUNNING: True, _T.READY: True, _T.RECONCILING: False},
+    ),
+    Stage.RESTARTING: _Row(
+        JobPhase.RESTARTING,
+        {_T.RESOURCES_READY: False, _T.RUNNING: False, _T.READY: False, _T.RECONCILING: True},
+    ),
+    Stage.SUSPENDING: _Row(
+        JobPhase.SUSPENDING, {_T.SUSPENDED: False, _T.READY: False, _T.RECONCILING: True}
+    ),
+    Stage.ENDING: _Row(
+        JobPhase.SUSPENDING, {_T.FAILED: False, _T.READY: False, _T.RECONCILING: True}
+    ),
+    Stage.SUSPENDED: _Row(
+        JobPhase.SUSPENDED,
+        {
+            _T.RESOURCES_READY: False,
+            _T.RUNNING: False,
+            _T.SUSPENDED: True,
+            _T.READY: False,
+            _T.RECONCILING: False,
+        },
+    ),
+    Stage.COMPLETE: _Row(
+        JobPhase.SUCCEEDED,
+        {
+            _T.RESOURCES_READY: False,
+            _T.RUNNING: False,
+            _T.COMPLETE: True,
+            _T.READY: True,
+            _T.RECONCILING: False,
+        },
+    ),
+    Stage.FAILED: _Row(
+        JobPhase.FAILED,
+        {
+            _T.RESOURCES_READY: False,
+            _T.RUNNING: False,
+            _T.FAILED: True,
+            _T.READY: False,
+            _T.RECONCILING: False,
+            _T.STALLED: True,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A stage with what is to be said about it.
+
+    Attributes:
+        reason: One CamelCase word: a `Reason`, or a failure class of the trainer.
+        message: One sentence; must not depend on the time of day, else every look writes it anew.
+    """
+
+    stage: Stage
+    reason: str
+    message: str
+
+
+def rfc3339(moment: datetime) -> str:
+    """Return the moment as the API server writes times: UTC, whole seconds, `Z`."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse_rfc3339(text: str) -> datetime:
+    """Return the moment that `rfc3339` wrote down."""
+    return datetime.fromisoformat(text)
+
+
+def find(status: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
+    """Return the condition of that type, or None."""
+    return next((found for found in status.conditions if found.type == kind), None)
+
+
+def is_true(status: FineTuneJobStatus, kind: ConditionType) -> bool:
+    """Say whether the condition is there and True."""
+    found = find(status, kind)
+    return found is not None and found.status == "True"
+
+
+def is_finished(status: FineTuneJobStatus) -> bool:
+    """Say whether the job is Complete or Failed, which is final."""
+    return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
+
+
+def set_condition(
+    conditions: Iterable[Condition], new: Condition, now: datetime
+) -> list[Condition]:
+    """Put `new` in the place of the condition of its type, or at the end.
+
+    `lastTransitionTime` is `now` where the status changed, else it is kept.
+    """
+    made = list(conditions)
+    for place, old in enumerate(made):
+        if old.type == new.type:
+            kept = old.last_transition_time if old.status == new.status else None
+            made[place] = new.model_copy(update={"last_transition_time": kept or rfc3339(now)})
+            return made
+    return [*made, new.model_copy(update={"last_transition_time": rfc3339(now)})]
+
+
+def describe(
+    status: FineTuneJobStatus, situation: Situation, now: datetime, generation: int
+) -> FineTuneJobStatus:
+    """Return the status with the phase and the conditions of `situation`."""
+    row = _TABLE[situation.stage]
+    conditions = list(status.conditions)
+
+    def say(kind: ConditionType, value: bool, reason: str, message: str) -> None:
+        nonlocal conditions
+        new = Condition(
+            type=kind,
+            status=str(value),
+            reason=reason,
+            message=message,
+            observed_generation=generation,
+        )
+        conditions = set_condition(conditions, new, now)
+
+    if find(status, ConditionType.ACCEPTED) is None:
+        say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
+    if find(status, ConditionType.ADMITTED) is None:
+        say(ConditionType.ADMITTED, True, Reason.ADMITTED, "there is no queue to wait for")
+    for kind, value in row.says.items():
+        say(kind, value, situation.reason, situation.message)
+    if ConditionType.STALLED not in row.says:
+        say(ConditionType.STALLED, False, situation.reason, situation.message)
+    was_suspended = find(status, ConditionType.SUSPENDED) is not None
+    if was_suspended and situation.stage in (Stage.STARTING, Stage.RUNNING, Stage.RESTARTING):
+        say(ConditionType.SUSPENDED, False, Reason.RESUMED, "spec.suspend is false")
+    if (last := status.checkpoint.last) is not None:
+        text = f"the newest committed checkpoint is of step {last.step}"
+        say(ConditionType.CHECKPOINT_READY, True, Reason.COMMITTED, text)
+    return status.model_copy(
+        update={
+            "phase": row.phase,
+            "conditions": conditions,
+            "observed_generation": generation,
+        }
+    )

@@ -1,0 +1,303 @@
+"""Decide what to do about one job: a pure function of the resource, what is seen, and the time.
+
+Called by whoever drives jobs (`drive` for `ftctl run`, the operator's kernel in a cluster); it does
+nothing itself. The caller saves `Decision.status`, then acts. A crash between the two is harmless:
+an attempt is opened in the status before it is submitted, submitting is idempotent, and `Cancel`
+and `Collect` are decided again until they have had their effect.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
+from finetune_operator.api.v1alpha1.lifecycle import RestartAction
+from finetune_operator.api.v1alpha1.status import (
+    AttemptStatus,
+    FineTuneJobStatus,
+    NodesStatus,
+    PlanStatus,
+)
+from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.planner.plan import Plan
+from finetune_operator.reconcile import attempts, deadlines, failures, progress
+from finetune_operator.reconcile.conditions import (
+    ConditionType,
+    Reason,
+    Situation,
+    Stage,
+    describe,
+    find,
+    is_finished,
+    is_true,
+    rfc3339,
+)
+from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination
+
+LOST_NODE_GRACE_SECONDS = 10.0
+"""What is left of a gang that lost a node gets no longer: it cannot take a checkpoint any more."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Submit attempt `number`, or adopt it; afterwards put its handle into `status.backendRef`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Ask the current attempt to stop; `grace_seconds` later it is killed."""
+
+    grace_seconds: float
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Ask what was exported and put it into `status.artifacts`, before the status is saved."""
+
+
+Action = Submit | Cancel | Collect
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do about a job now.
+
+    Attributes:
+        actions: In this order; empty when there is nothing to do.
+        status: What to save if it differs from the status that went in.
+        requeue_seconds: Decide again after so long though nothing happened; None for never.
+    """
+
+    actions: tuple[Action, ...]
+    status: FineTuneJobStatus
+    requeue_seconds: float | None
+
+
+@dataclass(frozen=True)
+class _View:
+    """What every part of a decision looks at; `status` is the one being built."""
+
+    spec: FineTuneJobSpec
+    generation: int
+    before: FineTuneJobStatus
+    now: datetime
+
+    def conclude(
+        self,
+        status: FineTuneJobStatus,
+        situation: Situation,
+        *actions: Action,
+        requeue: float | None = None,
+    ) -> Decision:
+        """Say what the situation is and what follows from it."""
+        described = describe(status, situation, self.now, self.generation)
+        return Decision(actions, described, requeue)
+
+    def seconds_until(self, moment: datetime) -> float:
+        return max(0.0, (moment - self.now).total_seconds())
+
+
+def decide(
+    job: FineTuneJob, observation: Observation | None, now: datetime, plan: Plan
+) -> Decision:
+    """Return what to do about `job` now; the same input gives the same answer.
+
+    Args:
+        job: The resource with its last saved status.
+        observation: Of the attempt that `status.backendRef` names; None where there is none.
+        now: Time with a zone.
+        plan: What `make_plan` chose for the job.
+    """
+    view = _View(job.spec, job.metadata.generation, job.status, now)
+    if is_finished(job.status):
+        return Decision((), job.status, None)
+    status = _note_plan(job.status, plan)
+    attempt = attempts.current(status)
+    if attempt is None:
+        return _between_attempts(view, status)
+    if status.backend_ref is None or observation is None:
+        text = f"attempt {attempt.number} is being submitted"
+        situation = Situation(Stage.STARTING, Reason.PROVISIONING, text)
+        return view.conclude(status, situation, Submit(attempt.number))
+    ready = status.nodes.model_copy(update={"ready": observation.nodes_ready})
+    status = status.model_copy(update={"nodes": ready})
+    ended = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
+    if observation.all_gone and observation.phase in ended:
+        return _after_attempt(view, status, observation)
+    return _during_attempt(view, status, attempt, observation)
+
+
+def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
+    """Return the status of a job that cannot be carried out at all; it is Failed, which is final.
+
+    For a spec no plan can satisfy, or an attempt that the backend will never create.
+    """
+    status = job.status
+    if attempts.current(status) is not None:
+        words = Termination(
+            failure_class=FailureClass.CONFIG_ERROR, exit_code=ExitCode.CONFIG, message=message
+        )
+        status = attempts.close(status, words, "", now)
+    status = status.model_copy(update={"completion_time": rfc3339(now)})
+    situation = Situation(Stage.FAILED, Reason.REFUSED, message)
+    return describe(status, situation, now, job.metadata.generation)
+
+
+def _note_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
+    chosen = PlanStatus(
+        strategy=plan.strategy.value,
+        precision=plan.precision.value,
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        reasons=list(plan.reasons),
+    )
+    nodes = NodesStatus(desired=plan.nodes, ready=status.nodes.ready, world_size=plan.world_size)
+    return status.model_copy(update={"plan": chosen, "nodes": nodes})
+
+
+def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
+    """Nothing of the job lives: suspend, fail, wait, or open the next attempt."""
+    status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": 0})})
+    if view.spec.suspend:
+        text = "suspended by spec.suspend; set it to false to go on"
+        if (last := status.checkpoint.last) is not None:
+            text = f"suspended at step {last.step} by spec.suspend; set it to false to go on"
+        return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
+    limit = deadlines.active(view.spec.deadlines, status)
+    # A suspended job has no running deadline: opening an attempt starts a new one.
+    was_suspended = is_true(view.before, ConditionType.SUSPENDED) or _is_suspending(view.before)
+    if limit and limit.at <= view.now and not was_suspended:
+        return _fail(view, status, limit.reason, limit.message)
+    start = attempts.earliest_start(status, view.spec.restart_policy)
+    if start is not None and start > view.now:
+        text = f"attempt {status.attempt + 1} starts at {rfc3339(start)}, after the back-off"
+        situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
+        return view.conclude(status, situation, requeue=view.seconds_until(start))
+    status = attempts.open_next(status, view.now)
+    text = f"attempt {status.attempt} is being submitted"
+    stage = Stage.STARTING if status.attempt == 1 else Stage.RESTARTING
+    situation = Situation(stage, Reason.PROVISIONING, text)
+    return view.conclude(status, situation, Submit(status.attempt))
+
+
+def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:
+    """Every process of the attempt is gone: close it, and decide what follows."""
+    words = failures.verdict(observation)
+    said = words.progress or observation.progress
+    if said is not None:
+        status = progress.take_over(status, view.spec, said, view.now)
+    status = attempts.close(status, words, observation.node, view.now)
+    if words.failure_class is FailureClass.COMPLETED:
+        status = status.model_copy(update={"completion_time": rfc3339(view.now)})
+        status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": 0})})
+        situation = Situation(Stage.COMPLETE, Reason.COMPLETED, words.message)
+        return view.conclude(status, situation, Collect())
+    if (reason := deadlines.ending(view.before)) is not None:
+        return _fail(view, status, *reason)
+    if view.spec.suspend or _is_suspending(view.before):
+        # What ends because it was told to is not a fault of the job, unless it says that it
+        # would meet the same fault again.
+        if words.failure_class in failures.PERMANENT:
+            return _fail(view, status, words.failure_class, words.message)
+        return _between_attempts(view, status)
+    policy = view.spec.restart_policy
+    action = failures.action_for(policy, words.failure_class, words.exit_code)
+    if action is RestartAction.FAIL:
+        return _fail(view, status, words.failure_class, words.message)
+    budget = attempts.spend(status.restarts, action, policy)
+    if budget.exceeded is not None:
+        return _fail(view, status, budget.exceeded, f"{budget.message}; {words.message}")
+    return _between_attempts(view, status.model_copy(update={"restarts": budget.restarts}))
+
+
+def _during_attempt(
+    view: _View, status: FineTuneJobStatus, attempt: AttemptStatus, observation: Observation
+) -> Decision:
+    """The attempt lives, or parts of it do: stop it, wait for it, or watch it."""
+    limits = [
+        limit
+        for limit in (
+            deadlines.active(view.spec.deadlines, status),
+            deadlines.pending(view.spec.deadlines, attempt, observation),
+        )
+        if limit is not None
+    ]
+    passed = next((limit for limit in limits if limit.at <= view.now), None)
+    limits = [limit for limit in limits if limit.at > view.now]
+    grace = float(view.spec.deadlines.termination_grace_seconds)
+    ending = deadlines.ending(view.before) or (passed and (passed.reason, passed.message))
+    situation: Situation
+    actions: tuple[Action, ...] = (Cancel(grace),)
+    if ending:
+        situation = Situation(Stage.ENDING, *ending)
+    elif view.spec.suspend or _is_suspending(view.before):
+        text = f"attempt {attempt.number} saves a checkpoint and stops"
+        situation = Situation(Stage.SUSPENDING, Reason.SUSPENDING, text)
+    elif observation.phase is AttemptPhase.FAILED:
+        left = observation.message or f"attempt {attempt.number} lost a node"
+        text = f"{left}; waiting until all of its processes are gone"
+        situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
+        actions = (Cancel(_grace_of_the_rest(observation, grace)),)
+    else:
+        situation, actions = _watching(attempt, status, observation), ()
+    status = _with_progress(view, status, situation, observation)
+    waits = [view.seconds_until(limit.at) for limit in limits]
+    if observation.look_again_seconds is not None:
+        waits.append(observation.look_again_seconds)
+    return view.conclude(status, situation, *actions, requeue=min(waits, default=None))
+
+
+def _grace_of_the_rest(observation: Observation, grace: float) -> float:
+    """Nodes that stop together after a preemption may still be writing their checkpoint."""
+    words = observation.termination
+    if words is not None and words.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED):
+        return grace
+    return min(grace, LOST_NODE_GRACE_SECONDS)
+
+
+_BEFORE_TRAINING = frozenset({Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
+
+
+def _watching(
+    attempt: AttemptStatus, status: FineTuneJobStatus, observation: Observation
+) -> Situation:
+    said = observation.progress
+    if observation.phase is AttemptPhase.RUNNING and said and said.phase not in _BEFORE_TRAINING:
+        text = f"attempt {attempt.number} trains on {status.nodes.world_size} ranks"
+        return Situation(Stage.RUNNING, Reason.TRAINING, text)
+    stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
+    if observation.phase is AttemptPhase.RUNNING:
+        return Situation(stage, Reason.STARTING, f"attempt {attempt.number} starts its ranks")
+    text = observation.message or f"attempt {attempt.number} waits for its nodes"
+    return Situation(stage, Reason.PROVISIONING, text)
+
+
+def _with_progress(
+    view: _View, status: FineTuneJobStatus, situation: Situation, observation: Observation
+) -> FineTuneJobStatus:
+    """Take over progress when the phase changes, else at most once per status interval."""
+    said = observation.progress
+    if said is None:
+        return status
+    phase = describe(status, situation, view.now, view.generation).phase
+    due = progress.due_at(status, view.spec)
+    if phase == view.before.phase and due is not None and due > view.now:
+        return status
+    return progress.take_over(status, view.spec, said, view.now)
+
+
+def _fail(view: _View, status: FineTuneJobStatus, reason: str, message: str) -> Decision:
+    status = status.model_copy(
+        update={
+            "completion_time": rfc3339(view.now),
+            "nodes": status.nodes.model_copy(update={"ready": 0}),
+        }
+    )
+    return view.conclude(status, Situation(Stage.FAILED, reason, message))
+
+
+def _is_suspending(status: FineTuneJobStatus) -> bool:
+    """Say whether the open attempt was told to stop; it stays so until it is gone."""
+    found = find(status, ConditionType.SUSPENDED)
+    return found is not None and found.reason == Reason.SUSPENDING

@@ -1,0 +1,78 @@
+"""Why an attempt ended, and what the restart policy makes of it.
+
+`decide` asks; nothing here knows time, backends or budgets (budgets: `attempts`).
+"""
+
+from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
+from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_trainer.config import ExitCode, FailureClass, Termination
+
+PERMANENT = frozenset(
+    {FailureClass.DATA_ERROR, FailureClass.CONFIG_ERROR, FailureClass.DO_NOT_RESTART}
+)
+"""Classes that the same attempt would meet again."""
+
+_CLASS_OF_CODE = {
+    ExitCode.DONE: FailureClass.COMPLETED,
+    ExitCode.DATA: FailureClass.DATA_ERROR,
+    ExitCode.PREEMPTED: FailureClass.PREEMPTED,
+    ExitCode.CONFIG: FailureClass.CONFIG_ERROR,
+    ExitCode.DO_NOT_RESTART: FailureClass.DO_NOT_RESTART,
+}
+
+
+def verdict(observation: Observation) -> Termination:
+    """Return the last words of an attempt whose processes are all gone.
+
+    The exit code beats the class that the words claim, and only the phase `Succeeded` together
+    with exit code 0 is a completion. An attempt without last words was killed.
+    """
+    said = observation.termination
+    if said is None and observation.phase is AttemptPhase.SUCCEEDED:
+        return Termination(
+            failure_class=FailureClass.COMPLETED,
+            exit_code=ExitCode.DONE,
+            message=observation.message or "it ended with exit code 0",
+        )
+    if said is None:
+        message = observation.message or "its processes are gone without a word"
+        return Termination(
+            failure_class=FailureClass.WORKER_LOST, exit_code=ExitCode.KILLED, message=message
+        )
+    if said.exit_code == ExitCode.DONE and observation.phase is not AttemptPhase.SUCCEEDED:
+        return said.model_copy(update={"failure_class": FailureClass.ERROR, "exit_code": 1})
+    return said.model_copy(update={"failure_class": classify(said)})
+
+
+def classify(said: Termination) -> FailureClass:
+    """Return the class by exit code where the code has one of its own, else the class it claims."""
+    by_code = _CLASS_OF_CODE.get(ExitCode(said.exit_code)) if _is_known(said.exit_code) else None
+    if by_code is not None:
+        return by_code
+    if said.failure_class in _CLASS_OF_CODE.values():
+        killed = said.exit_code == ExitCode.KILLED
+        return FailureClass.WORKER_LOST if killed else FailureClass.ERROR
+    return said.failure_class
+
+
+def _is_known(code: int) -> bool:
+    return code in ExitCode.__members__.values()
+
+
+def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: int) -> RestartAction:
+    """Return what follows a failure: the first rule that matches, else the default of its class.
+
+    By default bad data, a bad configuration and `DoNotRestart` fail the job, a preemption is
+    followed by a free restart and everything else by a counted one. A rule of the user beats
+    these, as it was written for this job.
+    """
+    for rule in policy.rules:
+        class_fits = rule.on_class is None or rule.on_class == failure_class
+        code_fits = rule.on_exit_codes is None or exit_code in rule.on_exit_codes
+        if class_fits and code_fits:
+            return rule.action
+    if failure_class in PERMANENT:
+        return RestartAction.FAIL
+    if failure_class is FailureClass.PREEMPTED:
+        return RestartAction.RESTART_FREE
+    return RestartAction.RESTART

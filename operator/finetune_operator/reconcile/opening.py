@@ -1,0 +1,159 @@
+"""Decide what running a manifest means where a run directory exists already.
+
+Called by `ftctl run` before `drive`: the same job goes on, or an old one is moved aside and a new
+one starts. It never lets two attempts write one folder.
+"""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune_operator.api.problems import InvalidJobError, Problem
+from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
+from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
+from finetune_operator.backends.base import Backend
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import ConditionType, is_true
+from finetune_operator.reconcile.drive import SYSTEM_CLOCK, Clock, StopRequest, drive
+from finetune_operator.reconcile.store import JobStore, StoreError
+
+_FROZEN = (
+    "model",
+    "dataset",
+    "method",
+    "training.globalBatchSize",
+    "training.maxSeqLength",
+    "training.epochs",
+    "training.maxSteps",
+    "training.packing",
+    "training.seed",
+)
+"""Fields that decide what is learned in which order; a checkpoint is of no use under others."""
+
+
+@dataclass(frozen=True)
+class OpenedJob:
+    """A job ready to be driven.
+
+    Attributes:
+        job: With its uid and its status so far; already saved.
+        note: One sentence for the user about what happens to an earlier run; empty for a new job.
+    """
+
+    job: FineTuneJob
+    note: str
+
+
+async def open_job(
+    manifest: FineTuneJob,
+    backend: Backend,
+    store: JobStore,
+    *,
+    fresh: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
+    new_uid: Callable[[], str] = lambda: str(uuid.uuid4()),
+) -> OpenedJob:
+    """Return the job that running `manifest` means, saved in `store`.
+
+    Nothing there: a new job. Unfinished, suspended or failed: the same job goes on, from its newest
+    committed checkpoint. Complete: the old run is moved aside and a new job starts; `fresh` does
+    that whatever the old run is, and ends first what still runs of it.
+
+    Raises:
+        InvalidJobError: the manifest asks for another training than the unfinished run's.
+        StoreError: the run directory holds another job, or cannot be read.
+    """
+    try:
+        stored = store.load()
+    except StoreError:
+        if not fresh:
+            raise
+        return _new(manifest, store, new_uid, f"moved the old run to {store.move_aside()}")
+    if stored is None:
+        note = ""
+        if fresh and any(path.exists() for path in store.outside):
+            note = f"moved the old run to {store.move_aside()}"
+        return _new(manifest, store, new_uid, note)
+    if fresh:
+        await _end(stored, backend, store, clock)
+        return _new(manifest, store, new_uid, f"moved the old run to {store.move_aside()}")
+    _refuse_another_job(stored, manifest, store)
+    if is_true(stored.status, ConditionType.COMPLETE):
+        note = f"the earlier run is complete; moved it to {store.move_aside()}"
+        return _new(manifest, store, new_uid, note)
+    return _go_on(stored, manifest, store, clock)
+
+
+def _new(
+    manifest: FineTuneJob, store: JobStore, new_uid: Callable[[], str], note: str
+) -> OpenedJob:
+    metadata = manifest.metadata.model_copy(update={"uid": new_uid(), "generation": 1})
+    job = manifest.model_copy(update={"metadata": metadata, "status": FineTuneJobStatus()})
+    store.save(job)
+    return OpenedJob(job, note)
+
+
+async def _end(job: FineTuneJob, backend: Backend, store: JobStore, clock: Clock) -> None:
+    """Kill what still runs of an old run, so that it cannot write into the new one."""
+    if attempts.current(job.status) is None:
+        return
+    stop = StopRequest()
+    stop.force()
+    await drive(job, backend, store, on_change=lambda job, seen: None, stop=stop, clock=clock)
+
+
+def _refuse_another_job(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore) -> None:
+    old = (stored.metadata.namespace, stored.metadata.name)
+    new = (manifest.metadata.namespace, manifest.metadata.name)
+    if old != new:
+        raise StoreError(
+            f"{store.run_dir} holds the job {'/'.join(old)}, not {'/'.join(new)}; set another "
+            "spec.backend.local.runDirectory, or move the old run aside with --fresh"
+        )
+
+
+def _go_on(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore, clock: Clock) -> OpenedJob:
+    status = stored.status
+    lives = attempts.current(status) is not None
+    changed = _changed(stored.spec, manifest.spec)
+    if changed and (lives or status.checkpoint.last is not None or store.has_checkpoint()):
+        names = ", ".join(changed)
+        message = (
+            f"differs from the unfinished run in {store.run_dir} ({names}); restore the old "
+            "values to go on, or start anew with --fresh, which moves that run aside"
+        )
+        raise InvalidJobError([Problem(f"spec.{changed[0]}", message)])
+    if is_true(status, ConditionType.FAILED):
+        status = attempts.reopen(status, clock.now())
+    generation = stored.metadata.generation + (stored.spec != manifest.spec)
+    metadata = manifest.metadata.model_copy(
+        update={"uid": stored.metadata.uid, "generation": generation}
+    )
+    job = manifest.model_copy(update={"metadata": metadata, "status": status})
+    store.save(job)
+    return OpenedJob(job, _note(job, lives, other_spec=generation != stored.metadata.generation))
+
+
+def _note(job: FineTuneJob, lives: bool, *, other_spec: bool) -> str:
+    if lives:
+        late = "; changes of the manifest take effect with the next attempt" if other_spec else ""
+        return f"attempt {job.status.attempt} is not over; going on with it{late}"
+    last = job.status.checkpoint.last
+    start = f"from the checkpoint of step {last.step}" if last else "from its newest checkpoint"
+    if not job.status.attempt:
+        return "going on with the job that was opened before"
+    return f"going on with attempt {job.status.attempt + 1}, {start}"
+
+
+def _changed(old: FineTuneJobSpec, new: FineTuneJobSpec) -> list[str]:
+    """Return the fields of `_FROZEN` that differ, named as in the manifest."""
+    before = old.model_dump(by_alias=True, mode="json")
+    after = new.model_dump(by_alias=True, mode="json")
+    changed = []
+    for path in _FROZEN:
+        a, b = before, after
+        for part in path.split("."):
+            a, b = a[part], b[part]
+        if a != b:
+            changed.append(path)
+    return changed
