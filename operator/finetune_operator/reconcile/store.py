@@ -129,7 +129,7 @@ class JobStore:
         return _numbered(self.run_dir, number)
 
     def _acquire(self) -> int:
-        """Lock the file that is at the path now: while waiting to open it, it may be moved aside."""
+        """Lock the file that is at the path now; an opened one may have been moved aside since."""
         path = self.run_dir / "job.lock"
         while True:
             try:
