@@ -324,6 +324,7 @@ class DataReport(ContractModel):
     rows_without_labels: int = 0
     packs: int = 0
     fill_ratio: float = Field(1.0, description="Share of a pack's positions that hold tokens.")
+    warnings: tuple[str, ...] = Field((), description="What a user should know about the rows.")
 
 
 class Progress(ContractModel):

@@ -1,0 +1,107 @@
+"""Turn packs into tensors for one forward pass.
+
+Called by the loop, a micro-batch at a time. Documents of one row are told apart by `position_ids`
+that restart at 0, and by them alone: the model must be called with `use_cache=False` and without
+an attention mask, as either one makes documents see each other, silently.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from finetune_trainer.data.plan import Pack
+from finetune_trainer.data.sequences import TokenDataset
+
+if TYPE_CHECKING:
+    import torch
+
+NO_TARGET = -100
+MIN_LENGTH = 2  # a row of one position has nothing to predict, and some models refuse it
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One forward pass on one rank, on the CPU.
+
+    Attributes:
+        input_ids: (B, T) int64.
+        position_ids: (B, T) int64; 0 begins a document. Padding is a document of its own.
+        targets: (B, T) int64, the token that position t must predict, so already shifted;
+            -100 where there is none.
+        tokens: Positions that are not padding.
+        label_tokens: Positions that have a target.
+    """
+
+    input_ids: "torch.Tensor"
+    position_ids: "torch.Tensor"
+    targets: "torch.Tensor"
+    tokens: int
+    label_tokens: int
+
+
+def collate(
+    dataset: TokenDataset, packs: Sequence[Pack], *, pad_to: int | None, pad_id: int
+) -> MicroBatch:
+    """Lay out one pack a row: B = len(packs), T = `pad_to`, or the longest pack when None.
+
+    The first token of a document is never the target of the one before. Empty packs give rows of
+    padding, so that a rank without data still takes part in the step.
+
+    Raises:
+        ValueError: there is no pack, or one is longer than `pad_to`.
+    """
+    import torch
+
+    if not packs:
+        raise ValueError("a micro-batch needs at least one pack; an empty one is ()")
+    num_tokens = [int(dataset.lengths[list(pack)].sum()) for pack in packs]
+    width = max(MIN_LENGTH, *num_tokens) if pad_to is None else pad_to
+    if max(num_tokens) > width:
+        raise ValueError(f"a pack of {max(num_tokens)} tokens is longer than pad_to {width}")
+    shape = (len(packs), width)
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    position_ids = np.empty(shape, dtype=np.int64)
+    targets = np.full(shape, NO_TARGET, dtype=np.int64)
+    for row, pack in enumerate(packs):
+        start = 0
+        for index in pack:
+            sequence = dataset.row(index)
+            end = start + len(sequence.tokens)
+            input_ids[row, start:end] = sequence.tokens
+            position_ids[row, start:end] = np.arange(end - start)
+            targets[row, start : end - 1] = np.where(
+                sequence.is_label[1:], sequence.tokens[1:], NO_TARGET
+            )
+            start = end
+        position_ids[row, start:] = np.arange(width - start)
+    return MicroBatch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(targets),
+        tokens=sum(num_tokens),
+        label_tokens=int((targets != NO_TARGET).sum()),
+    )
+
+
+def eval_batches(
+    dataset: TokenDataset, *, max_tokens_per_batch: int, rank: int, world_size: int, pad_id: int = 0
+) -> Iterator[MicroBatch]:
+    """Yield every sequence once over all ranks, in a fixed order that needs little padding.
+
+    Sequences go from long to short, one a row, neighbours to different ranks; a batch holds at most
+    `max_tokens_per_batch` positions, padding counted (more only when a single sequence is longer).
+    Every rank yields the same number of batches of the same shape or nearly so, as collectives
+    inside the forward pass need; where there are no more sequences a row is empty.
+    """
+    order = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
+    num_rows = -(-len(order) // world_size)
+    start = 0
+    while start < num_rows:
+        longest = max(MIN_LENGTH, int(dataset.lengths[order[start * world_size]]))
+        end = min(num_rows, start + max(1, max_tokens_per_batch // longest))
+        mine = [row * world_size + rank for row in range(start, end)]
+        packs = [(int(order[place]),) if place < len(order) else () for place in mine]
+        yield collate(dataset, packs, pad_to=None, pad_id=pad_id)
+        start = end

@@ -1,0 +1,179 @@
+"""Make a conversation or a text of a row: which column means what.
+
+Called by `encoding`. Knows column names and their customs (OpenAI messages, ShareGPT
+conversations, prompt and completion, instruction and output), and nothing of tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_trainer.config import ColumnMap, DataFormat
+from finetune_trainer.data.source import Row
+from finetune_trainer.errors import DataError
+
+Message = dict[str, Any]
+"""`role` and `content` (str), and what else a template may read, such as `tool_calls`."""
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+COLUMNS = "spec.dataset.columns"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of a dialogue; assistant turns from index `first_trained` on are learned."""
+
+    messages: tuple[Message, ...]
+    first_trained: int = 0
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A text of which every token is learned."""
+
+    text: str
+
+
+def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conversation | PlainText:
+    """Return what `row` says under `data_format`.
+
+    Raises:
+        DataError: a column is missing or holds something else; names the row, the columns found
+            and the field to set.
+    """
+    reader = _RowReader(row, columns)
+    if data_format is DataFormat.TEXT:
+        return PlainText(reader.text("text"))
+    if data_format is DataFormat.INSTRUCTION:
+        return _instruction(reader)
+    if reader.has("messages", "conversations"):
+        return Conversation((*reader.system(), *reader.messages("messages", "conversations")))
+    if reader.has("prompt") and reader.has("completion"):
+        return _prompt_and_completion(reader)
+    raise DataError(
+        f"{row.where} has no column messages or conversations, and not both prompt and "
+        f"completion; it has {reader.found()}. Name yours in {COLUMNS}.messages, or in "
+        f"{COLUMNS}.prompt and {COLUMNS}.completion"
+    )
+
+
+class _RowReader:
+    """Looks up columns of one row by their usual or configured name."""
+
+    def __init__(self, row: Row, columns: ColumnMap) -> None:
+        self._row = row
+        self._columns = columns
+
+    def found(self) -> str:
+        return ", ".join(self._row.values) or "no column with a value"
+
+    def has(self, *usual: str) -> bool:
+        """Tell whether a column is there; one that is configured but missing is an error."""
+        return self._find(usual) is not None
+
+    def system(self) -> tuple[Message, ...]:
+        """Return the system turn of its own column, if the row has one."""
+        text = self.text("system") if self.has("system") else ""
+        return ({"role": "system", "content": text},) if text else ()
+
+    def text(self, *usual: str) -> str:
+        """Return a column that must hold text."""
+        column, value = self._get(usual)
+        if isinstance(value, str):
+            return value
+        raise DataError(
+            f"{self._row.where}: column {column!r} holds {_kind(value)}, not text; convert it, or "
+            f"name another column in {COLUMNS}.{usual[0]}"
+        )
+
+    def messages(self, *usual: str) -> tuple[Message, ...]:
+        """Return a column that must hold a list of turns."""
+        column, value = self._get(usual)
+        if isinstance(value, list):
+            return tuple(self._message(item, column, turn) for turn, item in enumerate(value))
+        raise DataError(
+            f"{self._row.where}: column {column!r} holds {_kind(value)}, not a list of messages; "
+            f"convert it, or name another column in {COLUMNS}.{usual[0]}"
+        )
+
+    def turns(self, usual: str, role: str) -> tuple[Message, ...]:
+        """Return a column that holds either one turn's text or a list of turns."""
+        _, value = self._get((usual,))
+        if isinstance(value, list):
+            return self.messages(usual)
+        return ({"role": role, "content": self.text(usual)},)
+
+    def _find(self, usual: tuple[str, ...]) -> str | None:
+        configured = getattr(self._columns, usual[0])
+        if configured is None:
+            return next((name for name in usual if name in self._row.values), None)
+        if configured not in self._row.values:
+            raise DataError(
+                f"{COLUMNS}.{usual[0]} {configured!r}: {self._row.where} has no such column; it "
+                f"has {self.found()}"
+            )
+        return str(configured)
+
+    def _get(self, usual: tuple[str, ...]) -> tuple[str, Any]:
+        column = self._find(usual)
+        if column is None:
+            raise DataError(
+                f"{self._row.where} has no column {' or '.join(usual)}; it has {self.found()}. "
+                f"Name yours in {COLUMNS}.{usual[0]}"
+            )
+        return column, self._row.values[column]
+
+    def _message(self, item: Any, column: str, turn: int) -> Message:
+        where = f"{self._row.where}: column {column!r} turn {turn + 1}"
+        if not isinstance(item, dict):
+            raise DataError(f"{where} holds {_kind(item)}, not an object with role and content")
+        message = {key: value for key, value in item.items() if value is not None}
+        said_by = message.pop("role", None) or message.pop("from", None)
+        content = message.pop("content", None) or message.pop("value", None) or ""
+        if said_by not in ROLES:
+            raise DataError(f"{where} has the role {said_by!r}; use one of {', '.join(ROLES)}")
+        return {"role": ROLES[said_by], "content": _flatten(content, where), **message}
+
+
+def _instruction(reader: _RowReader) -> Conversation:
+    question = reader.text("instruction")
+    context = reader.text("input") if reader.has("input") else ""
+    user = f"{question}\n\n{context}" if context.strip() else question
+    answer = reader.text("output")
+    return Conversation(
+        (
+            *reader.system(),
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": answer},
+        )
+    )
+
+
+def _prompt_and_completion(reader: _RowReader) -> Conversation:
+    prompt = (*reader.system(), *reader.turns("prompt", "user"))
+    # Assistant turns of the prompt are examples to follow, not answers to learn.
+    return Conversation((*prompt, *reader.turns("completion", "assistant")), len(prompt))
+
+
+def _flatten(content: Any, where: str) -> str:
+    """Join the text parts of a content that is a list of typed parts."""
+    if isinstance(content, str):
+        return content
+    is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    if not is_parts or any(part.get("type", "text") != "text" for part in content):
+        raise DataError(f"{where} holds {_kind(content)}; only text can be trained on")
+    return "".join(part.get("text") or "" for part in content)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", bool: "a truth value", str: "text"}
+    return names.get(type(value), f"{type(value).__name__} {value!r}"[:60])

@@ -1,0 +1,195 @@
+"""Tokenise a data set once, and read it back memory-mapped.
+
+Every rank calls `prepare` before a process group exists: one process of a machine tokenises, the
+others wait at a file lock, so that a large data set cannot run into a collective's time-out.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from finetune_trainer.config import DataConfig, DataReport, DatasetSource, LongRows
+from finetune_trainer.data.encoding import Encoded, RowEncoder
+from finetune_trainer.data.source import Rows, open_rows
+from finetune_trainer.data.store import Sequence, StoredTokens, TokenStore
+from finetune_trainer.errors import DataError
+
+__all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
+
+CACHE_VERSION = 1  # raise it whenever the same rows would give other tokens or labels
+FEW_ROWS_WITHOUT_LABELS = 0.01
+
+
+class TokenDataset:
+    """The sequences of one data set, in the order of its rows.
+
+    Attributes:
+        fingerprint: Hash of all tokens and labels; names the data in a plan and a checkpoint.
+        lengths: (N,) int32, tokens of each sequence.
+        label_counts: (N,) int32, predicted tokens of each sequence; at least 1.
+        report: What became of the rows.
+    """
+
+    def __init__(self, stored: StoredTokens) -> None:
+        self.fingerprint: str = stored.fingerprint
+        self.lengths: npt.NDArray[np.int32] = stored.arrays["lengths"]
+        self.label_counts: npt.NDArray[np.int32] = stored.arrays["label_counts"]
+        self.report: DataReport = stored.report
+        self._tokens = stored.arrays["tokens"]
+        self._is_label = stored.arrays["is_label"]
+        self._ends = np.cumsum(self.lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Return N, the number of sequences."""
+        return len(self.lengths)
+
+    def row(self, index: int) -> Sequence:
+        """Return one sequence; its arrays are read-only views of the file."""
+        end = int(self._ends[index])
+        start = end - int(self.lengths[index])
+        return Sequence(self._tokens[start:end], self._is_label[start:end])
+
+
+def prepare(
+    config: DataConfig, source: DatasetSource, tokenizer: Any, *, name: str = "train"
+) -> TokenDataset:
+    """Return the tokens of `source`, from the cache or by tokenising it into the cache.
+
+    The cache's name holds the rows' bytes, the tokenizer, its template and every setting that
+    changes a token, so an outdated entry is never read; a damaged one is built again.
+
+    Args:
+        config: Format, columns and length limit; `config.cache_dir` is where the cache lies.
+        source: The rows: `config.train` or `config.eval`.
+        tokenizer: A tokenizer of transformers.
+        name: `train` or `eval`; it chooses the field that messages name.
+
+    Raises:
+        DataError: the rows are missing, malformed, or have nothing to learn.
+        ConfigError: the format needs a chat template that the model does not have.
+        OutputNotWritableError: the cache folder cannot be written.
+    """
+    rows = open_rows(source, name=name, cache_dir=Path(config.cache_dir))
+    store = TokenStore(Path(config.cache_dir), _cache_key(config, rows, tokenizer))
+    stored = store.open()
+    if stored is None:
+        with store.lock():
+            stored = store.open()  # another process may have made it while this one waited
+            if stored is None:
+                tally = _Tally()
+                store.write(_sequences(config, rows, RowEncoder(config, tokenizer), tally))
+                store.commit(tally.report(config, rows))
+                stored = store.open()
+    if stored is None:
+        raise OSError(f"the token cache in {config.cache_dir} does not read back as written")
+    return TokenDataset(stored)
+
+
+def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows) -> list[Sequence]:
+    """Cut a row to sequences of at most `max_seq_len` tokens; drop those without a label.
+
+    Truncating keeps the head. Splitting lets each sequence begin with the last token of the one
+    before, as context that is not predicted again: so every label token is predicted exactly once.
+    """
+    tokens = np.asarray(encoded.tokens, dtype=np.int32)
+    is_label = np.asarray(encoded.is_label, dtype=np.bool_)
+    starts = range(0, max(1, len(tokens) - 1), max_seq_len - 1)
+    pieces = []
+    for start in starts if long_rows is LongRows.SPLIT else starts[:1]:
+        labels = is_label[start : start + max_seq_len].copy()
+        labels[:1] = False
+        if labels.any():
+            pieces.append(Sequence(tokens[start : start + max_seq_len], labels))
+    return pieces
+
+
+@dataclass
+class _Tally:
+    """Counts what became of the rows while they stream by."""
+
+    rows: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+    long_rows: int = 0
+    rows_without_labels: int = 0
+
+    def add(self, encoded: Encoded, sequences: list[Sequence], max_seq_len: int) -> None:
+        self.rows += 1
+        self.sequences += len(sequences)
+        self.tokens += sum(len(sequence.tokens) for sequence in sequences)
+        self.label_tokens += sum(int(sequence.is_label.sum()) for sequence in sequences)
+        self.long_rows += len(encoded.tokens) > max_seq_len
+        self.rows_without_labels += not sequences
+
+    def report(self, config: DataConfig, rows: Rows) -> DataReport:
+        """Sum up.
+
+        Raises:
+            DataError: there is no row, or none has a label token.
+        """
+        if not self.rows:
+            raise DataError(f"{rows.field} {rows.name} holds no rows; give a data set with some")
+        if not self.sequences:
+            raise DataError(
+                f"{rows.field} {rows.name}: none of the {self.rows} rows has a label token, so "
+                "there is nothing to learn; each row needs an answer (an assistant turn, "
+                "completion, output or text) that begins within spec.training.maxSeqLength "
+                f"({config.max_seq_len}) tokens"
+            )
+        is_split = config.long_rows is LongRows.SPLIT
+        return DataReport(
+            rows=self.rows,
+            sequences=self.sequences,
+            tokens=self.tokens,
+            label_tokens=self.label_tokens,
+            truncated_rows=0 if is_split else self.long_rows,
+            split_rows=self.long_rows if is_split else 0,
+            rows_without_labels=self.rows_without_labels,
+            warnings=tuple(self._warnings(config, rows)),
+        )
+
+    def _warnings(self, config: DataConfig, rows: Rows) -> Iterator[str]:
+        if self.rows_without_labels > FEW_ROWS_WITHOUT_LABELS * self.rows:
+            share = 100 * self.rows_without_labels / self.rows
+            yield (
+                f"{rows.field} {rows.name}: {self.rows_without_labels} of {self.rows} rows "
+                f"({share:.1f} %) have no label token and are left out"
+            )
+        if self.long_rows and config.long_rows is LongRows.TRUNCATE:
+            yield (
+                f"{rows.field} {rows.name}: {self.long_rows} of {self.rows} rows were cut to "
+                f"{config.max_seq_len} tokens; raise spec.training.maxSeqLength, or set "
+                "spec.dataset.longRows to split"
+            )
+
+
+def _sequences(
+    config: DataConfig, rows: Rows, encoder: RowEncoder, tally: _Tally
+) -> Iterator[Sequence]:
+    for encoded in encoder.encode(rows):
+        pieces = fit(encoded, config.max_seq_len, config.long_rows)
+        tally.add(encoded, pieces, config.max_seq_len)
+        yield from pieces
+
+
+def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any) -> str:
+    settings = config.model_dump(
+        mode="json", include={"format", "columns", "max_seq_len", "long_rows"}
+    )
+    parts = [CACHE_VERSION, rows.fingerprint(), _tokenizer_content(tokenizer), settings]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tokenizer_content(tokenizer: Any) -> list[Any]:
+    """Return everything that decides how text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    specials = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    return [type(tokenizer).__name__, vocabulary, specials, tokenizer.chat_template]

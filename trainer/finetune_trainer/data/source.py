@@ -1,0 +1,257 @@
+"""Read rows from a file, a folder of files or the hub, and say where each one stands.
+
+Called by `sequences` and the preview. JSON is read here, so that a message can name the line;
+Parquet, CSV and the hub go through `datasets`. Rows stream: no file is held in memory, but for a
+`.json` file that is one array.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from finetune_trainer.config import DatasetSource
+from finetune_trainer.errors import ConfigError, DataError, TrainerError
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data set.
+
+    Attributes:
+        where: Its place as a message names it, such as `train.jsonl line 12`.
+        values: Column name to value; a column that is null is left out.
+    """
+
+    where: str
+    values: dict[str, Any]
+
+
+class Rows(Protocol):
+    """The rows of one data set; iterating starts at the first one every time."""
+
+    @property
+    def name(self) -> str:
+        """Path or hub name."""
+
+    @property
+    def field(self) -> str:
+        """Field of the manifest that names them; messages begin with it."""
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows in order."""
+
+    def fingerprint(self) -> str:
+        """Return a hash of the content."""
+
+
+def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> Rows:
+    """Find the rows that `source` names.
+
+    Args:
+        source: Path or hub name, and split.
+        name: `train` or `eval`: which field of the manifest messages begin with.
+        cache_dir: Folder that `datasets` may keep its downloads in.
+
+    Raises:
+        DataError: there is no such file, or it is of a kind that is not read.
+        ConfigError: a split is asked of a file.
+        TrainerError: the hub cannot be reached.
+    """
+    field = "spec.dataset.evalSource" if name == "eval" else "spec.dataset.source"
+    if source.is_hub:
+        return HubRows(source, field, cache_dir)
+    if source.split != "train":
+        split_field = "spec.dataset.evalSplit" if name == "eval" else "spec.dataset.split"
+        raise ConfigError(
+            f"{split_field} {source.split!r}: the file {source.path} has only the split 'train'; "
+            "give each split a file of its own"
+        )
+    path = Path(source.path)
+    if not path.exists():
+        raise DataError(f"{field} {path} does not exist; check the path")
+    files = sorted(_data_files(path)) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"{field} {path} holds no {', '.join(SUFFIXES)} file; add one")
+    unknown = [file for file in files if file.suffix not in SUFFIXES]
+    if unknown:
+        raise DataError(
+            f"{field} {unknown[0]} is not a {', '.join(SUFFIXES)} file; convert it to one of them"
+        )
+    return FileRows(str(path), field, tuple(files), cache_dir)
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of files, one file after the other."""
+
+    name: str
+    field: str
+    files: tuple[Path, ...]
+    cache_dir: Path
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows.
+
+        Raises:
+            DataError: a file cannot be read, or a line is not a JSON object.
+        """
+        for file in self.files:
+            try:
+                yield from self._read(file)
+            except OSError as error:
+                reason = error.strerror or error
+                raise DataError(f"{self.field} {file} cannot be read: {reason}") from error
+
+    def fingerprint(self) -> str:
+        """Return a hash of the bytes of all files."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            try:
+                with file.open("rb") as content:
+                    part = hashlib.file_digest(content, "sha256").digest()
+            except OSError as error:
+                raise DataError(f"{self.field} {file} cannot be read: {error.strerror}") from error
+            digest.update(file.suffix.encode() + part)
+        return digest.hexdigest()
+
+    def _read(self, file: Path) -> Iterator[Row]:
+        if file.suffix in (".parquet", ".csv"):
+            yield from _table_rows(file, self.field, self.cache_dir)
+        elif file.suffix == ".json" and _is_array(file):
+            yield from _array_rows(file, self.field)
+        else:
+            yield from _line_rows(file, self.field)
+
+
+class HubRows:
+    """One split of a data set on the hub, downloaded once by `datasets`."""
+
+    def __init__(self, source: DatasetSource, field: str, cache_dir: Path) -> None:
+        self.name = source.path
+        self.field = field
+        self._split = source.split
+        datasets = _datasets(cache_dir)
+        try:
+            self._rows = datasets.load_dataset(
+                source.path, split=source.split, cache_dir=str(cache_dir / "datasets")
+            )
+        except ConnectionError as error:
+            raise TrainerError(
+                f"{field} {source.path}: the hub cannot be reached ({_first_line(error)}); "
+                "check the network, or give a local file"
+            ) from error
+        # `datasets` raises many kinds here: no such name, no such split, no access, bad content.
+        except Exception as error:
+            raise DataError(
+                f"{field} {source.path} split {source.split!r} cannot be loaded: "
+                f"{_first_line(error)}"
+            ) from error
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows of the split."""
+        for number, values in enumerate(self._rows, start=1):
+            yield _row(f"{self.name} split {self._split} row {number}", values)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint that `datasets` gives this split."""
+        return f"hub:{self._rows._fingerprint}"
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file()]
+
+
+def _line_rows(file: Path, field: str) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file} line {number}"
+            try:
+                # A byte order mark can only stand at the start of the file.
+                values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{field} {where} is not UTF-8 text; convert the file") from error
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{field} {where} is not JSON: {error.msg} at column {error.colno}; "
+                    "correct or delete the line"
+                ) from error
+            if not isinstance(values, dict):
+                raise DataError(
+                    f"{field} {where} is a JSON {type(values).__name__}; a row must be an object "
+                    "with named columns"
+                )
+            yield _row(where, values)
+
+
+def _array_rows(file: Path, field: str) -> Iterator[Row]:
+    try:
+        items = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{field} {file} is not UTF-8 text; convert the file") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{field} {file} line {error.lineno} is not JSON: {error.msg}; correct the file"
+        ) from error
+    for number, values in enumerate(items, start=1):
+        where = f"{file} row {number}"
+        if not isinstance(values, dict):
+            raise DataError(
+                f"{field} {where} is a JSON {type(values).__name__}; a row must be an object "
+                "with named columns"
+            )
+        yield _row(where, values)
+
+
+def _is_array(file: Path) -> bool:
+    with file.open("rb") as content:
+        return content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _table_rows(file: Path, field: str, cache_dir: Path) -> Iterator[Row]:
+    datasets = _datasets(cache_dir)
+    # Every CSV value stays the text it is: inferred types would turn 3.10 into 3.1.
+    as_text = {"dtype": "str", "keep_default_na": False} if file.suffix == ".csv" else {}
+    try:
+        rows = datasets.load_dataset(
+            file.suffix.removeprefix("."),
+            data_files=str(file),
+            split="train",
+            streaming=True,
+            cache_dir=str(cache_dir / "datasets"),
+            **as_text,
+        )
+        for number, values in enumerate(rows, start=1):
+            yield _row(f"{file} row {number}", values)
+    except (TrainerError, OSError):
+        raise
+    # pyarrow and pandas each raise their own kinds for a malformed file.
+    except Exception as error:
+        kind = file.suffix.removeprefix(".")
+        raise DataError(
+            f"{field} {file} is not a readable {kind} file: {_first_line(error)}"
+        ) from error
+
+
+def _row(where: str, values: dict[str, Any]) -> Row:
+    return Row(where, {key: value for key, value in values.items() if value is not None})
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
+
+
+def _datasets(cache_dir: Path) -> Any:
+    """Import `datasets` (half a second) only where a table or the hub is read, and quieten it."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    return datasets

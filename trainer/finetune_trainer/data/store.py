@@ -1,0 +1,158 @@
+"""The token cache on disk: raw arrays that are memory-mapped, committed by one rename.
+
+Called by `sequences.prepare` alone. A folder `KEY/` is either complete or does not exist: it is
+written as `KEY.HOST.tmp`, its manifest of sizes and hashes last, and renamed. Several processes
+of one machine agree by a file lock that the kernel drops when its holder dies; machines that share
+the folder may both write, and the first rename wins.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from finetune_trainer.config import ContractModel, DataReport
+from finetune_trainer.errors import OutputNotWritableError
+
+MANIFEST = "manifest.json"
+ARRAYS = {"tokens": np.int32, "is_label": np.bool_, "lengths": np.int32, "label_counts": np.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One document as the model sees it.
+
+    Attributes:
+        tokens: (L,) int32, L >= 2.
+        is_label: (L,) bool: this token is predicted. Never the first one, which nothing precedes.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    is_label: npt.NDArray[np.bool_]
+
+
+class StoredFile(ContractModel):
+    """Size and SHA-256 of one file of the cache."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(ContractModel):
+    """What a complete cache folder holds."""
+
+    files: dict[str, StoredFile]
+    report: DataReport
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTokens:
+    """An open cache folder; the arrays are memory-mapped and read-only.
+
+    Attributes:
+        arrays: By name: tokens and is_label (all sequences end to end), lengths and label_counts
+            (one entry a sequence).
+        fingerprint: Hash of every token and label, whatever made them.
+    """
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    report: DataReport
+    fingerprint: str
+
+
+class TokenStore:
+    """One cache folder, named by the hash of everything that its content depends on."""
+
+    def __init__(self, cache_dir: Path, key: str) -> None:
+        self._folder = cache_dir / "tokens" / key
+        self._draft = self._folder.with_name(f"{key}.{socket.gethostname()}.tmp")
+
+    def open(self) -> StoredTokens | None:
+        """Map the committed arrays; None when there are none, or when they are damaged."""
+        try:
+            manifest = Manifest.read(self._folder / MANIFEST)
+            if manifest.files != {name: _describe(self._path(name)) for name in ARRAYS}:
+                return None
+        except (OSError, ValidationError):
+            return None
+        arrays = {
+            name: np.memmap(self._path(name), dtype=dtype, mode="r")
+            for name, dtype in ARRAYS.items()
+        }
+        hashes = "".join(manifest.files[name].sha256 for name in ARRAYS)
+        fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
+        return StoredTokens(arrays, manifest.report, fingerprint)
+
+    def write(self, sequences: Iterable[Sequence]) -> None:
+        """Write the arrays of a draft, sequence by sequence; holds none of them in memory."""
+        shutil.rmtree(self._draft, ignore_errors=True)
+        self._draft.mkdir(parents=True)
+        with ExitStack() as stack:
+            files = {
+                name: stack.enter_context(self._path(name, self._draft).open("wb"))
+                for name in ARRAYS
+            }
+            for sequence in sequences:
+                files["tokens"].write(sequence.tokens.tobytes())
+                files["is_label"].write(sequence.is_label.tobytes())
+                files["lengths"].write(np.int32(len(sequence.tokens)).tobytes())
+                files["label_counts"].write(np.int32(sequence.is_label.sum()).tobytes())
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    def commit(self, report: DataReport) -> None:
+        """Make the draft the cache folder, in the place of a damaged one."""
+        files = {name: _describe(self._path(name, self._draft)) for name in ARRAYS}
+        with (self._draft / MANIFEST).open("w") as file:
+            file.write(Manifest(files=files, report=report).to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        if self.open() is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._draft.rename(self._folder)
+        except OSError:
+            # Another machine committed the same content in between: then ours is not needed.
+            if self.open() is None:
+                raise
+            shutil.rmtree(self._draft)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of this folder; waits for another process of this machine.
+
+        Raises:
+            OutputNotWritableError: the cache folder cannot be made or written.
+        """
+        path = self._folder.with_name(f"{self._folder.name}.lock")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+        except OSError as error:
+            raise OutputNotWritableError(
+                f"the token cache {path.parent} cannot be written ({error.strerror}); "
+                "choose a folder that can"
+            ) from error
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _path(self, name: str, folder: Path | None = None) -> Path:
+        return (folder or self._folder) / f"{name}.bin"
+
+
+def _describe(path: Path) -> StoredFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return StoredFile(size_bytes=path.stat().st_size, sha256=digest)

@@ -1,0 +1,171 @@
+"""Render conversations with the model's own chat template, and find what of it is learned.
+
+Called by `encoding`. Most templates carry no `{% generation %}` marks, and asked for a mask they
+answer all zeros without a word. So the place of each assistant turn is derived from what the
+template renders, and checked; a row whose turns cannot be placed is refused by name.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from finetune_trainer.data.formats import Conversation, Message
+from finetune_trainer.errors import ConfigError, DataError
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TODAY_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+# The date that templates which print today's use where they are not told it.
+FIXED_DATE = date(2024, 7, 26)
+
+Span = tuple[int, int]
+"""Characters `start` to `end` of a text."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text and which characters of it are learned.
+
+    Attributes:
+        spans: In order, not overlapping.
+        needs_stop: The text ends in a learned turn without a stop token: the tokenizer's own
+            end token has to follow, or the model never learns to stop.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    needs_stop: bool
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer, made independent of the day it runs on.
+
+    Some templates print today's date. The date is fixed, so that the same rows give the same
+    tokens tomorrow: a checkpoint names its data by their hash.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"spec.dataset.format chat needs a chat template, and the model "
+                f"{tokenizer.name_or_path} has none; use spec.dataset.format instruction or text, "
+                "or a model with a chat template (mostly named Instruct or Chat)"
+            )
+        self._tokenizer = tokenizer
+        self._template = TODAY_CALL.sub(
+            lambda call: repr(FIXED_DATE.strftime(call[2])), tokenizer.get_chat_template()
+        )
+        # Whatever the vocabulary adds may end a turn, but for the white space that some add.
+        added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items()}
+        self._stop_tokens = {token for token, text in added.items() if text.strip()}
+        stops = "|".join(re.escape(added[token]) for token in self._stop_tokens) or "(?!)"
+        self._stop_at_start = re.compile(rf"\s*(?:{stops})")
+        self._stop_at_end = re.compile(rf"(?:{stops})(?=\s*\Z)")
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template itself says what the assistant generates."""
+        return bool(GENERATION_MARK.search(self._template)) and self._tokenizer.is_fast
+
+    def marked_tokens(self, conversation: Conversation, where: str) -> tuple[list[int], list[bool]]:
+        """Return tokens and label mask as the template's own marks give them, stop tokens added.
+
+        Many templates close their mark in front of the stop token; a model trained so never stops.
+        """
+        encoding = self._apply(
+            conversation.messages,
+            where,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        tokens: list[int] = encoding["input_ids"]
+        is_label = [bool(mark) for mark in encoding["assistant_masks"]]
+        for place in range(1, len(tokens)):
+            follows_turn = is_label[place - 1] and tokens[place - 1] not in self._stop_tokens
+            if follows_turn and tokens[place] in self._stop_tokens:
+                is_label[place] = True
+        return tokens, is_label
+
+    def render(self, conversation: Conversation, where: str) -> Rendered:
+        """Render a conversation and place its learned turns, each with its stop token.
+
+        Raises:
+            DataError: the template refuses the conversation, or a turn cannot be placed.
+        """
+        messages = conversation.messages
+        text = self._apply(messages, where)
+        spans = []
+        for turn in range(conversation.first_trained, len(messages)):
+            if messages[turn]["role"] != "assistant":
+                continue
+            span = self._place_by_prefix(text, messages, turn) or self._place_by_marker(
+                text, messages, turn
+            )
+            if span is None:
+                raise DataError(
+                    f"{where}: turn {turn + 1} cannot be found in what the model's chat template "
+                    "makes of the conversation, so its tokens cannot be told from the others; "
+                    "correct or delete the row"
+                )
+            spans.append(span)
+        ends_in_turn = bool(spans) and not text[spans[-1][1] :].strip()
+        return Rendered(text, tuple(spans), ends_in_turn and not self._stop_at_end.search(text))
+
+    def _place_by_prefix(self, text: str, messages: Sequence[Message], turn: int) -> Span | None:
+        """Compare what is rendered up to the turn with and without it; None where they differ."""
+        is_last = turn == len(messages) - 1
+        before = self._try(messages[:turn], add_generation_prompt=True)
+        after = text if is_last else self._try(messages[: turn + 1])
+        if before is None or after is None:
+            return None
+        if not (after.startswith(before) and text.startswith(after)):
+            return None
+        start, piece = len(before), after[len(before) :]
+        answer = messages[turn]["content"].strip()
+        if set(messages[turn]) == {"role", "content"} and answer in piece:
+            # What the template puts before the answer (a header that the generation prompt lacks,
+            # an empty block of thoughts) is not the assistant's to say.
+            start += piece.index(answer) if not piece.startswith(messages[turn]["content"]) else 0
+        stop = self._stop_at_end.search(piece)
+        return start, len(before) + (stop.end() if stop else len(piece))
+
+    def _place_by_marker(self, text: str, messages: Sequence[Message], turn: int) -> Span | None:
+        """Render with the answer replaced by a marker; what stays the same is around it."""
+        marker = "answer-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+        replaced = [*messages[:turn], {**messages[turn], "content": marker}, *messages[turn + 1 :]]
+        marked = self._try(replaced)
+        if marked is None or marked.count(marker) != 1:
+            return None
+        head, tail = marked.split(marker)
+        if not (text.startswith(head) and text.endswith(tail)):
+            return None
+        start, end = len(head), len(text) - len(tail)
+        if end < start:
+            return None
+        stop = self._stop_at_start.match(tail)
+        return start, end + (stop.end() if stop else 0)
+
+    def _try(self, messages: Sequence[Message], **options: Any) -> str | None:
+        """Render part of a conversation, which a template may refuse: then None."""
+        try:
+            return str(self._apply(messages, "", **options)) if messages else None
+        except DataError:
+            return None
+
+    def _apply(self, messages: Sequence[Message], where: str, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        options = {"tokenize": False, "chat_template": self._template} | options
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{where}: the model's chat template refuses the conversation: {error}; correct or "
+                "delete the row"
+            ) from error
