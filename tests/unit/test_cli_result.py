@@ -33,7 +33,7 @@ def outcome(**changes: Any) -> Outcome:
         "is_adapter": True,
         "base": None,
     }
-    return Outcome(**{**values, "seconds": 1.0, **changes})
+    return Outcome(**{**values, **changes})
 
 
 def test_outcome_tells_what_changed_and_where_the_adapter_is() -> None:

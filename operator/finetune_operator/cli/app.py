@@ -30,6 +30,7 @@ class LazyCommand:
 
 COMMANDS: dict[str, LazyCommand] = {
     "validate": LazyCommand("validate:validate", "Print every problem of the manifests given."),
+    "doctor": LazyCommand("doctor:doctor", "Show what is installed and what is missing."),
     "crd": LazyCommand("crd:crd", "Print or write the CustomResourceDefinition."),
 }
 

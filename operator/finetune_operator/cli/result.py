@@ -17,17 +17,15 @@ class Outcome:
 
     Attributes:
         progress: Rank 0's last word.
-        model: Folder of the exported model; None when nothing was exported.
+        model: Folder of the exported model.
         is_adapter: The folder holds an adapter, which needs its base.
-        base: Local folder of the base model; None when the base is on the hub.
-        seconds: How long this command ran.
+        base: Local folder of an adapter's base; None when that is on the hub.
     """
 
     progress: Progress
-    model: Path | None
+    model: Path
     is_adapter: bool
     base: Path | None
-    seconds: float
 
 
 def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
@@ -54,12 +52,11 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     for sample in outcome.progress.samples:
         console.print()
         console.print(_answers(sample))
-    if outcome.model is not None:
-        base = outcome.base if outcome.is_adapter else None
-        console.print("\nLoad it with:\n", highlight=False)
-        for line in loading_lines(_shown(outcome.model), _shown(base) if base else None):
-            # Never wrapped or styled, as it is to be copied.
-            console.print(Text(f"  {line}"), soft_wrap=True)
+    console.print("\nLoad it with:\n")
+    base = _shown(outcome.base) if outcome.base else None
+    for line in loading_lines(_shown(outcome.model), base):
+        # Neither wrapped nor indented, as it is to be copied.
+        console.print(Text(line), soft_wrap=True)
 
 
 def _quoted(text: str) -> str:
@@ -80,8 +77,7 @@ def _figures(outcome: Outcome) -> Table:
         table.add_row("steps", f"{progress.step} of {progress.total_steps}")
     if progress.tokens_per_second is not None:
         table.add_row("tokens/s", f"{progress.tokens_per_second:,.0f}")
-    if outcome.model is not None:
-        table.add_row("adapter" if outcome.is_adapter else "model", _shown(outcome.model))
+    table.add_row("adapter" if outcome.is_adapter else "model", _shown(outcome.model))
     return table
 
 

