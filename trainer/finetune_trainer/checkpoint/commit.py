@@ -82,11 +82,17 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the disk is full or fails; the folder is then no checkpoint.
     """
-    for path in sorted(folder.rglob("*"), reverse=True):
-        _fsync(path)
     path = folder / MANIFEST
+    sync_tree(folder)  # before the record that vouches for it
     path.write_text(manifest.sealed().to_json())
     _fsync(path)
+    _fsync(folder)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make every file and folder below `folder`, and itself, durable."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _fsync(path)
     _fsync(folder)
 
 
@@ -97,7 +103,12 @@ def commit(tmp: Path, final: Path) -> None:
         OSError: `final` exists and is not empty, or the disk fails.
     """
     tmp.rename(final)
-    _fsync(final.parent)
+    sync_entry(final)
+
+
+def sync_entry(path: Path) -> None:
+    """Make the name of `path` in its folder durable, as after a rename."""
+    _fsync(path.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -26,6 +26,7 @@ from finetune_trainer.checkpoint.shards import (
     size_bytes,
     write_shards,
 )
+from finetune_trainer.checkpoint.start import Start, prepare_start
 from finetune_trainer.config import CheckpointConfig, CheckpointRef
 from finetune_trainer.errors import CheckpointError, ConfigError, TrainerError
 from finetune_trainer.failpoints import reach
@@ -38,14 +39,6 @@ T = TypeVar("T")
 TRAINER_SECTION = "trainer"  # plain JSON values, beside the tensors of the other sections
 TRAINER_FILE = "trainer.json"
 GIB = 1024**3
-
-
-class _Source(NamedTuple):
-    """What rank 0 found: where to start from, and what the ledger says."""
-
-    start: tuple[Path, Manifest] | None
-    last: CheckpointRef | None
-    best: CheckpointRef | None
 
 
 class _Written(NamedTuple):
@@ -195,10 +188,10 @@ class CheckpointStore:
             ConfigError: the checkpoint belongs to another run, or the named folder has none.
             CheckpointError: the folder that was named is damaged, or does not fit `state`.
         """
-        start, self.last, self.best = self._agree_on_source()
-        if start is None:
+        source, self.last, self.best = self._agree_on_start()
+        if source is None:
             return None
-        folder, manifest = start
+        folder, manifest = source
         reach("restoring", manifest.step)
         tensors = {name: part for name, part in state.items() if name != TRAINER_SECTION}
         try:
@@ -227,63 +220,31 @@ class CheckpointStore:
         copies = self._config.keep + 1
         if free + held < size * copies:
             raise ConfigError(
-                f"checkpoint.uri {self._root} has {free / GIB:.2f} GiB free, a checkpoint takes "
-                f"{size / GIB:.2f} GiB and checkpoint.keep {self._config.keep} needs room for "
-                f"{copies} of them; free {(size * copies - held) / GIB:.2f} GiB or lower "
-                "checkpoint.keep"
+                f"spec.checkpoint.uri {self._root} has {free / GIB:.2f} GiB free, a checkpoint "
+                f"takes {size / GIB:.2f} GiB and spec.checkpoint.keep {self._config.keep} needs "
+                f"room for {copies} of them; make {(size * copies - held) / GIB:.2f} GiB free or "
+                "lower spec.checkpoint.keep"
             )
 
-    def _agree_on_source(self) -> _Source:
+    def _agree_on_start(self) -> Start:
         """Let rank 0 choose and prepare the folder; all ranks return or raise alike."""
 
-        def choose() -> _Source | TrainerError:
+        def choose() -> Start | TrainerError:
             try:
-                return self._prepare()
+                resume_from = self._config.resume_from
+                return prepare_start(self._root, resume_from, self._fingerprint, self._warn)
             except TrainerError as error:
                 return error  # keeps its class, and with it the exit code, on every rank
 
         try:
             chosen = self._on_rank_0(choose)
         except RankError as error:
-            raise CheckpointError(f"checkpoint.uri {self._root} cannot be used: {error}") from error
+            raise CheckpointError(
+                f"spec.checkpoint.uri {self._root} cannot be used: {error}"
+            ) from error
         if isinstance(chosen, TrainerError):
             raise chosen
         return chosen
-
-    def _prepare(self) -> _Source:
-        self._root.mkdir(parents=True, exist_ok=True)
-        commit.remove_leftovers(self._root)
-        start = self._choose()
-        step = start[1].step if start else 0
-        moved = commit.set_aside_newer(self._root, step)
-        if moved:
-            self._warn(
-                f"training starts from step {step}, so what lay beyond it in {self._root} was "
-                f"renamed: {', '.join(path.name for path in moved)}; delete it when not needed"
-            )
-        refs = commit.ledger(self._root)
-        return _Source(start, next((ref for ref in refs if ref.step == step), None), best(refs))
-
-    def _choose(self) -> tuple[Path, Manifest] | None:
-        wanted = self._config.resume_from
-        if wanted == "none":
-            return None
-        if wanted == "auto":
-            source = commit.newest_verified(self._root, self._warn)
-        else:
-            folder = Path(wanted).absolute()
-            if not folder.is_dir():
-                raise ConfigError(
-                    f"checkpoint.resumeFrom {wanted} is not a folder; name the folder of one "
-                    "checkpoint (.../step-N), auto or none"
-                )
-            source = folder, commit.verify(folder)
-        if source is not None and source[1].fingerprint != self._fingerprint:
-            raise ConfigError(
-                f"checkpoint.uri {source[0]} was written by a run with another model, method or "
-                "data set; use another folder, or set checkpoint.resumeFrom to none"
-            )
-        return source
 
     def _start(self, draft: Manifest, copy: State, trainer: str) -> Future[_Written]:
         future: Future[_Written] = Future()
@@ -365,7 +326,7 @@ class CheckpointStore:
         reason = str(error) if isinstance(error, RankError) else describe(error)
         return (
             f"the checkpoint of step {step} was not written ({reason}); the last committed one "
-            f"is {before}; make room in {self._root} or lower checkpoint.keep"
+            f"is {before}; make room in {self._root} or lower spec.checkpoint.keep"
         )
 
     def _take_unreported(self) -> CheckpointRef | None:

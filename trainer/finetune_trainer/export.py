@@ -1,0 +1,216 @@
+"""Write the trained model for others to load, and refuse to call a broken one finished.
+
+`rank` calls `check_writable` before anything starts and `export` on rank 0 after the last step.
+What is written passes its gates in a staging folder; only then does it become the output.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from finetune_trainer.config import Progress, TrainConfig
+from finetune_trainer.errors import ConfigError, OutputNotWritableError, TrainerError
+from finetune_trainer.model.load import base_name
+from finetune_trainer.model_card import CardFacts, model_card
+from finetune_trainer.publish import open_staging, publish
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One folder of the output."""
+
+    kind: Literal["adapter", "model"]
+    folder: str  # below output.dir
+    write: Callable[[Path], None]
+
+
+def check_writable(*dirs: str) -> None:
+    """Create each folder and write a file in it, so that a refusal is found before training.
+
+    Raises:
+        OutputNotWritableError: names the folder and the reason.
+    """
+    for text in dirs:
+        folder = Path(text).absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
+                probe.write(b"probe")
+                probe.flush()
+        except (FileExistsError, NotADirectoryError):
+            raise OutputNotWritableError(
+                f"{folder} cannot be a folder: {_file_in_the_way(folder)} is a file; move it "
+                "away or name another folder"
+            ) from None
+        except OSError as error:
+            raise OutputNotWritableError(
+                f"{folder} cannot be written ({error.strerror}); name a folder that this user "
+                "may write, with room on it"
+            ) from error
+
+
+def export(
+    model: "nn.Module",
+    tokenizer: "PreTrainedTokenizerBase",
+    config: TrainConfig,
+    *,
+    progress: Progress,
+    warn: Callable[[str], None],
+) -> tuple[str, ...]:
+    """Write the formats of `output.format` to `output.dir` and return their folders.
+
+    One format lies directly in `output.dir`, two in `adapter/` and `merged/` below it. Weights
+    keep the type they were trained in. `model` is not changed; merging takes a second copy of it.
+
+    Args:
+        model: The unwrapped transformers model, or the peft model around it, on any device.
+        tokenizer: Written beside the weights, with its chat template.
+        config: The run's configuration.
+        progress: The run's last progress, for the model card.
+        warn: Receives a sentence for what is worth knowing but no failure.
+
+    Raises:
+        TrainerError: the adapter is empty, the merged model answers differently, or the output
+            cannot be written.
+        ConfigError: an adapter is asked for where none was trained.
+    """
+    from safetensors import SafetensorError
+
+    output = Path(config.output.dir).absolute()
+    public_name = base_name(config.model)
+    if public_name is None:
+        warn(
+            f"the base model's name is not known, so what is exported names {config.model.path}, "
+            "which another machine cannot load; set spec.model.baseName"
+        )
+    base = public_name or config.model.path
+    parts = _parts(model, config, base, warn)
+    data_hash = _data_hash(config, warn)
+    try:
+        staged = open_staging(output)
+        try:
+            for part in parts:
+                folder = staged / part.folder
+                folder.mkdir(exist_ok=True)
+                part.write(folder)
+                tokenizer.save_pretrained(folder)
+                facts = CardFacts(part.kind, base, public_name is not None, data_hash)
+                (folder / "README.md").write_text(model_card(config, progress, facts))
+            publish(staged, output, config.job, progress.step)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)  # gone already when it was published
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(
+            f"spec.output.uri {output} could not be written ({error}); the last checkpoint is "
+            "committed, so make room and start the job again"
+        ) from error
+    return tuple(str(output / part.folder) for part in parts)
+
+
+def _parts(
+    model: "nn.Module", config: TrainConfig, base: str, warn: Callable[[str], None]
+) -> list[_Part]:
+    """Say what is written where; nothing is written or merged yet."""
+    wanted = config.output.format
+    if config.method.type == "full":
+        if wanted != "merged":
+            raise ConfigError(
+                f"spec.output.format {wanted} needs adapters, but spec.method.type is full; "
+                "use merged"
+            )
+        return [_Part("model", "", lambda folder: _write_model(_whole(model), folder))]
+
+    def write_adapter(folder: Path) -> None:
+        _write_adapter(cast("PeftModel", model), folder, base)
+
+    def write_merged(folder: Path) -> None:
+        from finetune_trainer.merge import merged_copy
+
+        _write_model(merged_copy(cast("PeftModel", model), warn), folder)
+
+    if wanted == "both":
+        return [
+            _Part("adapter", "adapter", write_adapter),
+            _Part("model", "merged", write_merged),
+        ]
+    return [
+        _Part("adapter", "", write_adapter)
+        if wanted == "adapter"
+        else _Part("model", "", write_merged)
+    ]
+
+
+def _whole(model: "nn.Module") -> "PreTrainedModel":
+    from finetune_trainer.merge import probe_logits
+
+    probe_logits(model)  # refuses a model that has broken down
+    return cast("PreTrainedModel", model)
+
+
+def _write_model(model: "PreTrainedModel", folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def _write_adapter(model: "PeftModel", folder: Path, base: str) -> None:
+    # Embeddings are never resized here; "auto" would ask the hub whether they were.
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    path = folder / ADAPTER_CONFIG
+    settings = json.loads(path.read_text()) | {"base_model_name_or_path": base}
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    check_adapter(folder)
+
+
+def check_adapter(folder: Path) -> None:
+    """Read a written adapter back and refuse one that would change nothing.
+
+    Raises:
+        TrainerError: it has no tensors, its B matrices are all zero, or a value is not finite.
+    """
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / ADAPTER_FILE)
+    if not any(tensor.numel() for tensor in tensors.values()):
+        raise TrainerError(
+            "the adapter has no weights, so it is not exported; start the job again, it goes on "
+            "from the last checkpoint"
+        )
+    broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+    if broken:
+        raise TrainerError(
+            f"{len(broken)} tensors of the adapter are not finite (first {broken[0]}), so it is "
+            "not exported; lower spec.training.learningRate or use spec.training.precision fp32"
+        )
+    up = [tensor for name, tensor in tensors.items() if "lora_B" in name]
+    if not any(bool(tensor.any()) for tensor in up):
+        raise TrainerError(
+            "the adapter is all zero: training changed nothing, so it is not exported; check "
+            "spec.training.learningRate and that the rows have labels"
+        )
+
+
+def _data_hash(config: TrainConfig, warn: Callable[[str], None]) -> str | None:
+    """Hash the training rows once more; the export does not fail for want of it."""
+    from finetune_trainer.data.source import open_rows
+
+    source, cache = config.data.train, Path(config.data.cache_dir)
+    try:
+        return open_rows(source, name="train", cache_dir=cache).fingerprint()
+    except (TrainerError, OSError) as error:
+        warn(f"the model card lacks the hash of the training data: {error}")
+        return None
+
+
+def _file_in_the_way(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())

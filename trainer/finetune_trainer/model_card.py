@@ -1,0 +1,148 @@
+"""The README.md beside an exported model: what it is, how to load it, what it was made from.
+
+`export` writes it. The front matter is what the hub reads; a value it could not resolve, such as
+a path of this machine, is left out.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import yaml
+
+from finetune_trainer.config import Progress, TrainConfig
+
+_PACKAGES = ("finetune-operator", "torch", "transformers", "peft", "datasets")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says beyond the configuration and the progress of the run.
+
+    Attributes:
+        kind: `adapter` for LoRA weights alone, `model` for a whole model.
+        base: Name or path of the base model, as it is written into the adapter.
+        base_is_public: `base` is a name another machine can resolve.
+        data_hash: Content hash of the training rows; None when they could not be read again.
+    """
+
+    kind: Literal["adapter", "model"]
+    base: str
+    base_is_public: bool
+    data_hash: str | None
+
+
+def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str:
+    """Return the Markdown text, with YAML front matter, of one exported folder."""
+    what = "LoRA adapter for" if facts.kind == "adapter" else "Fine-tuned from"
+    sections = [
+        f"---\n{yaml.safe_dump(_front_matter(config, facts), sort_keys=False)}---",
+        f"# {config.job.name}",
+        f"{what} `{facts.base}`, trained for {progress.step} steps by finetune-operator.",
+        "## Load it",
+        f"```python\n{_snippet(facts)}\n```",
+        "## Results",
+        _table(("", "before", "after"), _results(progress)),
+        "## Data",
+        _table(("", "training", "held-out"), _data(config, progress, facts)),
+        "## Configuration",
+        f"```json\n{json.dumps(_settings(config), indent=2)}\n```",
+        "## Versions",
+        _table(("package", "version"), _versions()),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(config: TrainConfig, facts: CardFacts) -> dict[str, Any]:
+    method = "lora" if config.method.type == "lora" else "full-fine-tuning"
+    matter: dict[str, Any] = {
+        "library_name": "peft" if facts.kind == "adapter" else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["finetune-operator", method],
+    }
+    if facts.base_is_public:
+        matter["base_model"] = facts.base
+        matter["base_model_relation"] = "adapter" if facts.kind == "adapter" else "finetune"
+    if config.data.train.is_hub:
+        matter["datasets"] = [config.data.train.path]
+    return matter
+
+
+def _snippet(facts: CardFacts) -> str:
+    auto = "AutoPeftModelForCausalLM" if facts.kind == "adapter" else "AutoModelForCausalLM"
+    library = "peft" if facts.kind == "adapter" else "transformers"
+    return "\n".join(
+        (
+            f"from {library} import {auto}",
+            "from transformers import AutoTokenizer",
+            "",
+            f'model = {auto}.from_pretrained(".")',
+            'tokenizer = AutoTokenizer.from_pretrained(".")',
+        )
+    )
+
+
+def _results(progress: Progress) -> list[tuple[str, str, str]]:
+    return [
+        ("held-out loss", _number(progress.eval_loss_before), _number(progress.eval_loss)),
+        ("training loss, last step", "-", _number(progress.loss)),
+    ]
+
+
+def _data(config: TrainConfig, progress: Progress, facts: CardFacts) -> list[tuple[str, str, str]]:
+    train, held_out = progress.train_data, progress.eval_data
+    rows = [
+        (label, str(getattr(train, name, "-")), str(getattr(held_out, name, "-")))
+        for label, name in (
+            ("rows", "rows"),
+            ("sequences", "sequences"),
+            ("tokens", "tokens"),
+            ("tokens with a label", "label_tokens"),
+            ("rows truncated", "truncated_rows"),
+            ("rows split", "split_rows"),
+            ("rows without a label", "rows_without_labels"),
+        )
+    ]
+    if config.data.train.is_hub:
+        rows.insert(0, ("data set", f"{config.data.train.path} ({config.data.train.split})", "-"))
+    rows.append(("content hash", facts.data_hash or "-", "-"))
+    return rows
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """Return what decides the result, without this machine's paths."""
+    settings: dict[str, Any] = config.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_none=True,
+        include={
+            "method": True,
+            "training": True,
+            "strategy": True,
+            "world": True,
+            "data": {"format", "max_seq_len", "long_rows", "packing"},
+        },
+    )
+    return settings
+
+
+def _versions() -> list[tuple[str, str]]:
+    return [(name, found) for name in _PACKAGES if (found := _version(name)) is not None]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None  # an optional package that had no part in this run
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
