@@ -1,0 +1,117 @@
+"""Show the first rows as the trainer will see them.
+
+`ftctl preview` runs `python -m finetune_trainer.data.preview CONFIG [--rows N]` and reads what it
+prints: one JSON object a row, in the order of the data set, then one with the reports. An error is one object too, {"error": sentence}, and the trainer's exit code.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.data.encoding import Encoded, RowEncoder
+from finetune_trainer.data.plan import DataPlan
+from finetune_trainer.data.sequences import Sequence, TokenDataset, fit, prepare
+from finetune_trainer.data.source import open_rows
+from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.model.load import load_tokenizer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the preview; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m finetune_trainer.data.preview")
+    parser.add_argument("config", type=Path, help="the TrainConfig as a JSON file")
+    parser.add_argument("--rows", type=int, default=5, help="rows to show (default 5)")
+    options = parser.parse_args(arguments)
+    try:
+        for line in preview(_read(options.config), options.rows):
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+    except TrainerError as error:
+        print(json.dumps({"error": str(error)}, ensure_ascii=False), flush=True)
+        return int(error.exit_code)
+    return 0
+
+
+def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
+    """Yield one dictionary for each of the first `num_rows` rows, then the summary.
+
+    A row has `index` (from 0), `where` (file and line), `pieces` ([text, is_label] pairs that
+    follow each other), `tokens`, `label_tokens`, `row_tokens` (before it was cut), `truncated`,
+    `sequences` (more than 1 where it was split, 0 where it has no label token and is left out).
+    The summary has `report` and `eval_report`, DataReport as JSON, `total_steps` and
+    `max_seq_len`. It tokenises the whole data set, into the cache that the run will use.
+
+    Raises:
+        TrainerError: what the run itself would stop with.
+    """
+    tokenizer = load_tokenizer(config.model)
+    data = config.data
+    encoder = RowEncoder(data, tokenizer)
+    rows = open_rows(data.train, name="train", cache_dir=Path(data.cache_dir))
+    first = list(islice(rows, num_rows))
+    for index, (row, encoded) in enumerate(zip(first, encoder.encode(first), strict=True)):
+        pieces = fit(encoded, data.max_seq_len, data.long_rows)
+        num_tokens = len(encoded.tokens)
+        shown: list[Sequence] | list[Encoded] = pieces or [encoded]
+        yield {
+            "index": index,
+            "where": row.where,
+            "pieces": [text for part in shown for text in _decode(part, tokenizer)],
+            "tokens": sum(len(piece.tokens) for piece in pieces),
+            "label_tokens": sum(int(piece.is_label.sum()) for piece in pieces),
+            "row_tokens": num_tokens,
+            "truncated": num_tokens > data.max_seq_len and data.long_rows == "truncate",
+            "sequences": len(pieces),
+        }
+    dataset = prepare(data, data.train, tokenizer, name="train")
+    held_out = prepare(data, data.eval, tokenizer, name="eval") if data.eval else None
+    yield _summary(config, dataset, held_out)
+
+
+def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the text of each run of tokens that are, or are not, labels."""
+    pairs = zip(part.tokens, part.is_label, strict=True)
+    for is_label, run in groupby(pairs, key=lambda pair: bool(pair[1])):
+        tokens = [int(token) for token, _ in run]
+        yield tokenizer.decode(tokens, skip_special_tokens=False), is_label
+
+
+def _summary(
+    config: TrainConfig, dataset: TokenDataset, held_out: TokenDataset | None
+) -> dict[str, Any]:
+    training = config.training
+    plan = DataPlan.build(
+        dataset,
+        seed=training.seed,
+        max_seq_len=config.data.max_seq_len,
+        packing=config.data.packing,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+    )
+    summary: dict[str, Any] = {
+        "report": plan.report(dataset.report).model_dump(mode="json", by_alias=True),
+        "total_steps": plan.total_steps,
+        "max_seq_len": config.data.max_seq_len,
+    }
+    if held_out is not None:
+        summary["eval_report"] = held_out.report.model_dump(mode="json", by_alias=True)
+    return summary
+
+
+def _read(path: Path) -> TrainConfig:
+    try:
+        return TrainConfig.read(path)
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{path} is not a TrainConfig: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
