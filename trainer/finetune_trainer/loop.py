@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from finetune_trainer.checkpoint.store import CheckpointStore
-from finetune_trainer.config import Phase, TrainConfig
+from finetune_trainer.config import CheckpointRef, Phase, TrainConfig
 from finetune_trainer.control import Agreement, StopSignal
 from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset
-from finetune_trainer.errors import CheckpointError, NonFiniteLossError, Preempted
+from finetune_trainer.errors import NonFiniteLossError, Preempted
 from finetune_trainer.failpoints import reach
 from finetune_trainer.model.loss import kept_positions, scale_factor
 from finetune_trainer.schedule import learning_rate
@@ -45,8 +45,6 @@ class Run:
     evaluate: Callable[[], float] | None  # global mean held-out loss; None without held-out rows
     notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
     pad_id: int
-    saved_step: int = 0
-    eval_loss: float | None = None
     blocked_seconds: float = field(default=0.0, init=False)
 
 
@@ -55,6 +53,7 @@ def train(run: Run, first_step: int) -> None:
 
     Raises:
         Preempted: told to stop; every rank left after the same step with a committed checkpoint.
+        CheckpointError: told to stop, and the last checkpoint could not be committed.
         NonFiniteLossError: the loss of a step is not a number; nothing was updated with it.
     """
     config, plan, strategy = run.config, run.plan, run.strategy
@@ -62,7 +61,6 @@ def train(run: Run, first_step: int) -> None:
     run.agreement.exchange(stop=run.stop.requested, save=False)
     for step in range(first_step, plan.total_steps):
         began, waited = perf_counter(), 0.0
-        run.blocked_seconds = 0.0
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
@@ -94,39 +92,33 @@ def train(run: Run, first_step: int) -> None:
                 learning_rate=rate,
                 tokens=plan.tokens(step),
                 samples=sum(len(pack) for pack in plan.packs(step)),
-                seconds=perf_counter() - began,
+                seconds=perf_counter() - began + run.blocked_seconds,
                 data_wait_seconds=waited,
                 checkpoint_blocking_seconds=run.blocked_seconds,
             )
         )
+        run.blocked_seconds = 0.0  # a save at this boundary counts towards the next step
         _boundary(run, step + 1)
     run.agreement.settle()
 
 
 def _boundary(run: Run, step: int) -> None:
     """Do what may be due after `step` optimizer steps: evaluate, save, leave."""
+    is_last = step == run.plan.total_steps
     every = run.config.training.eval_every_steps
-    if run.evaluate is not None and every and step % every == 0 and step < run.plan.total_steps:
-        run.eval_loss = evaluate(run, step)
+    eval_loss = None
+    if run.evaluate is not None and (is_last or (every and step % every == 0)):
+        eval_loss = evaluate(run, step)
     wants_save = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
     agreed = run.agreement.exchange(stop=run.stop.requested, save=wants_save)
-    last = step == run.plan.total_steps
-    if agreed.save or agreed.stop or last or run.store.is_due(step):
-        save(run, step)
-    if (done := run.store.poll()) is not None:
-        run.telemetry.checkpointed(done)
-    if agreed.stop and not last:
+    if agreed.save or agreed.stop or is_last or run.store.is_due(step):
+        reach("saving", step)
+        state = run.strategy.state() | {"trainer": run.notes()}
+        run.blocked_seconds += run.store.save(step, state, eval_loss=eval_loss)
+    if (committed := run.store.poll()) is not None:
+        report_commit(run, committed)
+    if agreed.stop and not is_last:
         _leave(run, step)
-
-
-def save(run: Run, step: int) -> None:
-    """Begin a checkpoint of `step`, unless that step is saved already."""
-    if run.saved_step == step:
-        return
-    reach("saving", step)
-    state = run.strategy.state() | {"trainer": run.notes()}
-    run.blocked_seconds += run.store.save(step, state, eval_loss=run.eval_loss)
-    run.saved_step = step
 
 
 def evaluate(run: Run, step: int) -> float:
@@ -141,17 +133,18 @@ def evaluate(run: Run, step: int) -> float:
     return loss
 
 
+def report_commit(run: Run, committed: CheckpointRef) -> None:
+    """Tell what is committed now, and which committed checkpoint is the best so far."""
+    run.telemetry.checkpointed(committed)
+    if run.store.best is not None:
+        run.telemetry.best(run.store.best)
+
+
 def _leave(run: Run, step: int) -> None:
     """Leave with every other rank, once the checkpoint of `step` is committed."""
     run.telemetry.phase(Phase.STOPPING)
-    done = run.store.wait()
-    if run.world.rank == 0 and (done is None or done.step != step):
-        raise CheckpointError(
-            f"stopped after step {step}, but its checkpoint could not be committed; the job goes "
-            "on from the one before it"
-        )
-    if done is not None:
-        run.telemetry.checkpointed(done)
+    if (committed := run.store.wait()) is not None:
+        report_commit(run, committed)
     raise Preempted(f"stopped by {run.stop.reason or 'another rank'} after step {step}")
 
 

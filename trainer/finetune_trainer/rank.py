@@ -6,6 +6,8 @@ exports; it starts no process and ends none.
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.export import check_writable, export
 from finetune_trainer.failpoints import reach
-from finetune_trainer.loop import Run, evaluate, train
+from finetune_trainer.loop import Run, evaluate, report_commit, train
 from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies import create
@@ -44,7 +46,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = _tokenize(config, tokenizer, telemetry)
     plan = _plan(config, dataset)
-    telemetry.plan(plan.total_steps)
+    _tell_data(telemetry, plan, dataset, held_out)
     strategy = _load(config, world, telemetry)
     notes = _Notes(telemetry)
     run = Run(
@@ -64,18 +66,28 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         telemetry=telemetry,
         stop=stop,
         agreement=Agreement(world),
-        evaluate=(lambda: held_out_loss(strategy, held_out, world)) if held_out else None,
+        evaluate=_evaluator(strategy, held_out, world),
         notes=notes.write,
         pad_id=tokenizer.pad_token_id,
     )
     first_step = _resume(run, notes)
     if first_step == 0:
-        _look(run, tokenizer, after=False)
+        if run.evaluate is not None:
+            evaluate(run, 0)
+        _answer_prompts(run, tokenizer, is_trained=False)
     train(run, first_step)
-    if (done := run.store.wait()) is not None:
-        telemetry.checkpointed(done)
-    _look(run, tokenizer, after=True)
+    if (committed := run.store.wait()) is not None:
+        report_commit(run, committed)
+    _answer_prompts(run, tokenizer, is_trained=True)
     return _export(run, tokenizer)
+
+
+def _evaluator(
+    strategy: Strategy, held_out: TokenDataset | None, world: World
+) -> Callable[[], float] | None:
+    if held_out is None:
+        return None
+    return partial(held_out_loss, strategy, held_out, world)
 
 
 class _Notes:
@@ -112,8 +124,18 @@ def _tokenize(
     held_out = None
     if config.data.eval is not None:
         held_out = prepare(config.data, config.data.eval, tokenizer, name="eval")
-    telemetry.data(dataset.report, held_out.report if held_out else None)
     return dataset, held_out
+
+
+def _tell_data(
+    telemetry: Telemetry, plan: DataPlan, dataset: TokenDataset, held_out: TokenDataset | None
+) -> None:
+    """Report what became of the rows, and how many steps they make."""
+    reports = [plan.report(dataset.report), held_out.report if held_out is not None else None]
+    telemetry.data(*reports)
+    telemetry.plan(plan.total_steps)
+    for sentence in (s for report in reports if report is not None for s in report.warnings):
+        telemetry.warn(sentence)
 
 
 def _plan(config: TrainConfig, dataset: TokenDataset) -> DataPlan:
@@ -154,31 +176,28 @@ def _fingerprint(config: TrainConfig, plan: DataPlan) -> str:
 
 def _resume(run: Run, notes: _Notes) -> int:
     """Read the newest committed checkpoint, if there is one; return the first step to make."""
-    reach("restoring")
     state = run.strategy.state() | {"trainer": notes.write()}
     run.store.check_space(state)
     manifest = run.store.restore(state)
     if manifest is None:
         return 0
-    notes.read(state["trainer"])
-    run.saved_step = manifest.step
-    run.eval_loss = manifest.eval_loss
     run.telemetry.resumed(manifest.step)
+    notes.read(state["trainer"])
+    if manifest.eval_loss is not None:
+        run.telemetry.evaluated(manifest.step, manifest.eval_loss, 0.0)
     return manifest.step
 
 
-def _look(run: Run, tokenizer: "PreTrainedTokenizerBase", *, after: bool) -> None:
-    """Evaluate and let rank 0 answer the sample prompts; before training and after it."""
-    step = run.plan.total_steps if after else 0
-    if run.evaluate is not None:
-        evaluate(run, step)
+def _answer_prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", *, is_trained: bool) -> None:
+    """Let rank 0 answer the sample prompts, before training and after it."""
     prompts = run.config.telemetry.sample_prompts
-    if prompts and run.world.rank == 0:
-        run.telemetry.phase(Phase.ANSWERING)
-        reach("answering", step)
-        for prompt in prompts:
-            said = answer(run.strategy.model, tokenizer, prompt)
-            run.telemetry.answered(prompt, **{"after" if after else "before": said})
+    if not prompts or run.world.rank != 0:
+        return
+    run.telemetry.phase(Phase.ANSWERING)
+    reach("answering", run.plan.total_steps if is_trained else 0)
+    for prompt in prompts:
+        said = answer(run.strategy.model, tokenizer, prompt)
+        run.telemetry.answered(prompt, **{"after" if is_trained else "before": said})
 
 
 def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:

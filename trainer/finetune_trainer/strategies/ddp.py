@@ -55,10 +55,10 @@ class DdpStrategy:
         """Run forward and backward; gradients are averaged with the last micro-batch."""
         wrapped = self._wrapped
         quiet = isinstance(wrapped, DistributedDataParallel) and not is_last
-        with wrapped.no_sync() if quiet else nullcontext():  # type: ignore[operator,union-attr]
+        with wrapped.no_sync() if quiet else nullcontext():  # type: ignore[operator]
             with self._autocast():
                 loss_sum: Tensor = wrapped(**inputs)
-            (loss_sum * scale).backward()
+            (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
     def clip(self, max_norm: float) -> Tensor:
