@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from finetune_operator.api.openapi import Schema, field_schema, with_rules
+from finetune_operator.api.openapi import DETAIL, Schema, field_schema, with_rules
 from finetune_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, FineTuneJob
 
 HEADER = "# Generated from the models: ftctl crd --write crds/finetunejobs.yaml\n"
@@ -77,6 +77,16 @@ def job_schema() -> Schema:
     return with_rules(schema, FineTuneJob.cel_rules)
 
 
+def _without_details(part: Any) -> Any:
+    """Leave out what only `ftctl` reads."""
+    if isinstance(part, dict):
+        dropped = {DETAIL} if "rule" in part else set()
+        return {key: _without_details(part[key]) for key in part if key not in dropped}
+    if isinstance(part, list):
+        return [_without_details(item) for item in part]
+    return part
+
+
 def custom_resource_definition() -> dict[str, Any]:
     """Return the CRD as the object `kubectl apply` takes."""
     version = {
@@ -91,7 +101,7 @@ def custom_resource_definition() -> dict[str, Any]:
             },
         },
         "additionalPrinterColumns": [column.to_object() for column in COLUMNS],
-        "schema": {"openAPIV3Schema": job_schema()},
+        "schema": {"openAPIV3Schema": _without_details(job_schema())},
     }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",

@@ -17,6 +17,7 @@ from finetune_operator.api.schema import ApiModel, Rule
 
 Schema = dict[str, Any]
 
+DETAIL = "detail"  # beside a rule's message; not part of a CRD, which `crd.py` sees to
 INT32_MAX = 2**31 - 1
 _LENGTHS = {"string": "Length", "array": "Items", "object": "Properties"}
 
@@ -122,9 +123,9 @@ def _union_schema(members: tuple[Any, ...], metadata: tuple[Any, ...]) -> Schema
     numbers = [_type_schema(member) for member in given if get_origin(member) is not Literal]
     if not words or [number["type"] for number in numbers] != ["integer"]:
         raise TypeError(f"{members} is neither optional nor a whole number or a word")
-    bounds = {key: numbers[0][key] for key in ("minimum", "maximum") if key in numbers[0]}
-    longest = max(len(word) for word in words)
-    return {"x-kubernetes-int-or-string": True, **bounds, "maxLength": longest}
+    schema: Schema = {"x-kubernetes-int-or-string": True}
+    schema |= {key: numbers[0][key] for key in numbers[0] if key in ("minimum", "maximum")}
+    return schema | {"maxLength": max(len(word) for word in words)}
 
 
 def _plain_type_schema(annotation: Any, origin: Any) -> Schema:
@@ -174,5 +175,7 @@ def with_rules(schema: Schema, rules: tuple[Rule, ...]) -> Schema:
         validation = {"rule": rule.expression, "message": rule.message}
         if rule.field is not None:
             validation["fieldPath"] = "." + rule.field
+        if rule.detail is not None:
+            validation[DETAIL] = rule.detail
         validations.append(validation)
     return schema

@@ -25,11 +25,14 @@ class Rule:
             `oldSelf` compares an update with the object before it.
         message: The sentence a user reads when it does not: what is wrong, then what to do.
         field: JSON path below the model of the field the message is about (models only).
+        detail: CEL for text with numbers that follows the message where `ftctl` prints it. The CRD
+            goes without: the API server estimates any `string(int)` as too costly.
     """
 
     expression: str
     message: str
     field: str | None = None
+    detail: str | None = None
 
 
 class ApiModel(BaseModel):

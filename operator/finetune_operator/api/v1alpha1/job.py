@@ -30,6 +30,15 @@ _PROCESSES = (
 _RANKS = f"(self.topology.nodes * {_PROCESSES})"
 # auto may choose 1, so 1 must fit
 _MICRO_BATCH = "(type(self.training.microBatchSize) == int ? int(self.training.microBatchSize) : 1)"
+_STEP = (
+    f"({_RANKS} * {_MICRO_BATCH} / (self.strategy.tensorParallel * self.strategy.pipelineParallel))"
+)
+_BELOW = f"(self.training.globalBatchSize / {_STEP} * {_STEP})"
+_BATCH_DETAIL = (
+    f"'(' + string(self.topology.nodes) + ' x ' + string({_PROCESSES}) + ' x ' + "
+    f"string({_MICRO_BATCH}) + '); use ' + "
+    f"({_BELOW} > 0 ? string({_BELOW}) + ' or ' : '') + string({_BELOW} + {_STEP})"
+)
 
 
 def _local_only(field: str, optional: bool = False) -> Rule:
@@ -103,6 +112,7 @@ class FineTuneJobSpec(ApiModel):
             f"self.strategy.pipelineParallel) % ({_RANKS} * {_MICRO_BATCH}) == 0",
             "must be a multiple of nodes x processes x micro-batch",
             field="training.globalBatchSize",
+            detail=_BATCH_DETAIL,
         ),
         *(_local_only(field) for field in ("model.source", "dataset.source")),
         *(

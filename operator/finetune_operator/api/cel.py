@@ -1,0 +1,120 @@
+"""Evaluate the rules of a schema at every node of an object, as the API server does.
+
+Same rules, same place (after the defaults), same verdict: a rule that raises is a refusal. Rules
+that name `oldSelf` are evaluated only where there is an object from before.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from cel import Context, Program
+from cel import compile as compile_cel
+
+from finetune_operator.api.openapi import DETAIL, Schema
+from finetune_operator.api.paths import FieldPath, Finding, is_scalar, show_value
+
+_REFERENCE = re.compile(r"\bself((?:\.[A-Za-z_]\w*)*)")
+_ABSENT = object()
+
+
+def check_rules(
+    value: Any, schema: Schema, findings: Sequence[Finding] = (), old: Any = _ABSENT
+) -> list[Finding]:
+    """Return a finding for each rule that does not hold.
+
+    Args:
+        value: The object with its defaults.
+        schema: Its structural schema.
+        findings: What is structurally wrong; a rule that reads such a field is not evaluated, as
+            its verdict would only repeat what is known.
+        old: The object before an update, with its defaults.
+    """
+    blocked = tuple(finding.path for finding in findings if not finding.is_unknown)
+    return list(_check(value, old, schema, (), blocked))
+
+
+def _check(
+    value: Any, old: Any, schema: Schema, path: FieldPath, blocked: Sequence[FieldPath]
+) -> Iterator[Finding]:
+    for validation in schema.get("x-kubernetes-validations", []):
+        if not _is_blocked(validation["rule"], path, blocked):
+            yield from _check_one(value, old, schema, path, validation)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            inner = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+            if isinstance(inner, dict):
+                before = old.get(key, _ABSENT) if isinstance(old, dict) else _ABSENT
+                yield from _check(item, before, inner, (*path, key), blocked)
+    elif isinstance(value, list) and "items" in schema:
+        for index, item in enumerate(value):
+            yield from _check(item, _ABSENT, schema["items"], (*path, index), blocked)
+
+
+def _is_blocked(rule: str, path: FieldPath, blocked: Sequence[FieldPath]) -> bool:
+    """A rule is blocked by a wrong value at, above or below anything it reads."""
+    for reference in _REFERENCE.findall(rule):
+        read = (*path, *reference.split(".")[1:])
+        for wrong in blocked:
+            shared = min(len(read), len(wrong))
+            if read[:shared] == wrong[:shared]:
+                return True
+    return False
+
+
+def _check_one(
+    value: Any, old: Any, schema: Schema, path: FieldPath, validation: dict[str, str]
+) -> Iterator[Finding]:
+    program = _compiled(validation["rule"])
+    context = Context({"self": _to_cel(value, schema)})
+    if "oldSelf" in program.variables():
+        if old is _ABSENT:
+            return
+        context.add_variable("oldSelf", _to_cel(old, schema))
+    try:
+        if program.execute(context) is True:
+            return
+        detail = _detail(validation, context)
+    except Exception as error:  # the library raises many types; the API server refuses on any
+        detail = f" (its rule cannot be evaluated: {error})"
+    field = tuple(validation["fieldPath"].split(".")[1:]) if "fieldPath" in validation else ()
+    message = f"{_quoted(value, field)}{validation['message']}{detail}"
+    yield Finding((*path, *field), message)
+
+
+def _detail(validation: dict[str, str], context: Context) -> str:
+    if DETAIL not in validation:
+        return ""
+    return f" {_compiled(validation[DETAIL]).execute(context)}"
+
+
+@cache
+def _compiled(rule: str) -> Program:
+    return compile_cel(rule)
+
+
+def _quoted(value: Any, field: tuple[str, ...]) -> str:
+    """Return the value a sentence is about with a space, or nothing where it has no short form."""
+    for part in field:
+        value = value.get(part) if isinstance(value, dict) else None
+    return f"{show_value(value)} " if is_scalar(value) else ""
+
+
+def _to_cel(value: Any, schema: Schema) -> Any:
+    """Give a rule the types the schema declares, and only fields that it declares."""
+    if schema.get("type") == "number" and isinstance(value, int):
+        return float(value)
+    if schema.get("type") == "integer" and isinstance(value, float):
+        return int(value)
+    if isinstance(value, list) and "items" in schema:
+        return [_to_cel(item, schema["items"]) for item in value]
+    if not isinstance(value, dict) or "x-kubernetes-preserve-unknown-fields" in schema:
+        return value
+    properties = schema.get("properties", {})
+    other = schema.get("additionalProperties")
+    return {
+        key: _to_cel(item, properties.get(key, other))
+        for key, item in value.items()
+        if key in properties or isinstance(other, dict)
+    }

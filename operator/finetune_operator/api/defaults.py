@@ -1,0 +1,36 @@
+"""Fill in a schema's defaults as the API server does when it reads an object."""
+
+from copy import deepcopy
+from typing import Any
+
+from finetune_operator.api.openapi import Schema
+
+
+def with_defaults(value: Any, schema: Schema) -> Any:
+    """Return a copy of `value` with every default of `schema` written out.
+
+    A null where none is allowed counts as absent, so it too becomes the default; unknown fields
+    are kept for `structural.check` to name.
+    """
+    if isinstance(value, dict):
+        return _object_with_defaults(value, schema)
+    if isinstance(value, list) and "items" in schema:
+        return [with_defaults(item, schema["items"]) for item in value]
+    return deepcopy(value)
+
+
+def _object_with_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
+    properties: dict[str, Schema] = schema.get("properties", {})
+    made: dict[str, Any] = {}
+    for key, item in value.items():
+        if key in properties:
+            if item is not None:
+                made[key] = with_defaults(item, properties[key])
+        elif isinstance(schema.get("additionalProperties"), dict):
+            made[key] = with_defaults(item, schema["additionalProperties"])
+        else:
+            made[key] = deepcopy(item)
+    for key, inner in properties.items():
+        if key not in made and "default" in inner:
+            made[key] = with_defaults(inner["default"], inner)
+    return made

@@ -1,0 +1,178 @@
+"""Find the FineTuneJobs in files, folders and standard input.
+
+`ftctl validate` and `load_job` call it. It reads what it is given and nothing a manifest names.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.api.paths import FieldPath, show_value
+from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.v1alpha1 import API_VERSION, GROUP, KIND
+from finetune_operator.api.yaml_documents import YamlDocument, read_yaml
+
+STDIN = "-"
+_SUFFIXES = frozenset({".yaml", ".yml", ".json"})
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One FineTuneJob as it is written, nothing checked but its kind.
+
+    Attributes:
+        file: File it stands in as the caller named it, or `-`.
+        value: The object.
+        lines: Line of every field, from 1; paths start at the object.
+        problems: What the YAML itself has wrong, such as a key given twice.
+    """
+
+    file: str
+    line: int
+    value: Mapping[str, Any]
+    lines: Mapping[FieldPath, int]
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def directory(self) -> Path:
+        """Folder that `file://./x` is relative to."""
+        return Path.cwd() if self.file == STDIN else Path(self.file).absolute().parent
+
+    def line_of(self, path: FieldPath) -> int:
+        """Return the line of a field, or of the nearest field around it."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.lines:
+                return self.lines[path[:end]]
+        return self.line
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All that was found.
+
+    Attributes:
+        problems: Files and documents that cannot be read; notes on what was passed over.
+    """
+
+    manifests: tuple[Manifest, ...]
+    problems: tuple[Problem, ...]
+
+
+def read_manifests(paths: Iterable[str]) -> Reading:
+    """Read files, folders with everything below them, and `-` for standard input.
+
+    A folder's hidden folders and files of other kinds are left alone; names are read in order.
+    """
+    manifests: list[Manifest] = []
+    problems: list[Problem] = []
+    for path in paths:
+        for found in _read_path(path):
+            if isinstance(found, Manifest):
+                manifests.append(found)
+            else:
+                problems.append(found)
+    return Reading(tuple(manifests), tuple(problems))
+
+
+def _read_path(path: str) -> Iterator[Manifest | Problem]:
+    if path != STDIN and Path(path).is_dir():
+        files = sorted(
+            file
+            for file in Path(path).rglob("*")
+            if file.suffix in _SUFFIXES and file.is_file() and not _is_hidden(file, Path(path))
+        )
+        if not files:
+            yield Problem("", "holds no .yaml, .yml or .json file", file=path)
+        for file in files:
+            yield from _read_file(str(file), is_from_folder=True)
+    else:
+        yield from _read_file(path, is_from_folder=False)
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
+    try:
+        raw = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        yield Problem("", f"cannot be read ({error.strerror})", file=file)
+        return
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        yield Problem("", "is not UTF-8 text", file=file, line=line)
+        return
+    if Path(file).suffix == ".json":
+        other = _other_json(text, file, is_from_folder)
+        if other is not None:
+            yield other
+            return
+        text = text.replace("\t", " ")  # white space in JSON, forbidden as such in YAML
+    for document in read_yaml(text, file):
+        if isinstance(document, Problem):
+            yield document
+        else:
+            yield from _jobs_in(document, file, is_from_folder)
+
+
+def _other_json(text: str, file: str, is_from_folder: bool) -> Problem | None:
+    """Recognise JSON that is broken, or another file's business, without parsing it as YAML."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        message = f"is not JSON: {error.msg[0].lower()}{error.msg[1:]} (column {error.colno})"
+        return Problem("", message, file=file, line=error.lineno)
+    if is_from_folder and not (isinstance(value, dict) and value.get("kind")):
+        return _note("passed over: it has no kind", file, 1)
+    return None
+
+
+def _jobs_in(
+    document: YamlDocument, file: str, is_from_folder: bool
+) -> Iterator[Manifest | Problem]:
+    value = document.value
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind == "List" and isinstance(value.get("items"), list):
+        for index in range(len(value["items"])):
+            yield from _jobs_in(_item(document, index), file, is_from_folder)
+    elif kind is None and is_from_folder:
+        yield _note("passed over: it has no kind", file, document.line)
+    elif not isinstance(value, dict):
+        message = f"is {show_value(value)}, which is no Kubernetes object"
+        yield Problem("", message, file=file, line=document.line)
+    else:
+        yield _job_or_problem(document, value, file)
+
+
+def _item(document: YamlDocument, index: int) -> YamlDocument:
+    prefix: FieldPath = ("items", index)
+    lines = {path[2:]: line for path, line in document.lines.items() if path[:2] == prefix}
+    problems = document.problems if index == 0 else []
+    return YamlDocument(document.value["items"][index], lines[()], lines, problems)
+
+
+def _job_or_problem(document: YamlDocument, value: dict[str, Any], file: str) -> Manifest | Problem:
+    manifest = Manifest(file, document.line, value, document.lines, tuple(document.problems))
+    kind, api_version = value.get("kind"), value.get("apiVersion")
+    if kind == KIND and api_version == API_VERSION:
+        return manifest
+    if kind is None:
+        message = f"is missing; write kind: {KIND}"
+        return Problem("kind", message, file=file, line=document.line)
+    is_ours = str(api_version).startswith(f"{GROUP}/")
+    if kind == KIND:
+        message = f"{show_value(api_version)} is not known; write apiVersion: {API_VERSION}"
+        return Problem("apiVersion", message, file=file, line=manifest.line_of(("apiVersion",)))
+    if is_ours:
+        message = f"{show_value(kind)} is no kind of {GROUP}; write kind: {KIND}"
+        return Problem("kind", message, file=file, line=manifest.line_of(("kind",)))
+    return _note(f"passed over: its kind is {kind}", file, document.line)
+
+
+def _note(message: str, file: str, line: int) -> Problem:
+    return Problem("", message, Severity.WARNING, file, line)

@@ -1,0 +1,50 @@
+"""How a field and a value are written in a sentence; everything that checks a manifest uses it."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+FieldPath = tuple[str | int, ...]
+
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LONGEST_VALUE = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with one value of an object, before it has a place in a file.
+
+    Attributes:
+        path: Where the value is; of the parent's missing field where it is absent.
+        message: The sentence after the path, the value included.
+        is_unknown: The field is in no schema, so no rule can depend on it.
+    """
+
+    path: FieldPath
+    message: str
+    is_unknown: bool = False
+
+
+def show_path(path: FieldPath) -> str:
+    """Return `spec.restartPolicy.rules[0].action`, or `labels["a.b/c"]` for other keys."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif _PLAIN_KEY.fullmatch(part):
+            text += f".{part}" if text else part
+        else:
+            text += f"[{json.dumps(part, ensure_ascii=False)}]"
+    return text
+
+
+def show_value(value: Any) -> str:
+    """Return a value as JSON on one line, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def is_scalar(value: Any) -> bool:
+    """Tell whether a sentence can quote the value."""
+    return isinstance(value, str | int | float | bool)

@@ -1,0 +1,178 @@
+"""Check an object against a structural schema, with a sentence for every way to be wrong.
+
+`validate.py` calls it after the defaults. It refuses what the API server refuses with
+`fieldValidation: Strict`: unknown fields, wrong types, and every bound a schema states.
+"""
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from finetune_operator.api.openapi import Schema
+from finetune_operator.api.paths import FieldPath, Finding, show_path, show_value
+
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_UNIT_SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_TYPE_WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "array": "a list",
+    "object": "a mapping of fields",
+}
+
+
+Owners = dict[str, str]  # path of every field by its name, for "did you mean"
+
+
+def check_structure(value: Any, schema: Schema, path: FieldPath = ()) -> list[Finding]:
+    """Return everything that `schema` refuses in `value`, in the order it is written."""
+    return list(_check(value, schema, path, _owners(schema)))
+
+
+def _check(value: Any, schema: Schema, path: FieldPath, owners: Owners) -> Iterator[Finding]:
+    wrong = _wrong_type(value, schema, path)
+    if wrong is not None:
+        yield wrong
+    elif isinstance(value, dict):
+        yield from _check_object(value, schema, path, owners)
+    elif isinstance(value, list):
+        yield from _check_list(value, schema, path, owners)
+    elif isinstance(value, str):
+        yield from _check_text(value, schema, path)
+    elif not isinstance(value, bool):
+        yield from _check_number(value, schema, path)
+
+
+def _wrong_type(value: Any, schema: Schema, path: FieldPath) -> Finding | None:
+    if "x-kubernetes-int-or-string" in schema:
+        if isinstance(value, int | str) and not isinstance(value, bool):
+            return None
+        return Finding(path, f"{show_value(value)} must be a whole number or a word")
+    expected = schema.get("type")
+    if expected is None or _has_type(value, expected):
+        return None
+    message = f"{show_value(value)} must be {_TYPE_WORDS[expected]}"
+    return Finding(path, message + _type_hint(value, expected, path))
+
+
+def _has_type(value: Any, expected: str) -> bool:
+    if isinstance(value, bool):
+        return expected == "boolean"
+    match expected:
+        case "integer":
+            return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        case "number":
+            return isinstance(value, int | float)
+        case "string":
+            return isinstance(value, str)
+        case "array":
+            return isinstance(value, list)
+        case "object":
+            return isinstance(value, dict)
+    return False
+
+
+def _type_hint(value: Any, expected: str, path: FieldPath) -> str:
+    """Say what to write, where a usual slip explains the value."""
+    if expected == "string" and isinstance(value, bool | int | float):
+        return "; put it in quotes"
+    if expected not in ("integer", "number") or not isinstance(value, str):
+        return ""
+    quantity = _QUANTITY.fullmatch(value)
+    if quantity and str(path[-1]).endswith("Seconds"):
+        number, unit = quantity.groups()
+        if unit in _UNIT_SECONDS:
+            return f" of seconds without a unit; write {float(number) * _UNIT_SECONDS[unit]:g}"
+        return " of seconds without a unit"
+    if quantity:
+        return " without a unit"
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return "; write it without quotes"
+
+
+def _check_object(
+    value: dict[str, Any], schema: Schema, path: FieldPath, owners: Owners
+) -> Iterator[Finding]:
+    properties: dict[str, Schema] = schema.get("properties", {})
+    for key in schema.get("required", []):
+        if key not in value:
+            meaning = properties[key].get("description", "")
+            hint = f" ({meaning.rstrip('.')})" if meaning else ""
+            yield Finding((*path, key), f"is missing; set it{hint}")
+    if len(value) > schema.get("maxProperties", len(value)):
+        yield Finding(path, f"has {len(value)} entries; at most {schema['maxProperties']} fit")
+    for key, item in value.items():
+        inner = properties.get(key, schema.get("additionalProperties"))
+        if isinstance(inner, dict):
+            yield from _check(item, inner, (*path, key), owners)
+        elif "x-kubernetes-preserve-unknown-fields" not in schema:
+            yield Finding((*path, key), _unknown(key, properties, owners), is_unknown=True)
+
+
+def _unknown(key: str, properties: dict[str, Schema], owners: Owners) -> str:
+    for known in get_close_matches(key, properties, n=1, cutoff=0.7):
+        return f"is no known field; did you mean {known}?"
+    if key in owners:
+        return f"is no known field here; did you mean {owners[key]}?"
+    for known in get_close_matches(key, owners, n=1, cutoff=0.8):
+        return f"is no known field; did you mean {owners[known]}?"
+    if len(properties) > 12:
+        return "is no known field; remove it"
+    return f"is no known field; remove it, or use one of {', '.join(properties)}"
+
+
+def _owners(schema: Schema, path: FieldPath = ()) -> Owners:
+    """Return the path of every field name below `schema`; of the outermost where there are many."""
+    properties = {
+        key: inner
+        for key, inner in schema.get("properties", {}).items()
+        if (*path, key) != ("status",)  # users do not write it
+    }
+    found = {key: show_path((*path, key)) for key in properties}
+    for key, inner in properties.items():
+        found = _owners(inner, (*path, key)) | found
+    return found
+
+
+def _check_list(
+    value: list[Any], schema: Schema, path: FieldPath, owners: Owners
+) -> Iterator[Finding]:
+    if len(value) > schema.get("maxItems", len(value)):
+        yield Finding(path, f"has {len(value)} entries; at most {schema['maxItems']} fit")
+    for index, item in enumerate(value):
+        yield from _check(item, schema["items"], (*path, index), owners)
+
+
+def _check_text(value: str, schema: Schema, path: FieldPath) -> Iterator[Finding]:
+    shown = show_value(value)
+    if "enum" in schema and value not in schema["enum"]:
+        yield Finding(path, f"{shown} is not one of {', '.join(schema['enum'])}")
+    if len(value) < schema.get("minLength", 0):
+        least = schema["minLength"]
+        message = "must not be empty" if least == 1 else f"must have at least {least} characters"
+        yield Finding(path, f"{shown} {message}")
+    if len(value) > schema.get("maxLength", len(value)):
+        most = schema["maxLength"]
+        yield Finding(path, f"{shown} has {len(value)} characters; at most {most} fit")
+    pattern = schema.get("pattern")
+    if pattern and not matches(pattern, value):
+        yield Finding(path, f"{shown} does not match {pattern}")
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Search as Go does, where `$` is the end of the text and not also before a last newline."""
+    exact = pattern[:-1] + r"\Z" if pattern.endswith("$") else pattern
+    return re.search(exact, text) is not None
+
+
+def _check_number(value: int | float, schema: Schema, path: FieldPath) -> Iterator[Finding]:
+    if value < schema.get("minimum", value):
+        yield Finding(path, f"{show_value(value)} must be at least {schema['minimum']}")
+    if value > schema.get("maximum", value):
+        yield Finding(path, f"{show_value(value)} must be at most {schema['maximum']}")

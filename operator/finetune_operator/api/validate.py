@@ -1,0 +1,174 @@
+"""Check manifests without a cluster; the ladder that `ftctl validate` and `ftctl run` climb.
+
+YAML as kubectl reads it, defaults, structure, rules, and what is not built yet. Every step reports
+all it finds, and no step opens a file that a manifest names.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.api.cel import check_rules
+from finetune_operator.api.crd import job_schema
+from finetune_operator.api.defaults import with_defaults
+from finetune_operator.api.manifest import Manifest, read_manifests
+from finetune_operator.api.metadata import OBJECT_METADATA
+from finetune_operator.api.openapi import Schema
+from finetune_operator.api.paths import FieldPath, Finding, show_path
+from finetune_operator.api.problems import InvalidJobError, Problem, Severity
+from finetune_operator.api.structural import check_structure
+from finetune_operator.api.unbuilt import check_built
+from finetune_operator.api.v1alpha1 import FineTuneJob
+
+
+@dataclass(frozen=True)
+class ManifestRef:
+    """Where a job was read from.
+
+    Attributes:
+        manifest: The job as it is written, with the line of every field.
+    """
+
+    manifest: Manifest
+
+    @property
+    def path(self) -> Path:
+        """File it stands in."""
+        return Path(self.manifest.file)
+
+    @property
+    def line(self) -> int:
+        """Line it starts on, from 1."""
+        return self.manifest.line
+
+    @property
+    def directory(self) -> Path:
+        """Folder that `file://./x` is relative to."""
+        return self.manifest.directory
+
+    def locate(self, problem: Problem) -> Problem:
+        """Return the problem of a backend or of the planner with its file and line."""
+        for path, line in self.manifest.lines.items():
+            if show_path(path) == problem.path:
+                return problem.at(self.manifest.file, line)
+        return problem.at(self.manifest.file, self.line)
+
+
+def validate(manifests: Iterable[Manifest]) -> list[Problem]:
+    """Return every problem of every manifest, in the order of their lines."""
+    return [problem for manifest in manifests for problem in check_manifest(manifest)]
+
+
+def check_manifest(manifest: Manifest, *, with_unbuilt: bool = True) -> list[Problem]:
+    """Return every problem of one manifest.
+
+    Args:
+        manifest: What was read.
+        with_unbuilt: Report also what is not built yet; without it the verdict is the API server's.
+    """
+    value = defaulted(manifest.value)
+    structure = check_structure(value, _schema())
+    findings = structure + check_rules(value, _schema(), structure)
+    if with_unbuilt:
+        wrong = {finding.path for finding in findings}
+        typed = _without(value, {finding.path for finding in structure if not finding.is_unknown})
+        findings += [found for found in check_built(typed) if found.path not in wrong]
+    problems = [*manifest.problems, *(_problem(finding, manifest) for finding in findings)]
+    if "status" in manifest.value:
+        message = "is written by the controller; what stands here is ignored"
+        place = manifest.line_of(("status",))
+        problems.append(Problem("status", message, Severity.WARNING, manifest.file, place))
+    return sorted(problems, key=lambda problem: problem.line or 0)
+
+
+def defaulted(value: Any) -> Any:
+    """Return an object of the resource with the CRD's defaults, without its status."""
+    made = with_defaults(value, _schema())
+    made.pop("status", None)
+    return made
+
+
+def check_object(value: Any, old: Any = None) -> list[Finding]:
+    """Return what the API server would refuse in an object that has its defaults.
+
+    Args:
+        value: The object to create, or to replace `old` with.
+        old: The object before an update, with its defaults; None when it is created.
+    """
+    findings = check_structure(value, _schema())
+    if old is None:
+        return findings + check_rules(value, _schema(), findings)
+    return findings + check_rules(value, _schema(), findings, old)
+
+
+def load_job(path: Path | str, *, backend: str | None = None) -> tuple[FineTuneJob, ManifestRef]:
+    """Read and check the one FineTuneJob in a file (`-` is standard input).
+
+    Args:
+        path: The file.
+        backend: Takes the place of `spec.backend`, with that backend's default settings.
+
+    Raises:
+        InvalidJobError: the file cannot be read, does not hold exactly one job, or has problems.
+    """
+    reading = read_manifests([str(path)])
+    errors = _errors(reading.problems)
+    if errors:
+        raise InvalidJobError(errors)
+    if len(reading.manifests) != 1:
+        count = len(reading.manifests)
+        raise InvalidJobError(
+            [Problem("", f"holds {count} FineTuneJobs; give a file with one", file=str(path))]
+        )
+    manifest = reading.manifests[0]
+    if backend is not None:
+        manifest = _with_backend(manifest, backend)
+    errors = _errors(check_manifest(manifest))
+    if errors:
+        raise InvalidJobError(errors)
+    return FineTuneJob.model_validate(defaulted(manifest.value)), ManifestRef(manifest)
+
+
+@cache
+def _schema() -> Schema:
+    """The CRD's schema with metadata, which the API server checks by itself."""
+    schema = job_schema()
+    schema["properties"]["metadata"] = OBJECT_METADATA
+    schema["required"] = ["metadata", "spec"]
+    return schema
+
+
+def _without(value: Any, wrong: Collection[FieldPath], path: FieldPath = ()) -> Any:
+    """Return the object without the values at `wrong`, whose type nothing can rely on."""
+    if isinstance(value, dict):
+        return {
+            key: _without(item, wrong, (*path, key))
+            for key, item in value.items()
+            if (*path, key) not in wrong
+        }
+    if isinstance(value, list):
+        # None keeps the place, so that the items after it keep their index
+        return [
+            None if (*path, index) in wrong else _without(item, wrong, (*path, index))
+            for index, item in enumerate(value)
+        ]
+    return value
+
+
+def _problem(finding: Finding, manifest: Manifest) -> Problem:
+    line = manifest.line_of(finding.path)
+    return Problem(show_path(finding.path), finding.message, file=manifest.file, line=line)
+
+
+def _errors(problems: Iterable[Problem]) -> list[Problem]:
+    return [problem for problem in problems if problem.severity is Severity.ERROR]
+
+
+def _with_backend(manifest: Manifest, backend: str) -> Manifest:
+    spec = manifest.value.get("spec")
+    if not isinstance(spec, dict):
+        return manifest
+    value = {**manifest.value, "spec": {**spec, "backend": {"type": backend}}}
+    return Manifest(manifest.file, manifest.line, value, manifest.lines, manifest.problems)

@@ -1,0 +1,86 @@
+"""`ftctl validate`: every problem of the manifests, with file, line and field."""
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from finetune_operator.api.manifest import Manifest, read_manifests
+from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.validate import validate as check
+
+
+class OutputFormat(StrEnum):
+    """How problems are printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def validate(
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="The same as -f FILE.")
+    ] = None,
+    files: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filename", "-f", metavar="FILE|FOLDER|-", help="File, folder or standard input."
+        ),
+    ] = None,
+    output: Annotated[
+        OutputFormat, typer.Option("--output", "-o", help="How to print.")
+    ] = OutputFormat.TEXT,
+) -> None:
+    """Print every problem of the FineTuneJobs given, as FILE:LINE: FIELD SENTENCE.
+
+    Checks what the API server checks, and names every value whose behaviour is not built yet.
+    Opens no file that a manifest names; `ftctl run` does. The exit code is 1 if there is a problem.
+    """
+    given = [*(files or []), *(paths or [])]
+    if not given:
+        raise typer.BadParameter("give at least one file, folder or - for standard input")
+    reading = read_manifests(given)
+    problems = [*reading.problems, *check(reading.manifests)]
+    if not reading.manifests and not _errors(problems):
+        problems.append(Problem("", f"no FineTuneJob in {', '.join(given)}"))
+    if output is OutputFormat.JSON:
+        _print_json(reading.manifests, problems)
+    else:
+        _print_text(reading.manifests, problems)
+    if _errors(problems):
+        raise typer.Exit(1)
+
+
+def _errors(problems: Sequence[Problem]) -> list[Problem]:
+    return [problem for problem in problems if problem.severity is Severity.ERROR]
+
+
+def _print_text(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        mark = "note: " if problem.severity is Severity.WARNING else ""
+        typer.echo(f"{mark}{problem}")
+    errors = len(_errors(problems))
+    jobs = _count(len(manifests), "FineTuneJob")
+    typer.echo(
+        f"{_count(errors, 'problem')} in {jobs}" if errors else f"{jobs} checked, no problem"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _print_json(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> None:
+    entries = [
+        {
+            "file": problem.file,
+            "line": problem.line,
+            "path": problem.path,
+            "message": problem.message,
+            "severity": problem.severity.value,
+        }
+        for problem in problems
+    ]
+    typer.echo(json.dumps({"jobs": len(manifests), "problems": entries}, indent=2))
