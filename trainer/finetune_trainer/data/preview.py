@@ -1,7 +1,8 @@
 """Show the first rows as the trainer will see them.
 
 `ftctl preview` runs `python -m finetune_trainer.data.preview CONFIG [--rows N]` and reads what it
-prints: one JSON object a row, in the order of the data set, then one with the reports. An error is one object too, {"error": sentence}, and the trainer's exit code.
+prints: one JSON object a row, in the order of the data set, then one with the reports. An error is
+one object too, {"error": sentence}, and the trainer's exit code.
 """
 
 import argparse
