@@ -1,0 +1,142 @@
+"""The local backend: runs an attempt as processes of this machine; the default of `ftctl run`.
+
+One process group a node: `python -m finetune_trainer CONFIG`, which starts and supervises the
+node's ranks. Everything that must outlive `ftctl` is in the attempt's folder (see `layout`), so a
+killed `ftctl` finds again what it started. This file only connects the verbs to their modules.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.base import (
+    Attempt,
+    BackendContext,
+    Handle,
+    Observation,
+    Request,
+)
+from finetune_operator.backends.local import checks, layout, proc, records, watch
+from finetune_operator.backends.local.environment import ENV_MARK, mark, passed_on
+from finetune_operator.backends.local.layout import AttemptFolder, Folders
+from finetune_operator.backends.local.logs import read_log
+from finetune_operator.backends.local.records import CancelRecord
+from finetune_operator.backends.local.render import BACKEND, render
+from finetune_operator.backends.local.start import start
+from finetune_operator.planner.plan import Plan
+from finetune_trainer.config import Termination
+
+TRAINER = (sys.executable, "-m", "finetune_trainer")
+
+
+class LocalBackend:
+    """Backend `local`: this machine as `nodes` x `processesPerNode`.
+
+    Args:
+        context: Folder of the manifest, and the environment that is passed on in part.
+        command: What a node runs; the path of its configuration is appended.
+        cores: CPU cores that ranks share.
+        gpus: Counts the machine's GPUs.
+        now: Seconds since the epoch.
+    """
+
+    name: ClassVar[str] = BACKEND
+    watches: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        command: Sequence[str] = TRAINER,
+        cores: int | None = None,
+        gpus: Callable[[], int] = checks.installed_gpus,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._context = context
+        self._command = tuple(command)
+        self._cores = cores or len(os.sched_getaffinity(0))
+        self._gpus = gpus
+        self._now = now
+
+    def folders(self, job: FineTuneJob) -> Folders:
+        """Return where the job's files are; for the store of `ftctl run`."""
+        return layout.folders_of(job, self._context.manifest_dir)
+
+    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
+        """List what this machine cannot do, and as warnings what has no effect on it."""
+        return checks.unsupported(job, self._context.manifest_dir)
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        """List missing inputs, folders that cannot be written, and missing GPUs."""
+        base, environ = self._context.manifest_dir, self._context.environ
+        return checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        """Return the attempt's files and processes."""
+        return render(plan, attempt, self._context, self._command, self._cores)
+
+    async def submit(self, request: Request) -> Handle:
+        """Start what was never started of the attempt; what lives or has ended is adopted."""
+        folder = AttemptFolder(Path(request.name))
+        uid = start(request, folder, passed_on(self._context.environ))
+        return layout.handle_for(folder, uid, self._context.manifest_dir)
+
+    async def observe(self, handle: Handle) -> Observation:
+        """Look at the attempt's processes and files; carries out a kill that is overdue."""
+        return watch.look(self._folder(handle), handle, self._now())
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        """Send SIGTERM once; a later call can only bring the kill forward."""
+        folder, now = self._folder(handle), self._now()
+        record = watch.owned(folder, handle)
+        if record is None:
+            for process in proc.marked(ENV_MARK, mark(handle.uid)):
+                process.send(signal.SIGKILL)  # its folder is gone, so no checkpoint can be kept
+            return
+        there = records.read(folder.cancel, CancelRecord)
+        deadline = now + grace_seconds
+        if there is None:
+            # Told before it is written down: after a crash between the two it is told again.
+            watch.tell(record, watch.look_at_nodes(folder, record), signal.SIGTERM)
+        if there is None or deadline < there.deadline:
+            wish = CancelRecord(deadline=deadline, grace_seconds=grace_seconds)
+            records.write(folder.cancel, wish)
+        watch.enforce(folder, record, now)
+
+    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        """Yield one rank's events as lines, or its node's output where it has none."""
+        folder = self._folder(handle)
+        record = watch.owned(folder, handle)
+        if record is None:
+            yield f"{folder.path} does not hold attempt {handle.uid} any more"
+            return
+
+        def is_over() -> bool:
+            return watch.look(folder, handle, self._now()).all_gone
+
+        async for line in read_log(folder, record, rank, is_over if follow else None):
+            yield line
+            await asyncio.sleep(0)
+
+    async def collect(self, handle: Handle) -> Sequence[str]:
+        """Return the exported folders that exist, as `file://` URIs."""
+        folder = self._folder(handle)
+        record = watch.owned(folder, handle)
+        if record is None:
+            return ()
+        named: list[str] = []
+        for rank in range(record.nodes):
+            if (words := records.read(folder.termination(rank), Termination)) is not None:
+                named += words.artifacts
+        paths = [path.removeprefix(layout.FILE) for path in named or [record.output_dir]]
+        return [f"{layout.FILE}{path}" for path in dict.fromkeys(paths) if Path(path).exists()]
+
+    def _folder(self, handle: Handle) -> AttemptFolder:
+        return layout.folder_of(handle, self._context.manifest_dir)

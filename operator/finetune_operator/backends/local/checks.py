@@ -1,0 +1,228 @@
+"""What this machine cannot do for a job, and what the job names that is not there.
+
+`unsupported` reads the spec alone; `missing` looks at the disk, before anything starts.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.topology import Capacity, Placement, Rdma
+from finetune_operator.backends.local import layout
+from finetune_operator.backends.local.layout import BadUriError
+from finetune_operator.backends.local.render import visible_gpus
+
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
+    """Return what the local backend cannot do, and as warnings what has no effect on it."""
+    return [*_uris(job, manifest_dir), *_splits(job), *_without_effect(job)]
+
+
+def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    spec = job.spec
+    inputs = {
+        "spec.model.source": spec.model.source,
+        "spec.dataset.source": spec.dataset.source,
+        "spec.dataset.evalSource": spec.dataset.eval_source,
+    }
+    resume = spec.checkpoint.resume_from
+    folders = {
+        "spec.checkpoint.uri": spec.checkpoint.uri,
+        "spec.checkpoint.resumeFrom": None if resume in ("auto", "none") else resume,
+        "spec.output.uri": spec.output.uri,
+    }
+    for path, uri in (inputs | folders).items():
+        if uri is None or (path in inputs and layout.is_on_hub(uri)):
+            continue
+        if not uri.startswith(layout.FILE):
+            may_be = "hf:// or file://" if path in inputs else "file://"
+            yield Problem(path, f"{uri} cannot be used by the local backend; use {may_be}")
+            continue
+        try:
+            layout.file_path(uri, manifest_dir)
+        except BadUriError as error:
+            yield Problem(path, str(error))
+
+
+def _splits(job: FineTuneJob) -> Iterator[Problem]:
+    dataset = job.spec.dataset
+    if not layout.is_on_hub(dataset.source) and dataset.split != "train":
+        yield Problem(
+            "spec.dataset.split",
+            f"{dataset.split} does not exist: a file has only train; remove it",
+        )
+    held_out = dataset.eval_source or dataset.source
+    if dataset.eval_split not in (None, "train") and not layout.is_on_hub(held_out):
+        yield Problem(
+            "spec.dataset.evalSplit",
+            f"{dataset.eval_split} does not exist: a file has only train; put the held-out rows "
+            "into a file of their own and name it in evalSource",
+        )
+
+
+def _without_effect(job: FineTuneJob) -> Iterator[Problem]:
+    spec, topology = job.spec, job.spec.topology
+    idle = {
+        "spec.capacity": spec.capacity is not Capacity.ON_DEMAND,
+        "spec.queue": spec.queue is not None,
+        "spec.podTemplate": spec.pod_template is not None,
+        "spec.ttlSecondsAfterFinished": spec.ttl_seconds_after_finished is not None,
+        "spec.topology.minNodes": topology.min_nodes is not None,
+        "spec.topology.maxNodes": topology.max_nodes is not None,
+        "spec.topology.instanceType": topology.instance_type is not None,
+        "spec.topology.rdma": topology.rdma is not Rdma.AUTO,
+        "spec.topology.placement": topology.placement is not Placement.PACK,
+    }
+    for path, is_set in idle.items():
+        if is_set:
+            message = "has no effect on the local backend; remove it"
+            yield Problem(path, message, Severity.WARNING)
+    if spec.model.token_secret_ref is not None:
+        message = "is not read on this machine; the token in HF_TOKEN is used"
+        yield Problem("spec.model.tokenSecretRef", message, Severity.WARNING)
+
+
+def missing(
+    job: FineTuneJob,
+    manifest_dir: Path,
+    environ: Mapping[str, str],
+    *,
+    cores: int,
+    gpus: Callable[[], int],
+) -> list[Problem]:
+    """Return what the job names that is not there, cannot be written, or is too much.
+
+    Only for a job that `unsupported` has no errors for.
+    """
+    return [
+        *_platform(),
+        *_model(job, manifest_dir),
+        *_data(job, manifest_dir),
+        *_checkpoint(job, manifest_dir),
+        *_folders(job, manifest_dir),
+        *_processors(job, environ, cores, gpus),
+    ]
+
+
+def installed_gpus() -> int:
+    """Count this machine's GPUs by their device files, as torch is not imported here."""
+    return sum(entry.name[6:].isdigit() for entry in Path("/dev").glob("nvidia*"))
+
+
+def _platform() -> Iterator[Problem]:
+    if sys.platform != "linux":
+        message = (
+            f"local needs Linux (/proc, pidfd), this is {sys.platform}; use WSL or a container"
+        )
+        yield Problem("spec.backend.type", message)
+
+
+def _model(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    uri = job.spec.model.source
+    if layout.is_on_hub(uri):
+        return
+    folder = layout.file_path(uri, manifest_dir)
+    if not folder.is_dir():
+        state = "is a file, not a folder" if folder.exists() else "does not exist"
+        message = f"{uri}: {folder} {state}; name a folder made by save_pretrained"
+        yield Problem("spec.model.source", message)
+    elif not (folder / "config.json").is_file():
+        message = f"{uri}: {folder} has no config.json; name a folder made by save_pretrained"
+        yield Problem("spec.model.source", message)
+
+
+def _data(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    dataset = job.spec.dataset
+    named = {"spec.dataset.source": dataset.source, "spec.dataset.evalSource": dataset.eval_source}
+    for path, uri in named.items():
+        if uri is None or layout.is_on_hub(uri):
+            continue
+        place = layout.file_path(uri, manifest_dir)
+        complaint = _complaint_about_data(place)
+        if complaint:
+            yield Problem(path, f"{uri}: {place} {complaint}")
+
+
+def _complaint_about_data(place: Path) -> str:
+    types = ", ".join(_DATA_SUFFIXES)
+    if not place.exists():
+        return "does not exist; correct the path"
+    if place.is_dir():
+        if not any(entry.suffix in _DATA_SUFFIXES for entry in place.iterdir()):
+            return f"holds no {types} file; add one or name another folder"
+        return ""
+    if place.suffix not in _DATA_SUFFIXES:
+        return f"is not one of {types}; convert it"
+    if place.stat().st_size == 0:
+        return "is empty; it needs at least one row"
+    if not os.access(place, os.R_OK):
+        return "cannot be read; change its permissions"
+    return ""
+
+
+def _checkpoint(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    resume = job.spec.checkpoint.resume_from
+    if resume in ("auto", "none"):
+        return
+    folder = layout.file_path(resume, manifest_dir)
+    if not folder.is_dir():
+        message = f"{resume}: {folder} does not exist; name a step-N folder, or use auto"
+        yield Problem("spec.checkpoint.resumeFrom", message)
+
+
+def _folders(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    folders = layout.folders_of(job, manifest_dir)
+    named = {
+        "spec.backend.local.runDirectory": folders.run,
+        "spec.checkpoint.uri": folders.checkpoint,
+        "spec.output.uri": folders.output,
+    }
+    refused: set[Path] = set()
+    for path, folder in named.items():
+        complaint = _complaint_about_folder(folder)
+        # The default folders are below the run directory: what is wrong there is said once.
+        if complaint and not refused & {folder, *folder.parents}:
+            refused.add(folder)
+            yield Problem(path, f"{folder} cannot be written: {complaint}; choose another folder")
+
+
+def _complaint_about_folder(folder: Path) -> str:
+    """Try to write where the folder is, or where it would be made; leaves nothing behind."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there}: {error.strerror}"
+
+
+def _processors(
+    job: FineTuneJob, environ: Mapping[str, str], cores: int, gpus: Callable[[], int]
+) -> Iterator[Problem]:
+    topology = job.spec.topology
+    wanted = topology.nodes * topology.gpus_per_node
+    if wanted:
+        visible = visible_gpus(environ)
+        there = gpus() if visible is None else min(gpus(), len(visible))
+        if wanted > there:
+            yield Problem(
+                "spec.topology.gpusPerNode",
+                f"{topology.gpus_per_node} on {topology.nodes} nodes needs {wanted} GPUs, this "
+                f"machine offers {there}; use fewer, or 0 to train on the CPU",
+            )
+        return
+    processes = topology.nodes * (topology.processes_per_node or 1)
+    if processes > cores:
+        yield Problem(
+            "spec.topology.processesPerNode",
+            f"{processes} processes share {cores} cores and slow each other down; use at most "
+            f"{cores}",
+            Severity.WARNING,
+        )

@@ -1,0 +1,177 @@
+"""Where everything of a run lies on this machine: URIs of a manifest become paths.
+
+Pure: nothing here opens a file. DESIGN section 4 describes the run directory.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.base import Handle
+from finetune_trainer.config import DatasetSource
+
+FILE = "file://"
+HUB = "hf://"
+
+
+class BadUriError(ValueError):
+    """A URI that names nothing on this machine; the message says what to write instead."""
+
+
+def file_path(uri: str, manifest_dir: Path) -> Path:
+    """Return the absolute path that a `file://` URI names; `file://./x` is beside the manifest.
+
+    The text is taken as it is: `%20` is three characters, a space is a space.
+
+    Raises:
+        BadUriError: not a `file://` URI, or one that names a host.
+    """
+    if not uri.startswith(FILE):
+        raise BadUriError(f"{uri} is not on this machine; use file://./PATH or file:///PATH")
+    text = uri.removeprefix(FILE)
+    if text.startswith("/"):
+        return Path(os.path.normpath(text))
+    if text == "." or text.startswith(("./", "../")):
+        return Path(os.path.normpath(manifest_dir / text))
+    raise BadUriError(
+        f"{uri} names a host, not a folder; use file://./{text} (beside the manifest) or "
+        f"file:///{text}"
+    )
+
+
+def is_on_hub(uri: str) -> bool:
+    """Say whether the URI names something on the hub."""
+    return uri.startswith(HUB)
+
+
+def model_path(uri: str, manifest_dir: Path) -> str:
+    """Return what `from_pretrained` takes: a folder or the name on the hub."""
+    return uri.removeprefix(HUB) if is_on_hub(uri) else str(file_path(uri, manifest_dir))
+
+
+def dataset_source(uri: str, split: str, manifest_dir: Path) -> DatasetSource:
+    """Return where a rank reads rows from."""
+    if is_on_hub(uri):
+        return DatasetSource(path=uri.removeprefix(HUB), split=split, is_hub=True)
+    return DatasetSource(path=str(file_path(uri, manifest_dir)), split=split)
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """Return the folder of the token cache: it is keyed by content, so all jobs share it."""
+    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "~"), ".cache")
+    return Path(base).expanduser() / "finetune-operator" / "tokens"
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Folders of one job, absolute.
+
+    Attributes:
+        run: Everything the run writes, unless one of the others is elsewhere.
+        checkpoint: Committed checkpoints.
+        output: The trained model.
+    """
+
+    run: Path
+    checkpoint: Path
+    output: Path
+
+    @property
+    def outside(self) -> tuple[Path, ...]:
+        """Folders of the run's state that are not below `run`; the output is the user's."""
+        inside = self.run in self.checkpoint.parents
+        return () if inside else (self.checkpoint,)
+
+
+def folders_of(job: FineTuneJob, manifest_dir: Path) -> Folders:
+    """Return where the job's files are.
+
+    Raises:
+        BadUriError: `checkpoint.uri` or `output.uri` is not on this machine.
+    """
+    local, spec = job.spec.backend.local, job.spec
+    name = Path("runs") / job.metadata.namespace / job.metadata.name
+    given = Path(local.run_directory).expanduser() if local and local.run_directory else name
+    run = Path(os.path.normpath(manifest_dir / given))
+    checkpoint, output = spec.checkpoint.uri, spec.output.uri
+    return Folders(
+        run=run,
+        checkpoint=file_path(checkpoint, manifest_dir) if checkpoint else run / "checkpoints",
+        output=file_path(output, manifest_dir) if output else run / "output",
+    )
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """`attempts/N` of a run directory: what one attempt is started from and what it leaves."""
+
+    path: Path
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory it belongs to."""
+        return self.path.parent.parent
+
+    @property
+    def number(self) -> int:
+        """Number of the attempt."""
+        return int(self.path.name)
+
+    @property
+    def attempt(self) -> Path:
+        """Whose attempt this is; written before anything is started."""
+        return self.path / "attempt.json"
+
+    @property
+    def config(self) -> Path:
+        """The trainer's configuration."""
+        return self.path / "config.json"
+
+    @property
+    def cancel(self) -> Path:
+        """That the attempt was told to stop, and when it is killed."""
+        return self.path / "cancel.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by who is submitting the attempt."""
+        return self.path / "submit.lock"
+
+    def node(self, rank: int) -> Path:
+        """Record of a node's main process; written by that process before it does anything."""
+        return self.path / f"node-{rank}.json"
+
+    def exit(self, rank: int) -> Path:
+        """Exit code of a node's main process, once seen."""
+        return self.path / f"node-{rank}.exit.json"
+
+    def node_lock(self, rank: int) -> Path:
+        """Held by a node's main process for as long as it lives."""
+        return self.path / f"node-{rank}.lock"
+
+    def log(self, rank: int) -> Path:
+        """Standard output and error of a node."""
+        return self.path / f"node-{rank}.log"
+
+    def termination(self, rank: int) -> Path:
+        """Last words of a node."""
+        return self.path / f"node-{rank}.termination.json"
+
+
+def attempt_folder(run_dir: Path, number: int) -> AttemptFolder:
+    """Return the folder of one attempt."""
+    return AttemptFolder(run_dir / "attempts" / str(number))
+
+
+def handle_for(folder: AttemptFolder, uid: str, manifest_dir: Path) -> Handle:
+    """Name an attempt so that the project's folder may be moved between two runs."""
+    path = folder.path
+    name = path.relative_to(manifest_dir) if manifest_dir in path.parents else path
+    return Handle(kind="ProcessGroup", name=str(name), uid=uid, url=f"{FILE}{folder.run_dir}")
+
+
+def folder_of(handle: Handle, manifest_dir: Path) -> AttemptFolder:
+    """Return the folder that `handle_for` named."""
+    return AttemptFolder(manifest_dir / handle.name)

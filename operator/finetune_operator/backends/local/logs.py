@@ -1,0 +1,102 @@
+"""Read the log of one rank of an attempt, as lines for a person.
+
+A rank writes events as JSON, one a line, over all attempts; before it gets that far, and when it
+dies of a traceback, there is the output of its node.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.backends.local.layout import AttemptFolder
+from finetune_operator.backends.local.records import AttemptRecord
+
+POLL_SECONDS = 0.2
+_HEAD = ("time", "attempt", "rank", "event")
+
+
+async def read_log(
+    folder: AttemptFolder,
+    record: AttemptRecord,
+    rank: int,
+    is_over: Callable[[], bool] | None = None,
+) -> AsyncIterator[str]:
+    """Yield the lines of `rank`.
+
+    Args:
+        folder: The attempt's folder.
+        record: The attempt.
+        rank: Global rank.
+        is_over: Follow the log until this is true; None reads what there is.
+    """
+    world_size = record.nodes * record.processes_per_node
+    if not 0 <= rank < world_size:
+        yield f"rank {rank} does not exist; attempt {record.attempt} has {_ranks(world_size)}"
+        return
+    events = Tail(folder.run_dir / "logs" / f"rank-{rank}.jsonl")
+    output = Tail(folder.log(rank // record.processes_per_node))
+    has_events = has_output = False
+    while True:
+        ended = is_over is None or is_over()  # before reading, so that the last lines are read
+        for line in events.lines(ended):
+            if (text := readable(line, record.attempt)) is not None:
+                has_events = True
+                yield text
+        # The node's output is shown as long as the rank has no log of its own.
+        if not has_events:
+            for line in output.lines(ended):
+                has_output = True
+                yield line
+        if ended:
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    if not has_events and not has_output:
+        yield f"rank {rank} of attempt {record.attempt} has written nothing yet"
+
+
+class Tail:
+    """A file that grows, read line by line from where the last reading ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def lines(self, to_the_end: bool) -> Iterator[str]:
+        """Yield the new whole lines; `to_the_end` also the last one without its line end."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n") and not to_the_end:
+                    return
+                self._offset += len(line)
+                yield line.decode(errors="replace").rstrip("\r\n")
+
+
+def readable(line: str, attempt: int) -> str | None:
+    """Return an event as `TIME EVENT key=value ...`; None when it is of another attempt."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return line  # half a line of a killed attempt: shown as it is
+    if not isinstance(event, dict) or event.get("attempt") != attempt:
+        return None
+    time = datetime.fromtimestamp(float(event.get("time", 0))).strftime("%H:%M:%S")
+    fields = (f"{name}={_value(value)}" for name, value in event.items() if name not in _HEAD)
+    return " ".join([time, str(event.get("event", "")), *fields])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _ranks(world_size: int) -> str:
+    return "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"

@@ -1,0 +1,84 @@
+"""What an attempt's folder says about its processes: small JSON files, replaced in one step."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from finetune_operator.errors import BackendError
+from finetune_trainer.config import ContractModel
+
+Record = TypeVar("Record", bound=ContractModel)
+
+
+class AttemptRecord(ContractModel):
+    """Whose attempt this is, written before its first process is started."""
+
+    uid: str
+    attempt: int
+    nodes: int
+    processes_per_node: int
+    rendezvous: str | None = None
+    output_dir: str
+
+
+class NodeRecord(ContractModel):
+    """The main process of a node; the start time tells it from a later one of the same pid."""
+
+    pid: int
+    start_time: int
+    boot_id: str
+    uid: int
+
+
+class ExitRecord(ContractModel):
+    """How the main process of a node ended: 0 to 255, 128 + N for signal N."""
+
+    exit_code: int
+
+
+class CancelRecord(ContractModel):
+    """The attempt was told to stop.
+
+    Attributes:
+        deadline: Seconds since the epoch at which what is left of it is killed.
+        grace_seconds: The grace that led to this deadline, for messages.
+        was_enforced: Something was killed; who was is a victim, not the cause.
+    """
+
+    deadline: float
+    grace_seconds: float
+    was_enforced: bool = False
+
+
+def write(path: Path, record: ContractModel) -> None:
+    """Replace the file in one step."""
+    write_text(path, record.to_json())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file in one step and make it durable; a reader sees the old text or the new."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read(path: Path, kind: type[Record]) -> Record | None:
+    """Return the record, or None where there is none.
+
+    Raises:
+        BackendError: the file is there and is no such record.
+    """
+    try:
+        return kind.read(path)
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise BackendError(
+            f"{path} is damaged ({error.errors()[0]['msg']}); remove the attempt's folder if none "
+            "of its processes runs, or start anew with --fresh"
+        ) from error

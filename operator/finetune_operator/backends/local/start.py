@@ -1,0 +1,136 @@
+"""Start the nodes of an attempt, once, however often it is asked and whoever was killed meanwhile.
+
+Called by `LocalBackend.submit`. The order is: record of the attempt, configuration, nodes. A node's
+lock is taken before its process exists and is held by that process until it dies, so at any moment
+a node is exactly one of: not started, alive, ended.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.backends.base import Request
+from finetune_operator.backends.local import records
+from finetune_operator.backends.local.environment import ENV_MARK, mark
+from finetune_operator.backends.local.layout import AttemptFolder
+from finetune_operator.backends.local.records import AttemptRecord
+from finetune_operator.errors import AlreadyOwnedError, BackendError, TransientError
+from finetune_trainer.config import ENV_RDZV_ENDPOINT
+
+LAUNCHER = "finetune_operator.backends.local.launch"
+
+
+def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str]) -> str:
+    """Start what of `request` was never started, and return the attempt's uid.
+
+    Raises:
+        AlreadyOwnedError: the folder holds another job's attempt; nothing is changed.
+        TransientError: another process is submitting it right now.
+        BackendError: a file cannot be written or a process not be started.
+    """
+    attempt, config, *nodes = request.objects
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.lock):
+            record = _claim(folder, AttemptRecord.model_validate(attempt["content"]))
+            if not folder.config.exists():
+                text = json.dumps(config["content"], indent=2, ensure_ascii=False) + "\n"
+                records.write_text(folder.config, text)
+            for rank, node in enumerate(nodes):
+                if not folder.node(rank).exists():
+                    _start_node(folder, rank, node, _complete(environment, node, record))
+    except OSError as error:
+        raise BackendError(
+            f"{folder.path} cannot be used for attempt {request.attempt} ({error}); make room or "
+            "choose another spec.backend.local.runDirectory"
+        ) from error
+    return record.uid
+
+
+def _claim(folder: AttemptFolder, wanted: AttemptRecord) -> AttemptRecord:
+    """Return the attempt's record: the one that is there, or `wanted`, now written."""
+    there = records.read(folder.attempt, AttemptRecord)
+    if there is None:
+        if wanted.nodes > 1:
+            endpoint = f"127.0.0.1:{_free_port()}"
+            wanted = wanted.model_copy(update={"rendezvous": endpoint})
+        records.write(folder.attempt, wanted)
+        return wanted
+    if there.uid != wanted.uid:
+        raise AlreadyOwnedError(
+            f"{folder.path} holds attempt {there.uid}, not {wanted.uid}; set another "
+            "spec.backend.local.runDirectory, or move the old run aside with --fresh"
+        )
+    return there
+
+
+def _complete(
+    environment: Mapping[str, str], node: Mapping[str, Any], record: AttemptRecord
+) -> dict[str, str]:
+    """Add to what the caller passes on what the request says, and the port chosen for it."""
+    made = {**environment, **node["environment"], ENV_MARK: mark(record.uid, node["node"])}
+    if record.rendezvous is not None:
+        made[ENV_RDZV_ENDPOINT] = record.rendezvous
+    return made
+
+
+def _start_node(
+    folder: AttemptFolder, rank: int, node: Mapping[str, Any], environment: Mapping[str, str]
+) -> None:
+    lock = os.open(folder.node_lock(rank), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # started by a process that was killed since; it is about to write its record
+        if folder.node(rank).exists():
+            return  # it was, and has ended
+        # Inherited by the launcher and kept over its exec; the ranks' launcher closes it.
+        os.set_inheritable(lock, True)
+        command = [sys.executable, "-m", LAUNCHER, str(folder.node(rank)), str(folder.run_dir)]
+        os.posix_spawn(
+            sys.executable,
+            [*command, *node["command"]],
+            environment,
+            file_actions=_streams(Path(node["log"])),
+            setsid=True,
+            setsigdef=(signal.SIGPIPE,),  # Python ignores it, and children would inherit that
+        )
+    finally:
+        os.close(lock)
+
+
+def _streams(log: Path) -> list[tuple[Any, ...]]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TransientError(f"{path.parent} is being submitted by another process") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,290 @@
+"""See how an attempt's nodes are, and end those whose time is over.
+
+Called by `LocalBackend.observe` and `cancel`. Nothing here waits. As this machine has no kubelet, a
+look also carries out what is overdue: the kill after the grace, and the end of whatever a node's
+main process left behind.
+"""
+
+import fcntl
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_operator.backends.base import AttemptPhase, Handle, Observation
+from finetune_operator.backends.local import proc, records
+from finetune_operator.backends.local.environment import ENV_MARK, mark
+from finetune_operator.backends.local.layout import AttemptFolder
+from finetune_operator.backends.local.records import (
+    AttemptRecord,
+    CancelRecord,
+    ExitRecord,
+    NodeRecord,
+)
+from finetune_trainer.config import ExitCode, FailureClass, Phase, Progress, Termination
+
+SOON_SECONDS = 0.1
+STEADY_SECONDS = 0.5
+_STEADY_PHASES = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING, Phase.TOKENIZING})
+_TERMINATED = 128 + signal.SIGTERM
+_SECONDARY = frozenset({ExitCode.PREEMPTED, _TERMINATED})
+_PERMANENT = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
+
+
+class NodeState(StrEnum):
+    """How far the main process of a node is."""
+
+    STARTING = "Starting"  # its process exists and has not written its record yet
+    ALIVE = "Alive"
+    ENDED = "Ended"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node as it is now.
+
+    Attributes:
+        rank: Its number, from 0.
+        process: Its main process; None before the record, and where there never was one.
+        words: Its last words, once ended.
+        is_victim: It ended because we told it to.
+    """
+
+    rank: int
+    state: NodeState
+    process: proc.Process | None = None
+    words: Termination | None = None
+    is_victim: bool = False
+
+
+def owned(folder: AttemptFolder, handle: Handle) -> AttemptRecord | None:
+    """Return the attempt's record if the folder still holds the attempt that `handle` names."""
+    record = records.read(folder.attempt, AttemptRecord)
+    return record if record is not None and record.uid == handle.uid else None
+
+
+def look(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
+    """Return what is seen of the attempt at `now` (seconds since the epoch)."""
+    record = owned(folder, handle)
+    if record is None:
+        alive = proc.marked(ENV_MARK, mark(handle.uid))
+        return Observation(
+            AttemptPhase.UNKNOWN,
+            all_gone=not alive,
+            message=f"{folder.path} does not hold attempt {handle.uid} any more",
+            look_again_seconds=SOON_SECONDS,
+        )
+    enforce(folder, record, now)
+    nodes = look_at_nodes(folder, record)
+    ended = [node for node in nodes if node.state is NodeState.ENDED]
+    are_clean = [end_strays(record, node) for node in ended]
+    progress, complaint = _progress(folder)
+    guilty = _guilty(ended)
+    phase = _phase(nodes)
+    failed = phase is AttemptPhase.FAILED
+    return Observation(
+        phase=phase,
+        all_gone=len(ended) == record.nodes and all(are_clean),
+        nodes_ready=sum(node.state is NodeState.ALIVE for node in nodes),
+        termination=guilty.words if guilty and phase is not AttemptPhase.RUNNING else None,
+        progress=progress,
+        node=f"node-{guilty.rank}" if guilty and failed else "",
+        message=guilty.words.message if guilty and guilty.words and failed else complaint,
+        look_again_seconds=_look_again(folder, nodes, progress),
+    )
+
+
+def look_at_nodes(folder: AttemptFolder, record: AttemptRecord) -> list[Node]:
+    """Return every node of the attempt as it is now."""
+    cancel = records.read(folder.cancel, CancelRecord)
+    return [_node(folder, rank, cancel) for rank in range(record.nodes)]
+
+
+def tell(record: AttemptRecord, nodes: Sequence[Node], number: signal.Signals) -> None:
+    """Send a signal to the main process of every node that runs."""
+    for node in nodes:
+        if node.state is NodeState.ALIVE and node.process is not None:
+            node.process.send(number)
+        elif node.state is NodeState.STARTING:
+            for process in proc.marked(ENV_MARK, mark(record.uid, node.rank)):
+                process.send(number)
+
+
+def enforce(folder: AttemptFolder, record: AttemptRecord, now: float) -> None:
+    """Kill what still runs after the grace; the deadline is on disk, so it outlives a restart."""
+    cancel = records.read(folder.cancel, CancelRecord)
+    if cancel is None or now < cancel.deadline:
+        return
+    running = [node for node in look_at_nodes(folder, record) if node.state is not NodeState.ENDED]
+    if running:
+        records.write(folder.cancel, cancel.model_copy(update={"was_enforced": True}))
+        tell(record, running, signal.SIGKILL)
+
+
+def end_strays(record: AttemptRecord, node: Node) -> bool:
+    """Kill what the main process of an ended node left behind; say whether there was nothing.
+
+    Ranks ask the kernel to die with their parent, so there is something only when that failed.
+    """
+    strays = proc.marked(ENV_MARK, mark(record.uid, node.rank))
+    for process in strays:
+        process.send(signal.SIGKILL)
+    return not strays
+
+
+def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node:
+    # The lock is looked at before the record: it is taken before the process exists, so a free
+    # lock and then no record means that there will never be one.
+    is_locked = _is_locked(folder.node_lock(rank))
+    record = records.read(folder.node(rank), NodeRecord)
+    if record is None:
+        if is_locked:
+            return Node(rank, NodeState.STARTING)
+        text = f"node {rank} could not be started; its reasons are in {folder.log(rank)}"
+        words = Termination(failure_class=FailureClass.ERROR, exit_code=1, message=text)
+        return Node(rank, NodeState.ENDED, words=words)
+    process = proc.Process(record.pid, record.start_time, record.boot_id)
+    if process.is_alive():
+        return Node(rank, NodeState.ALIVE, process)
+    words = _last_words(folder, rank, record.pid, cancel)
+    killed = cancel is not None and cancel.was_enforced and words.exit_code == ExitCode.KILLED
+    told = cancel is not None and words.exit_code == _TERMINATED
+    return Node(rank, NodeState.ENDED, process, words, is_victim=killed or told)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        lock = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _last_words(
+    folder: AttemptFolder, rank: int, pid: int, cancel: CancelRecord | None
+) -> Termination:
+    """Join what the node said with the exit code that the kernel saw, where we saw it."""
+    said: Termination | None = None
+    doubt = ""
+    try:
+        said = Termination.read(folder.termination(rank))
+    except FileNotFoundError:
+        doubt = "without last words"
+    except ValidationError as error:
+        doubt = f"and its last words cannot be read ({error.errors()[0]['msg']})"
+    code = _exit_code(folder, rank, pid)
+    if said is not None and code in (None, said.exit_code):
+        return said
+    if said is not None:
+        text = f"node {rank} ended with exit code {code} after it said: {said.message}"
+        failure = said.failure_class
+        if failure is FailureClass.COMPLETED:
+            failure = FailureClass.ERROR
+        changed = {"exit_code": code, "message": text, "failure_class": failure}
+        return said.model_copy(update=changed)
+    return _without_words(rank, code, doubt, folder, cancel)
+
+
+def _without_words(
+    rank: int, code: int | None, doubt: str, folder: AttemptFolder, cancel: CancelRecord | None
+) -> Termination:
+    """An orphan that left no words was killed: it would have written them otherwise."""
+    code = ExitCode.KILLED if code is None else code
+    failure = FailureClass.ERROR
+    if code == ExitCode.DONE:
+        failure, text = FailureClass.COMPLETED, f"node {rank} ended with exit code 0 {doubt}"
+    elif code == ExitCode.KILLED:
+        failure = FailureClass.WORKER_LOST
+        text = f"node {rank} was killed (SIGKILL) {doubt}"
+        if cancel is not None and cancel.was_enforced:
+            text = f"node {rank} was killed {cancel.grace_seconds:g} s after it was told to stop"
+    elif code > 128:
+        text = f"node {rank} was ended by signal {code - 128} {doubt}; see {folder.log(rank)}"
+    else:
+        text = f"node {rank} ended with exit code {code} {doubt}; see {folder.log(rank)}"
+    return Termination(failure_class=failure, exit_code=code, message=text)
+
+
+def _exit_code(folder: AttemptFolder, rank: int, pid: int) -> int | None:
+    """Return the exit code if we are the parent, or were when it ended; else None.
+
+    It is written down before the process is reaped, as nobody can ask for it twice.
+    """
+    seen = records.read(folder.exit(rank), ExitRecord)
+    if seen is not None:
+        return seen.exit_code
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if result is None:
+        return None
+    by_signal = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    code = 128 + result.si_status if by_signal else result.si_status
+    records.write(folder.exit(rank), ExitRecord(exit_code=code))
+    os.waitpid(pid, 0)
+    return code
+
+
+def _phase(nodes: Sequence[Node]) -> AttemptPhase:
+    ended = [node.words for node in nodes if node.words is not None]
+    if any(words.exit_code != ExitCode.DONE for words in ended):
+        return AttemptPhase.FAILED
+    if len(ended) == len(nodes):
+        return AttemptPhase.SUCCEEDED
+    if all(node.state is NodeState.STARTING for node in nodes):
+        return AttemptPhase.PENDING
+    return AttemptPhase.RUNNING
+
+
+def _guilty(ended: Sequence[Node]) -> Node | None:
+    """Return the node whose end explains the others'; the first where none differs.
+
+    A node that failed says why; one that was killed could not. Those that we ended, and those that
+    left because they were told to, explain nothing.
+    """
+
+    def innocence(node: Node) -> int:
+        code = node.words.exit_code if node.words else 1
+        if node.is_victim:
+            return 4
+        if code in _PERMANENT:
+            return 0
+        if code == ExitCode.KILLED:
+            return 1
+        if code in _SECONDARY:
+            return 3
+        return 5 if code == ExitCode.DONE else 2
+
+    return min(ended, key=innocence, default=None)
+
+
+def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:
+    """Return rank 0's newest word of this attempt, and a complaint if it cannot be read."""
+    path = folder.run_dir / "progress.json"
+    try:
+        progress = Progress.read(path)
+    except FileNotFoundError:
+        return None, ""
+    except ValidationError as error:
+        return None, f"{path} cannot be read ({error.errors()[0]['msg']})"
+    return (progress, "") if progress.attempt == folder.number else (None, "")
+
+
+def _look_again(folder: AttemptFolder, nodes: Sequence[Node], progress: Progress | None) -> float:
+    """Look often while something is about to change."""
+    all_alive = all(node.state is NodeState.ALIVE for node in nodes)
+    is_steady = progress is not None and progress.phase in _STEADY_PHASES
+    if all_alive and is_steady and not folder.cancel.exists():
+        return STEADY_SECONDS
+    return SOON_SECONDS

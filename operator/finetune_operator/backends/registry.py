@@ -1,0 +1,74 @@
+"""Find backends by name: plugins register their class under one entry-point group.
+
+Looking at names imports nothing; only `load` imports the one plugin that is asked for.
+"""
+
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+
+from finetune_operator.backends.base import Backend
+from finetune_operator.errors import BrokenBackendError, UnknownBackendError
+
+GROUP = "finetune_operator.backends"
+
+_VERBS = ("validate", "check_inputs", "render", "submit", "observe", "cancel", "logs", "collect")
+_DATA = ("name", "watches")
+
+
+def available(points: Iterable[EntryPoint] | None = None) -> tuple[str, ...]:
+    """Return the names of all registered backends, sorted; imports none of them.
+
+    Args:
+        points: Entry points to look at; by default those that are installed.
+    """
+    return tuple(sorted({point.name for point in _points(points)}))
+
+
+def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]:
+    """Import and return the backend class registered as `name`.
+
+    Raises:
+        UnknownBackendError: nothing is registered under that name.
+        BrokenBackendError: its import fails, two plugins claim the name, or it lacks a verb.
+    """
+    found = list(_points(points))
+    targets = {point.value: point for point in found if point.name == name}
+    if not targets:
+        raise UnknownBackendError(_unknown(name, available(found)))
+    if len(targets) > 1:
+        raise BrokenBackendError(
+            f"spec.backend.type {name} is registered by several plugins "
+            f"({', '.join(sorted(targets))}); uninstall all but one"
+        )
+    (point,) = targets.values()
+    try:
+        made = point.load()
+    except Exception as error:
+        raise BrokenBackendError(
+            f"spec.backend.type {name}: the plugin {point.value} cannot be imported "
+            f"({type(error).__name__}: {error}); reinstall it or ask its author"
+        ) from error
+    missing = [part for part in (*_DATA, *_VERBS) if not hasattr(made, part)]
+    if missing or not isinstance(made, type):
+        lacks = f"lacks {', '.join(missing)}" if missing else "is not a class"
+        raise BrokenBackendError(
+            f"spec.backend.type {name}: the plugin {point.value} {lacks}; it needs a version for "
+            "this release of finetune-operator"
+        )
+    return made
+
+
+def _points(points: Iterable[EntryPoint] | None) -> Iterable[EntryPoint]:
+    return entry_points(group=GROUP) if points is None else points
+
+
+def _unknown(name: str, names: tuple[str, ...]) -> str:
+    if not names:
+        return (
+            f"spec.backend.type {name} is not available, as no backend is registered at all; "
+            "install this package: pip install finetune-operator"
+        )
+    return (
+        f"spec.backend.type {name} is not installed (available: {', '.join(names)}); use one of "
+        f"these, or install the plugin that registers {name} under {GROUP}"
+    )
