@@ -29,7 +29,11 @@ class LazyCommand:
 
 
 COMMANDS: dict[str, LazyCommand] = {
+    "run": LazyCommand("run:run", "Run a job on this machine and follow it."),
+    "preview": LazyCommand("preview:preview", "Show the first rows as the trainer sees them."),
     "validate": LazyCommand("validate:validate", "Print every problem of the manifests given."),
+    "render": LazyCommand("render:render", "Print the exact request; nothing is sent."),
+    "logs": LazyCommand("logs:logs", "Print what one rank of a job said."),
     "doctor": LazyCommand("doctor:doctor", "Show what is installed and what is missing."),
     "crd": LazyCommand("crd:crd", "Print or write the CustomResourceDefinition."),
 }

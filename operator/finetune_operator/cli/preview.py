@@ -1,0 +1,119 @@
+"""`ftctl preview`: the first rows as the trainer will see them.
+
+The trainer's own code prepares the rows, in a process of its own: `ftctl` never imports it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from finetune_operator.backends.base import Attempt, Request
+from finetune_operator.cli.target import BackendOption, FileArgument, open_target
+from finetune_operator.errors import FineTuneError
+from finetune_trainer.config import DataReport, TrainConfig
+
+PREVIEW_COMMAND = (sys.executable, "-m", "finetune_trainer.data.preview")
+
+
+def preview(
+    file: FileArgument,
+    rows: Annotated[int, typer.Option(min=1, max=1000, help="Rows to show.")] = 3,
+    backend: BackendOption = None,
+) -> None:
+    """Show the first rows as the trainer will see them: decoded, with the label tokens marked.
+
+    Label tokens, those the loss is taken on, are green on a terminal and stand in [[ ]] elsewhere.
+    """
+    target = open_target(file, backend, runs_here=True)
+    target.refuse(target.backend.check_inputs(target.job))
+    config = _config_of(target.backend.render(target.plan, Attempt(number=1)))
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _prepared(config, rows):
+        if "report" in line:
+            for sentence in _summary(line):
+                console.print(sentence)
+        else:
+            console.print(_row(line, is_terminal=console.is_terminal))
+
+
+def _config_of(request: Request) -> TrainConfig:
+    """Take the trainer's configuration out of a request of the local backend."""
+    files = {thing["path"]: thing["content"] for thing in request.objects if "content" in thing}
+    [config] = [content for path, content in files.items() if Path(path).name == "config.json"]
+    return TrainConfig.model_validate(config)
+
+
+def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
+    """Have the trainer prepare `rows` rows and a report.
+
+    Raises:
+        FineTuneError: it refused; the message is the trainer's own sentence.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(config.to_json(), encoding="utf-8")
+        done = subprocess.run(
+            [*PREVIEW_COMMAND, str(path), "--rows", str(rows)],
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for line in lines:
+        if "error" in line:
+            raise FineTuneError(line["error"])
+    if done.returncode:
+        raise FineTuneError(
+            f"the trainer's preview ended with exit code {done.returncode}; see its output above"
+        )
+    return lines
+
+
+def _row(line: dict[str, Any], *, is_terminal: bool) -> Text:
+    facts = f"{line['where']}: {line['tokens']} tokens, {line['label_tokens']} labels"
+    if line["truncated"]:
+        facts += f", truncated from {line['row_tokens']}"
+    elif line["sequences"] != 1:
+        facts += f", {line['sequences']} sequences"
+    text = Text.assemble((facts, "bold"), "\n")
+    for piece, is_label in line["pieces"]:
+        if not is_label:
+            text.append(piece, style="dim")
+        elif is_terminal:
+            text.append(piece, style="green")
+        else:
+            text.append(f"[[{piece}]]")
+    text.append("\n")
+    return text
+
+
+def _summary(line: dict[str, Any]) -> list[str]:
+    sentences = ["train: " + _counts(DataReport.model_validate(line["report"]))]
+    if "eval_report" in line:
+        sentences.append("eval: " + _counts(DataReport.model_validate(line["eval_report"])))
+    sentences.append(f"{line['total_steps']} optimizer steps; maxSeqLength {line['max_seq_len']}")
+    return sentences
+
+
+def _counts(report: DataReport) -> str:
+    facts = [
+        f"{report.rows:,} rows",
+        f"{report.sequences:,} sequences",
+        f"{report.tokens:,} tokens",
+        f"{report.label_tokens:,} labels",
+        f"{report.truncated_rows:,} truncated",
+        f"{report.split_rows:,} split",
+        f"{report.rows_without_labels:,} without labels",
+    ]
+    if report.packs:
+        facts.append(f"{report.packs:,} packs, {report.fill_ratio:.0%} full")
+    return ", ".join(facts)

@@ -1,0 +1,52 @@
+"""`ftctl render`: the exact request a backend would be sent; nothing is sent or written."""
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+import yaml
+
+from finetune_operator.backends.base import Attempt, Request
+from finetune_operator.cli.target import BackendOption, FileArgument, open_target
+
+
+class RequestFormat(StrEnum):
+    """How a request is written."""
+
+    YAML = "yaml"
+    JSON = "json"
+
+
+def render(
+    file: FileArgument,
+    backend: BackendOption = None,
+    attempt: Annotated[int, typer.Option(min=1, help="Number of the attempt.")] = 1,
+    output: Annotated[
+        RequestFormat, typer.Option("-o", "--output", help="yaml or json.")
+    ] = RequestFormat.YAML,
+) -> None:
+    """Print the exact request of one attempt, and why each open choice was made.
+
+    Nothing is sent or written. As YAML each object is a document of its own, and the reasons are
+    comments; as JSON it is the whole request. The job's uid is empty, as it is given on submission.
+    """
+    target = open_target(file, backend)
+    request = target.backend.render(target.plan, Attempt(attempt))
+    if output is RequestFormat.JSON:
+        print(json.dumps(asdict(request), indent=2, ensure_ascii=False))
+    else:
+        print(_as_yaml(request, target.plan.reasons), end="")
+
+
+def _as_yaml(request: Request, reasons: tuple[str, ...]) -> str:
+    heading = f"# backend {request.backend}, attempt {request.attempt}, name {request.name}\n"
+    heading += "".join(f"# {reason}\n" for reason in reasons)
+    documents = yaml.safe_dump_all(
+        [json.loads(json.dumps(thing)) for thing in request.objects],
+        sort_keys=False,
+        allow_unicode=True,
+        explicit_start=True,
+    )
+    return heading + str(documents)

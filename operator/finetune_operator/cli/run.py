@@ -1,0 +1,174 @@
+"""`ftctl run`: validate, plan, submit and follow one job on this machine, to its end.
+
+The decisions are those of `reconcile`, which the operator uses in a cluster; this file listens to
+signals, shows what happens, and turns the end into an exit code.
+"""
+
+import asyncio
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1.lifecycle import OutputFormat
+from finetune_operator.backends.base import Observation
+from finetune_operator.cli.live import LiveScreen
+from finetune_operator.cli.plain import PlainScreen
+from finetune_operator.cli.result import Outcome, print_outcome
+from finetune_operator.cli.target import (
+    BackendOption,
+    FileArgument,
+    Target,
+    open_target,
+)
+from finetune_operator.cli.view import View, duration, look
+from finetune_operator.reconcile.conditions import ConditionType, find, is_true
+from finetune_operator.reconcile.drive import StopRequest, drive
+from finetune_operator.reconcile.opening import open_job
+from finetune_operator.reconcile.store import JobStore
+from finetune_trainer.config import Progress
+
+EXIT_FAILED = 1
+EXIT_STOPPED = 130  # as a shell reports a program that Ctrl-C ended
+
+
+class Screen(Protocol):
+    """Where a run is shown: `LiveScreen` on a terminal, `PlainScreen` elsewhere."""
+
+    def show(self, view: View) -> None:
+        """Show what is known now."""
+
+    def note(self, sentence: str) -> None:
+        """Keep one sentence on the screen."""
+
+
+def run(
+    file: FileArgument,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start anew; an earlier run is moved aside.")
+    ] = False,
+    backend: BackendOption = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print lines, as when the output is no terminal.")
+    ] = False,
+) -> None:
+    """Run a job on this machine and follow it; run again, it goes on where it stopped.
+
+    Ctrl-C once stops it with a checkpoint, twice kills it.
+
+    Exit codes: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped before its end.
+    """
+    start = time.monotonic()
+    target = open_target(file, backend, runs_here=True)
+    target.refuse(target.backend.check_inputs(target.job))
+    console = Console(highlight=False)
+    with JobStore(target.folders.run, target.folders.outside) as store:
+        job, last = asyncio.run(_follow(target, store, console, fresh=fresh, plain=plain))
+    _conclude(console, target, job, last, time.monotonic() - start)
+
+
+async def _follow(
+    target: Target, store: JobStore, console: Console, *, fresh: bool, plain: bool
+) -> tuple[FineTuneJob, View]:
+    """Drive the job to its end on a screen; return it with the last view of it."""
+    opened = await open_job(target.job, target.backend, store, fresh=fresh)
+    if opened.note:
+        console.print(Text(opened.note))
+    first = look(opened.job, None)
+    made: LiveScreen | PlainScreen
+    if console.is_terminal and not plain:
+        made = LiveScreen(console, first, time.monotonic)
+    else:
+        made = PlainScreen(sys.stdout, first, time.monotonic)
+    with made as screen:
+        follower = _Follower(screen, first)
+        interrupts = _Interrupts(screen, StopRequest(), target)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupts.hit)
+        job = await drive(
+            opened.job,
+            target.backend,
+            store,
+            on_change=follower.changed,
+            stop=interrupts.stop,
+        )
+    return job, follower.last
+
+
+@dataclass
+class _Follower:
+    """Turns what `drive` tells into views; keeps the last one for the conclusion."""
+
+    screen: Screen
+    last: View
+
+    def changed(self, job: FineTuneJob, observation: Observation | None) -> None:
+        self.last = look(job, observation, self.last)
+        self.screen.show(self.last)
+
+
+@dataclass
+class _Interrupts:
+    """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end, the second one kills."""
+
+    screen: Screen
+    stop: StopRequest
+    target: Target
+
+    def hit(self) -> None:
+        if not self.stop.is_requested:
+            self.stop.request()
+            grace = self.target.job.spec.deadlines.termination_grace_seconds
+            self.screen.note(
+                f"stopping after a checkpoint, within {duration(grace)}; "
+                "Ctrl-C again kills it at once and loses the steps since the last checkpoint"
+            )
+        elif not self.stop.is_forced:
+            self.stop.force()
+            self.screen.note("killing it now")
+
+
+def _conclude(
+    console: Console, target: Target, job: FineTuneJob, last: View, seconds: float
+) -> None:
+    """Say how it ended.
+
+    Raises:
+        typer.Exit: it is not Complete; with the exit code that says why.
+    """
+    took = f"after {duration(seconds)}"
+    if is_true(job.status, ConditionType.COMPLETE):
+        console.print(Text(f"\nComplete {took}\n", style="bold green"))
+        print_outcome(console, _outcome(target, last.progress))
+        return
+    file = shlex.quote(str(target.manifest.path))
+    again = f"ftctl run {file}"
+    if is_true(job.status, ConditionType.FAILED):
+        failed = find(job.status, ConditionType.FAILED)
+        console.print(Text(f"\nFailed {took}", style="bold red"))
+        console.print(Text(failed.message if failed else ""), soft_wrap=True)
+        console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {again}"))
+        raise typer.Exit(EXIT_FAILED)
+    at = last.progress.checkpoint
+    kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
+    console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
+    console.print(Text(f"Go on with: {again}"))
+    raise typer.Exit(EXIT_STOPPED)
+
+
+def _outcome(target: Target, progress: Progress) -> Outcome:
+    """Find what was exported: one format lies in the output folder itself, both below it."""
+    output, spec = target.folders.output, target.job.spec
+    if spec.output.format is OutputFormat.BOTH:
+        output = output / OutputFormat.ADAPTER.value
+    is_adapter = (output / "adapter_config.json").is_file()
+    base = target.base_folder if is_adapter else None
+    return Outcome(progress, output, is_adapter=is_adapter, base=base)

@@ -1,0 +1,106 @@
+"""The job a command is about: its manifest, its plan and the backend that runs it.
+
+Called by the commands that take FILE; nothing here starts anything.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_operator.api.problems import InvalidJobError, Problem, Severity
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.validate import ManifestRef, load_job
+from finetune_operator.backends import registry
+from finetune_operator.backends.base import Backend, BackendContext
+from finetune_operator.backends.local.layout import Folders, file_path, folders_of, is_on_hub
+from finetune_operator.planner.plan import Plan, make_plan
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Manifest of one FineTuneJob.")]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Use this backend, with its default settings, in place of spec.backend.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One job, ready to be rendered or run.
+
+    Attributes:
+        job: The job as validated.
+        manifest: Where it was read from.
+        plan: What was chosen for it.
+        backend: Made for the manifest's folder and this process's environment.
+    """
+
+    job: FineTuneJob
+    manifest: ManifestRef
+    plan: Plan
+    backend: Backend
+
+    @property
+    def folders(self) -> Folders:
+        """Where the files of a job of the local backend are."""
+        return folders_of(self.job, self.manifest.directory)
+
+    @property
+    def base_folder(self) -> Path | None:
+        """The local folder of the base model; None for one on the hub."""
+        source = self.job.spec.model.source
+        return None if is_on_hub(source) else file_path(source, self.manifest.directory)
+
+    def refuse(self, problems: Iterable[Problem]) -> None:
+        """Print the warnings, and raise if there is an error among `problems`.
+
+        Raises:
+            InvalidJobError: holds the errors.
+        """
+        _refuse(problems, self.manifest)
+
+
+def open_target(file: Path, backend: str | None = None, *, runs_here: bool = False) -> Target:
+    """Read, validate and plan the job in `file`.
+
+    Args:
+        file: The manifest.
+        backend: Takes the place of the manifest's own.
+        runs_here: Refuse a backend that does not run on this machine.
+
+    Raises:
+        InvalidJobError: the manifest is refused, by the API's rules, the planner or the backend.
+        UnknownBackendError: the backend is not installed.
+    """
+    job, manifest = load_job(file, backend=backend)
+    chosen = job.spec.backend.type
+    if runs_here and chosen != "local":
+        message = (
+            f"{chosen} does not run on this machine; apply the manifest to a cluster, or add "
+            "--backend local to run it here"
+        )
+        raise InvalidJobError([manifest.locate(Problem("spec.backend.type", message))])
+    made = registry.load(chosen)(BackendContext(manifest.directory, dict(os.environ)))
+    _refuse(made.validate(job), manifest)
+    try:
+        plan = make_plan(job)
+    except InvalidJobError as error:
+        raise InvalidJobError(manifest.locate(problem) for problem in error.problems) from error
+    return Target(job=job, manifest=manifest, plan=plan, backend=made)
+
+
+def _refuse(problems: Iterable[Problem], manifest: ManifestRef) -> None:
+    listed = [manifest.locate(problem) for problem in problems]
+    for problem in listed:
+        if problem.severity is Severity.WARNING:
+            print(f"warning: {problem}", file=sys.stderr)
+    errors = [problem for problem in listed if problem.severity is Severity.ERROR]
+    if errors:
+        raise InvalidJobError(errors)
