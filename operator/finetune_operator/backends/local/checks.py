@@ -4,6 +4,7 @@
 """
 
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -115,10 +116,9 @@ def installed_gpus() -> int:
 
 
 def _platform() -> Iterator[Problem]:
-    if sys.platform != "linux":
-        message = (
-            f"local needs Linux (/proc, pidfd), this is {sys.platform}; use WSL or a container"
-        )
+    system = platform.system()
+    if system != "Linux":
+        message = f"local needs Linux (/proc, pidfd), this is {system}; use WSL or a container"
         yield Problem("spec.backend.type", message)
 
 
