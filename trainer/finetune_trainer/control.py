@@ -4,13 +4,14 @@
 `Agreement` at every step boundary. Nothing else decides an exit code.
 """
 
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 from finetune_trainer.errors import TrainerError
@@ -134,6 +135,11 @@ class Verdict:
     message: str
     is_collateral: bool = False
 
+    @property
+    def is_own_fault(self) -> bool:
+        """True when the rank that raised is the one to blame."""
+        return not self.is_collateral and self.exit_code != ExitCode.PREEMPTED
+
 
 def judge(error: BaseException) -> Verdict:
     """Name the failure class, the exit code and the sentence for any exception."""
@@ -169,14 +175,12 @@ def exit_code_of(error: BaseException) -> ExitCode:
 def guard(
     work: Callable[[], Termination],
     *,
-    rank: int,
     on_error: Callable[[Verdict, str], None] = lambda verdict, trace: None,
 ) -> tuple[Termination, Verdict | None]:
-    """Run a rank's work; whatever it raises becomes last words instead of a traceback alone.
+    """Do the work of a process; whatever it raises becomes last words, and a verdict beside them.
 
     Args:
         work: returns the termination of the good path.
-        rank: named as the guilty one when the work raises.
         on_error: receives the verdict and the formatted traceback, for the log.
     """
     try:
@@ -185,14 +189,23 @@ def guard(
     except BaseException as error:
         verdict = judge(error)
         on_error(verdict, "".join(traceback.format_exception(error)))
-        is_own_fault = not verdict.is_collateral and verdict.exit_code != ExitCode.PREEMPTED
         termination = Termination(
             failure_class=verdict.failure_class,
             exit_code=verdict.exit_code,
             message=verdict.message,
-            rank=rank if is_own_fault else None,
         )
         return termination, verdict
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code` and nothing else.
+
+    Everything is written by now. An ordinary exit would run the destructors of gloo's threads,
+    which abort the process (SIGABRT) after an error, and sometimes even after a good end.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:

@@ -83,6 +83,11 @@ class World:
         return values
 
 
+def launched_by_another(environ: Mapping[str, str]) -> bool:
+    """Say whether a launcher made this process one rank among others (or the only one)."""
+    return {"RANK", "WORLD_SIZE"} <= environ.keys() or "OMPI_COMM_WORLD_SIZE" in environ
+
+
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return what the launcher of this process says, or None when there is no launcher.
 
@@ -91,15 +96,15 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     Raises:
         ConfigError: a variable is not a number, or one of a pair is missing.
     """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+    if not launched_by_another(environ):
+        return None
+    if "RANK" in environ and "WORLD_SIZE" in environ:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    elif "OMPI_COMM_WORLD_SIZE" in environ:
+    else:
         launcher = "mpirun"
         prefix = "OMPI_COMM_WORLD_"
         names = (f"{prefix}RANK", f"{prefix}LOCAL_RANK", f"{prefix}SIZE", f"{prefix}LOCAL_SIZE")
-    else:
-        return None
     rank, world_size = _number(environ, names[0]), _number(environ, names[2])
     local_world_size = _number(environ, names[3], default=world_size)
     return Launch(

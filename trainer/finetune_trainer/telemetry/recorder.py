@@ -20,7 +20,7 @@ from finetune_trainer.config import (
 from finetune_trainer.telemetry.exporter import Exporter, Routes
 from finetune_trainer.telemetry.journal import Journal
 from finetune_trainer.telemetry.metrics import Metrics
-from finetune_trainer.telemetry.progress import ProgressFile, read_previous
+from finetune_trainer.telemetry.progress import ProgressFile
 from finetune_trainer.telemetry.step import StepReport, Throughput
 from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 
@@ -67,7 +67,6 @@ class Telemetry:
         self._save_requested = False
         self._warned: set[str] = set()
         self._progress = Progress(attempt=config.job.attempt, time=clock())
-        self._previous = read_previous(self._run_dir) if self._is_main else None
         log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
         self._file = ProgressFile(self._run_dir, clock=clock) if self._is_main else None
@@ -119,20 +118,11 @@ class Telemetry:
             self._update(phase=phase)
 
     def resumed(self, step: int) -> None:
-        """Say that training goes on after `step`.
-
-        What earlier attempts measured before training stays true, so the held-out loss and the
-        answers from before training are taken over from their progress.json.
-        """
+        """Say that training goes on after `step`."""
         self.log("resumed", step=step)
-        before = self._previous
-        samples = before.samples if before else ()
-        self._update(
-            resumed_step=step,
-            step=step,
-            eval_loss_before=before.eval_loss_before if before else None,
-            samples=tuple(sample.model_copy(update={"after": None}) for sample in samples),
-        )
+        self._update(resumed_step=step, step=step)
+        if (board := self._open_tensorboard()) is not None:
+            board.purge(step + 1)
 
     def data(self, train: DataReport | None = None, eval: DataReport | None = None) -> None:
         """Say what became of the rows; None leaves what is known already."""
@@ -252,14 +242,15 @@ class Telemetry:
         return None if total is None or seconds is None else max(0, total - step) * seconds
 
     def _plot(self, step: int, values: dict[str, float | None]) -> None:
-        if not self._is_main:
-            return
-        if self._tensorboard is None:
-            resumed = self._progress.resumed_step
-            purge_step = None if resumed is None else resumed + 1
+        if (board := self._open_tensorboard()) is not None:
+            board.scalars(step, values)
+
+    def _open_tensorboard(self) -> TensorBoardWriter | None:
+        """Return rank 0's writer, made when first needed as its import takes a while."""
+        if self._is_main and self._tensorboard is None:
             folder = self._run_dir / TENSORBOARD_FOLDER
-            self._tensorboard = TensorBoardWriter(folder, purge_step=purge_step, clock=self._clock)
-        self._tensorboard.scalars(step, values)
+            self._tensorboard = TensorBoardWriter(folder, clock=self._clock)
+        return self._tensorboard
 
     def _serve(self, config: TrainConfig) -> Exporter | None:
         if self._metrics is None or config.telemetry.metrics_port == 0:

@@ -10,23 +10,19 @@ from pathlib import Path
 class TensorBoardWriter:
     """Scalars of one attempt, in a new event file beside those of earlier attempts."""
 
-    def __init__(self, folder: Path, *, purge_step: int | None, clock: Callable[[], float]) -> None:
-        """Open an event file.
-
-        Args:
-            folder: given to `tensorboard --logdir`.
-            purge_step: first step that this attempt computes anew after a resume; TensorBoard then
-                hides what an earlier attempt wrote from that step on.
-            clock: wall time of the events.
-        """
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    def __init__(self, folder: Path, *, clock: Callable[[], float]) -> None:
+        """Open an event file in `folder`, which is what `tensorboard --logdir` takes."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._clock = clock
         self._writer = EventFileWriter(str(folder))
-        if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=clock(), step=purge_step, session_log=start))
+
+    def purge(self, step: int) -> None:
+        """Hide what an earlier attempt wrote from `step` on, as this one computes it anew."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=self._clock(), step=step, session_log=start))
 
     def scalars(self, step: int, values: dict[str, float | None]) -> None:
         """Write the values that are not None, by tag."""

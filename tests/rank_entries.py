@@ -1,0 +1,116 @@
+"""Stand-ins for `finetune_trainer.rank:run`: what a rank may do, without a model.
+
+Run as a program it is `python -m finetune_trainer` with one of them: CONFIG ENTRY. What a rank
+does beside its peers is named by the environment: ACT on rank ACT_RANK.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from finetune_trainer.__main__ import main
+from finetune_trainer.config import CheckpointRef, ExitCode, FailureClass, Termination, TrainConfig
+from finetune_trainer.control import Agreement, StopSignal
+from finetune_trainer.errors import ConfigError, DataError, Preempted, WorldSizeError
+from finetune_trainer.telemetry import StepReport, Telemetry
+from finetune_trainer.world import World, barrier
+
+STEP_SECONDS = 0.02
+
+
+def finish(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+) -> Termination:
+    """Use every group once and finish."""
+    barrier(world)
+    total = world.sum(torch.ones(1))
+    message = f"rank {world.rank} of {world.world_size}, sum {int(total.item())}"
+    return Termination(
+        failure_class=FailureClass.COMPLETED, exit_code=ExitCode.DONE, message=message, step=3
+    )
+
+
+def act(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+    """Let one rank fail in the way that ACT names, while the others wait for it."""
+    if world.rank == int(os.environ["ACT_RANK"]):
+        _ACTS[os.environ["ACT"]]()
+    barrier(world)
+    return finish(config, world, stop, telemetry)
+
+
+def train(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+    """Make tiny steps until told to stop; leave at an agreed step with a pretended checkpoint."""
+    agreement = Agreement(world)
+    telemetry.plan(10**6)
+    step = 0
+    while True:
+        step += 1
+        time.sleep(STEP_SECONDS)
+        world.sum(torch.ones(1))
+        telemetry.step(_report(step))
+        if step == 1:
+            (Path(config.run_dir) / f"pid-{world.rank}").write_text(str(os.getpid()))
+        if agreement.exchange(stop.requested).stop:
+            agreement.settle()
+            telemetry.checkpointed(CheckpointRef(step=step, path="c", time=1.0, world_size=2))
+            raise Preempted(f"stopped by {stop.reason or 'another rank'} after step {step}")
+
+
+def train_on(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+) -> Termination:
+    """Make steps for ever, whatever anybody says."""
+    return train(config, world, StopSignal(), telemetry)
+
+
+def leave_late(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+) -> Termination:
+    """Leave as `train` does, but let rank 1 take two seconds longer, as for a slow save."""
+    try:
+        return train(config, world, stop, telemetry)
+    except Preempted:
+        if world.rank == 1:
+            time.sleep(2)
+        raise
+
+
+def _report(step: int) -> StepReport:
+    return StepReport(
+        step=step,
+        epoch=step / 100,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=1e-3,
+        tokens=10,
+        samples=1,
+        seconds=STEP_SECONDS,
+    )
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+_ACTS: dict[str, Callable[[], None]] = {
+    "data": _raise(DataError("data.train x.jsonl has no rows; add some")),
+    "config": _raise(ConfigError("model.path x has no config.json; name a model folder")),
+    "world": _raise(WorldSizeError("world: 1 rank came up; start 2")),
+    "bug": _raise(ZeroDivisionError("division by zero")),
+    "memory": _raise(MemoryError()),
+    "torch-memory": _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
+    "exit-3": lambda: os._exit(3),
+    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "sigsegv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1:-1], entry=f"rank_entries:{sys.argv[-1]}")

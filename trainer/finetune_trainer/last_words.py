@@ -1,0 +1,241 @@
+"""How the reports of a node's ranks become the one `Termination` of an attempt.
+
+Each rank leaves a `RankReport`; the supervisor adds what only it can see (who was killed, and by
+whom), and `agree` decides.
+"""
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_trainer.config import (
+    ExitCode,
+    FailureClass,
+    Progress,
+    SampleAnswer,
+    Termination,
+)
+from finetune_trainer.report import RankReport, replace_text
+
+MAX_TERMINATION_BYTES = 4096  # what Kubernetes reads of a termination message
+
+_CLASS_OF_CODE = {
+    ExitCode.DATA: FailureClass.DATA_ERROR,
+    ExitCode.PREEMPTED: FailureClass.PREEMPTED,
+    ExitCode.CONFIG: FailureClass.CONFIG_ERROR,
+    ExitCode.DO_NOT_RESTART: FailureClass.DO_NOT_RESTART,
+    ExitCode.KILLED: FailureClass.WORKER_LOST,
+}
+
+
+class EndedBy(StrEnum):
+    """Whose doing it was that a rank's process ended."""
+
+    ITSELF = "itself"
+    FAILURE_OF_ANOTHER = "failure of another"
+    END_OF_GRACE = "end of grace"
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank's process ended, as its supervisor saw it.
+
+    Attributes:
+        code: as `Popen.returncode`: negative for a signal.
+        time: when it was noticed, seconds since the epoch.
+        told_to_stop: SIGTERM had been passed on to it before.
+        ended_by: who sent the SIGKILL, where there was one from the supervisor.
+        report: what it left behind; None when it had no time to.
+    """
+
+    rank: int
+    code: int
+    time: float
+    told_to_stop: bool = False
+    ended_by: EndedBy = EndedBy.ITSELF
+    report: RankReport | None = None
+
+    @property
+    def outcome(self) -> int:
+        """The exit code it reported, as a report is written when all work is over; else `code`."""
+        return self.report.termination.exit_code if self.report else self.code
+
+
+def agree(
+    exits: Sequence[RankExit], *, stop_reason: str | None, is_out_of_memory: bool
+) -> Termination:
+    """Decide what the attempt ended with.
+
+    A guilty rank decides before a preempted one, and that one before a finished one; a rank that
+    was only ended because of another's failure has no say. Among guilty ranks those that say what
+    was wrong, or were killed, come before an unclassified error, which may be their consequence;
+    then the earliest.
+
+    Args:
+        exits: one for each rank of this node.
+        stop_reason: name of the signal the supervisor was told to stop with, if it was.
+        is_out_of_memory: the kernel's out-of-memory killer struck here during this attempt.
+    """
+    faults = [(e, fault) for e in exits if (fault := _fault(e, is_out_of_memory)) is not None]
+    if faults:
+        _, fault = min(
+            faults, key=lambda f: (f[1].exit_code == ExitCode.ERROR, f[0].time, f[0].rank)
+        )
+        return fault
+    by_rank = sorted(exits, key=lambda e: e.rank)
+    preempted = [e for e in by_rank if e.outcome == ExitCode.PREEMPTED]
+    unfinished = [e for e in by_rank if e.outcome != ExitCode.DONE]
+    if preempted or (stop_reason and unfinished):
+        reports = [e.report for e in preempted if e.report]
+        return reports[0].termination if reports else preempted_before_training(stop_reason)
+    if not unfinished:
+        reports = [e.report for e in by_rank if e.report]
+        return reports[0].termination if reports else _silent_success()
+    return _lost_peers(unfinished)
+
+
+def preempted_before_training(reason: str | None) -> Termination:
+    """Return the last words of an attempt that was stopped when there was nothing to save yet."""
+    return Termination(
+        failure_class=FailureClass.PREEMPTED,
+        exit_code=ExitCode.PREEMPTED,
+        message=f"stopped by {reason or 'another node'} before training began; nothing is lost",
+    )
+
+
+def write_termination(path: Path, termination: Termination) -> None:
+    """Write the last words as JSON of at most 4096 bytes, atomically where the file allows it."""
+    text = _shortened(termination)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        replace_text(path, text)
+    except OSError:
+        # Kubernetes mounts the file itself: it can be written but not replaced.
+        path.write_text(text, encoding="utf-8")
+
+
+def with_progress(termination: Termination, run_dir: Path, attempt: int) -> Termination:
+    """Add the step, the checkpoint and the progress that rank 0 published, where they are missing.
+
+    A rank that was killed could not say them.
+    """
+    if termination.progress is not None:
+        return termination
+    try:
+        progress = Progress.read(run_dir / "progress.json")
+    except (OSError, ValidationError):
+        return termination  # rank 0 may be on another node, or had nothing to tell yet
+    if progress.attempt != attempt:
+        return termination
+    return termination.model_copy(
+        update={
+            "step": termination.step or progress.step,
+            "checkpoint": termination.checkpoint or progress.checkpoint,
+            "progress": progress,
+        }
+    )
+
+
+def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
+    """Return what this rank is guilty of, or None."""
+    if exit_.outcome in (ExitCode.DONE, ExitCode.PREEMPTED):
+        return None
+    if exit_.ended_by is EndedBy.FAILURE_OF_ANOTHER:
+        return None
+    if exit_.report is not None:
+        return None if exit_.report.is_collateral else exit_.report.termination
+    if exit_.ended_by is EndedBy.END_OF_GRACE:
+        return _termination(
+            exit_.rank,
+            ExitCode.KILLED,
+            f"rank {exit_.rank} was told to stop, did not leave within its grace period and was "
+            "killed; raise spec.deadlines.terminationGrace or lower spec.checkpoint.everySteps",
+        )
+    if exit_.code == -signal.SIGTERM and exit_.told_to_stop:
+        return None
+    if exit_.code < 0:
+        return _killed(exit_, is_out_of_memory)
+    code = ExitCode(exit_.code) if exit_.code in list(ExitCode) else ExitCode.ERROR
+    message = f"rank {exit_.rank} exited with {exit_.code} without last words; look at its log"
+    return _termination(exit_.rank, code, message)
+
+
+def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:
+    name = signal.Signals(-exit_.code).name
+    if exit_.code != -signal.SIGKILL:
+        message = f"rank {exit_.rank} died of {name}; look at its log"
+        return _termination(exit_.rank, ExitCode.ERROR, message)
+    if not is_out_of_memory:
+        message = f"rank {exit_.rank} was killed from outside ({name})"
+        return _termination(exit_.rank, ExitCode.KILLED, message)
+    message = (
+        f"rank {exit_.rank} was killed as the memory limit was reached; lower "
+        "training.microBatchSize or maxSeqLength, or give the node more memory"
+    )
+    killed = _termination(exit_.rank, ExitCode.KILLED, message)
+    return killed.model_copy(update={"failure_class": FailureClass.OUT_OF_MEMORY})
+
+
+def _lost_peers(exits: Sequence[RankExit]) -> Termination:
+    """Nobody here is guilty, yet not all finished: the cause is on another node."""
+    first = min(exits, key=lambda e: (e.time, e.rank))
+    if first.report is not None:
+        return first.report.termination
+    message = f"rank {first.rank} ended early and nobody here is to blame; look at the other nodes"
+    lost = _termination(None, ExitCode.ERROR, message)
+    return lost.model_copy(update={"failure_class": FailureClass.WORKER_LOST})
+
+
+def _silent_success() -> Termination:
+    return Termination(
+        failure_class=FailureClass.COMPLETED, exit_code=ExitCode.DONE, message="finished"
+    )
+
+
+def _termination(rank: int | None, code: ExitCode, message: str) -> Termination:
+    failure_class = _CLASS_OF_CODE.get(code, FailureClass.ERROR)
+    return Termination(failure_class=failure_class, exit_code=code, message=message, rank=rank)
+
+
+def _shortened(termination: Termination) -> str:
+    for candidate in _ever_shorter(termination):
+        text = candidate.model_dump_json(by_alias=True, exclude_none=True) + "\n"
+        if len(text.encode()) <= MAX_TERMINATION_BYTES:
+            break
+    return text
+
+
+def _ever_shorter(full: Termination) -> Iterator[Termination]:
+    """Yield the last words with less and less beside the class, the step and the sentence."""
+    yield full
+    progress = full.progress
+    if progress is not None:
+        samples = tuple(_cut_sample(sample, 160) for sample in progress.samples)
+        warnings = tuple(_cut(warning, 160) for warning in progress.warnings[-5:])
+        progress = progress.model_copy(update={"samples": samples, "warnings": warnings})
+        yield full.model_copy(update={"progress": progress})
+        bare = {"samples": (), "warnings": (), "train_data": None, "eval_data": None}
+        progress = progress.model_copy(update=bare)
+        yield full.model_copy(update={"progress": progress})
+    short = full.model_copy(
+        update={"message": _cut(full.message, 500), "artifacts": full.artifacts[:4]}
+    )
+    yield short.model_copy(update={"progress": progress})
+    yield short.model_copy(update={"progress": None})
+    yield short.model_copy(update={"progress": None, "artifacts": (), "checkpoint": None})
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _cut_sample(sample: SampleAnswer, length: int) -> SampleAnswer:
+    return SampleAnswer(
+        prompt=_cut(sample.prompt, length),
+        before=None if sample.before is None else _cut(sample.before, length),
+        after=None if sample.after is None else _cut(sample.after, length),
+    )

@@ -1,0 +1,138 @@
+"""One rank, from its first instruction to its exit code.
+
+`python -m finetune_trainer.worker CONFIG ENTRY` is what the supervisor starts once per process;
+under a foreign launcher `__main__` calls `run_rank` itself. The work is done by ENTRY
+(`finetune_trainer.rank:run`); this module gives it a world and reports how it ended.
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, cast
+
+from finetune_trainer.config import ExitCode, Phase, Termination, TrainConfig
+from finetune_trainer.control import StopSignal, Verdict, guard, leave
+from finetune_trainer.errors import OutputNotWritableError, TrainerError
+from finetune_trainer.report import (
+    DEFAULT_ENTRY,
+    ENV_REPORT_DIR,
+    ENV_STARTED,
+    ENV_SUPERVISOR_PID,
+    RankReport,
+    write_report,
+)
+from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.world import Launch, World, open_world, read_launch
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+Entry = Callable[[TrainConfig, World, StopSignal, Telemetry], Termination]
+
+
+def main() -> NoReturn:
+    """Run as a supervised rank: do the work, leave a report, exit with its code."""
+    config_path, entry = sys.argv[1:]
+    die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
+    report = run_rank(TrainConfig.read(Path(config_path)), entry)
+    write_report(Path(os.environ[ENV_REPORT_DIR]), report)
+    leave(report.termination.exit_code)
+
+
+def run_rank(
+    config: TrainConfig, entry: str = DEFAULT_ENTRY, environ: Mapping[str, str] = os.environ
+) -> RankReport:
+    """Do the work of the rank that the environment names, and return how it ended.
+
+    SIGTERM and SIGINT are only taken over once the ranks are connected; before that there is
+    nothing to save, and a rank that waits for its peers inside a library could not react.
+    """
+    telemetry: Telemetry | None = None
+    stop = StopSignal()
+    rank = 0
+
+    def work() -> Termination:
+        nonlocal telemetry, rank
+        launch = read_launch(environ) or Launch("")
+        rank = launch.rank
+        telemetry = _open_telemetry(config, launch, environ)
+        with open_world(config, environ) as world:
+            stop.install()
+            return _load(entry)(config, world, stop, telemetry)
+
+    def on_error(verdict: Verdict, trace: str) -> None:
+        if verdict.exit_code == ExitCode.ERROR and not verdict.is_collateral:
+            print(trace, file=sys.stderr, flush=True)
+        if telemetry is not None:
+            telemetry.log("failed", reason=verdict.failure_class, trace=trace)
+
+    termination, verdict = guard(work, on_error=on_error)
+    if verdict is not None and verdict.is_own_fault:
+        termination = termination.model_copy(update={"rank": rank})
+    if telemetry is not None:
+        termination = _close(telemetry, termination)
+    return RankReport(
+        rank=rank,
+        time=time.time(),
+        termination=termination,
+        is_collateral=verdict is not None and verdict.is_collateral,
+    )
+
+
+def die_with_supervisor(supervisor_pid: int) -> None:
+    """Make the kernel kill this process when its supervisor's process ends, however that happens.
+
+    Otherwise a rank whose supervisor was killed would go on writing to a checkpoint that the next
+    attempt is writing to as well.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise TrainerError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != supervisor_pid:  # it died before the call, so no signal will come
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, str]) -> Telemetry:
+    started = environ.get(ENV_STARTED)
+    try:
+        return Telemetry(
+            config,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            started=float(started) if started else None,
+        )
+    except OSError as error:
+        raise OutputNotWritableError(
+            f"runDir {config.run_dir} cannot be written ({error.strerror}: {error.filename}); "
+            "choose a folder that this process may write into"
+        ) from error
+
+
+def _close(telemetry: Telemetry, termination: Termination) -> Termination:
+    """Write the end into the outlets, and what they know into the last words."""
+    if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
+        telemetry.phase(Phase.DONE)
+    telemetry.log("ended", termination=termination)
+    telemetry.close()
+    progress = telemetry.progress
+    return termination.model_copy(
+        update={
+            "step": termination.step or progress.step,
+            "checkpoint": termination.checkpoint or progress.checkpoint,
+            "artifacts": termination.artifacts or telemetry.artifact_paths,
+            "progress": termination.progress or progress,
+        }
+    )
+
+
+def _load(entry: str) -> Entry:
+    module, _, name = entry.partition(":")
+    return cast(Entry, getattr(importlib.import_module(module), name))
+
+
+if __name__ == "__main__":
+    main()
