@@ -105,8 +105,6 @@ def _to_cel(value: Any, schema: Schema) -> Any:
     """Give a rule the types the schema declares, and only fields that it declares."""
     if schema.get("type") == "number" and isinstance(value, int):
         return float(value)
-    if schema.get("type") == "integer" and isinstance(value, float):
-        return int(value)
     if isinstance(value, list) and "items" in schema:
         return [_to_cel(item, schema["items"]) for item in value]
     if not isinstance(value, dict) or "x-kubernetes-preserve-unknown-fields" in schema:

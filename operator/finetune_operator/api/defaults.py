@@ -23,13 +23,11 @@ def _object_with_defaults(value: dict[str, Any], schema: Schema) -> dict[str, An
     properties: dict[str, Schema] = schema.get("properties", {})
     made: dict[str, Any] = {}
     for key, item in value.items():
-        if key in properties:
-            if item is not None:
-                made[key] = with_defaults(item, properties[key])
-        elif isinstance(schema.get("additionalProperties"), dict):
-            made[key] = with_defaults(item, schema["additionalProperties"])
-        else:
+        inner = properties.get(key, schema.get("additionalProperties"))
+        if not isinstance(inner, dict):
             made[key] = deepcopy(item)
+        elif item is not None:
+            made[key] = with_defaults(item, inner)
     for key, inner in properties.items():
         if key not in made and "default" in inner:
             made[key] = with_defaults(inner["default"], inner)

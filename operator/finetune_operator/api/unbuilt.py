@@ -39,7 +39,7 @@ def _unset(path: str) -> Unbuilt:
 
 
 def _starts(path: str, *starts: str) -> Unbuilt:
-    return Unbuilt(path, lambda value: value.startswith(starts), f"use {' or '.join(starts)}")
+    return Unbuilt(path, lambda value: str(value).startswith(starts), f"use {' or '.join(starts)}")
 
 
 _FAILURES = tuple(one.value for one in FailureClass if one is not FailureClass.COMPLETED)
@@ -77,12 +77,7 @@ UNBUILT = (
 
 
 def check_built(value: Any) -> Iterator[Finding]:
-    """Yield a finding for each value that nothing acts on yet.
-
-    Args:
-        value: An object with its defaults and of the right types, except where a finding of
-            `structural` says otherwise.
-    """
+    """Yield a finding for each value that nothing acts on yet, in an object with its defaults."""
     for entry in UNBUILT:
         for path, item in _values_at(value, ("spec", *entry.path.split("."))):
             if not entry.is_built(item):
@@ -99,8 +94,8 @@ def _values_at(
     name = parts[0].removesuffix("[]")
     if not isinstance(value, dict) or name not in value:
         return
-    if parts[0].endswith("[]"):
+    if not parts[0].endswith("[]"):
+        yield from _values_at(value[name], parts[1:], (*path, name))
+    elif isinstance(value[name], list):
         for index, item in enumerate(value[name]):
             yield from _values_at(item, parts[1:], (*path, name, index))
-    else:
-        yield from _values_at(value[name], parts[1:], (*path, name))

@@ -4,7 +4,7 @@ YAML as kubectl reads it, defaults, structure, rules, and what is not built yet.
 all it finds, and no step opens a file that a manifest names.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from finetune_operator.api.defaults import with_defaults
 from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.metadata import OBJECT_METADATA
 from finetune_operator.api.openapi import Schema
-from finetune_operator.api.paths import FieldPath, Finding, show_path
+from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.problems import InvalidJobError, Problem, Severity
 from finetune_operator.api.structural import check_structure
 from finetune_operator.api.unbuilt import check_built
@@ -69,12 +69,10 @@ def check_manifest(manifest: Manifest, *, with_unbuilt: bool = True) -> list[Pro
         with_unbuilt: Report also what is not built yet; without it the verdict is the API server's.
     """
     value = defaulted(manifest.value)
-    structure = check_structure(value, _schema())
-    findings = structure + check_rules(value, _schema(), structure)
+    findings = check_object(value)
     if with_unbuilt:
         wrong = {finding.path for finding in findings}
-        typed = _without(value, {finding.path for finding in structure if not finding.is_unknown})
-        findings += [found for found in check_built(typed) if found.path not in wrong]
+        findings += [found for found in check_built(value) if found.path not in wrong]
     problems = [*manifest.problems, *(_problem(finding, manifest) for finding in findings)]
     if "status" in manifest.value:
         message = "is written by the controller; what stands here is ignored"
@@ -84,10 +82,8 @@ def check_manifest(manifest: Manifest, *, with_unbuilt: bool = True) -> list[Pro
 
 
 def defaulted(value: Any) -> Any:
-    """Return an object of the resource with the CRD's defaults, without its status."""
-    made = with_defaults(value, _schema())
-    made.pop("status", None)
-    return made
+    """Return an object of the resource with the CRD's defaults, those of its status included."""
+    return with_defaults(value, _schema())
 
 
 def check_object(value: Any, old: Any = None) -> list[Finding]:
@@ -97,7 +93,7 @@ def check_object(value: Any, old: Any = None) -> list[Finding]:
         value: The object to create, or to replace `old` with.
         old: The object before an update, with its defaults; None when it is created.
     """
-    findings = check_structure(value, _schema())
+    findings = _not_in_status(check_structure(value, _schema()))
     if old is None:
         return findings + check_rules(value, _schema(), findings)
     return findings + check_rules(value, _schema(), findings, old)
@@ -128,7 +124,8 @@ def load_job(path: Path | str, *, backend: str | None = None) -> tuple[FineTuneJ
     errors = _errors(check_manifest(manifest))
     if errors:
         raise InvalidJobError(errors)
-    return FineTuneJob.model_validate(defaulted(manifest.value)), ManifestRef(manifest)
+    value = {key: part for key, part in defaulted(manifest.value).items() if key != "status"}
+    return FineTuneJob.model_validate(value), ManifestRef(manifest)
 
 
 @cache
@@ -140,21 +137,9 @@ def _schema() -> Schema:
     return schema
 
 
-def _without(value: Any, wrong: Collection[FieldPath], path: FieldPath = ()) -> Any:
-    """Return the object without the values at `wrong`, whose type nothing can rely on."""
-    if isinstance(value, dict):
-        return {
-            key: _without(item, wrong, (*path, key))
-            for key, item in value.items()
-            if (*path, key) not in wrong
-        }
-    if isinstance(value, list):
-        # None keeps the place, so that the items after it keep their index
-        return [
-            None if (*path, index) in wrong else _without(item, wrong, (*path, index))
-            for index, item in enumerate(value)
-        ]
-    return value
+def _not_in_status(findings: Iterable[Finding]) -> list[Finding]:
+    """The API server drops a new object's status unread, but for fields that do not exist."""
+    return [found for found in findings if found.path[:1] != ("status",) or found.is_unknown]
 
 
 def _problem(finding: Finding, manifest: Manifest) -> Problem:
