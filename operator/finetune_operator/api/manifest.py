@@ -16,6 +16,7 @@ from finetune_operator.api.v1alpha1 import API_VERSION, GROUP, KIND
 from finetune_operator.api.yaml_documents import YamlDocument, read_yaml
 
 STDIN = "-"
+_OBJECT_KEYS = frozenset({"apiVersion", "kind", "spec"})
 _SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 
 
@@ -108,28 +109,20 @@ def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
         yield Problem("", "is not UTF-8 text", file=file, line=line)
         return
     if Path(file).suffix == ".json":
-        other = _other_json(text, file, is_from_folder)
-        if other is not None:
-            yield other
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            message = f"is not JSON: {error.msg[0].lower()}{error.msg[1:]} (column {error.colno})"
+            yield Problem("", message, file=file, line=error.lineno)
             return
+        if is_from_folder and not (isinstance(value, dict) and value.keys() & _OBJECT_KEYS):
+            return  # settings, progress, a tokenizer: slow to parse as YAML and no object
         text = text.replace("\t", " ")  # white space in JSON, forbidden as such in YAML
     for document in read_yaml(text, file):
         if isinstance(document, Problem):
             yield document
         else:
             yield from _jobs_in(document, file, is_from_folder)
-
-
-def _other_json(text: str, file: str, is_from_folder: bool) -> Problem | None:
-    """Recognise JSON that is broken, or another file's business, without parsing it as YAML."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        message = f"is not JSON: {error.msg[0].lower()}{error.msg[1:]} (column {error.colno})"
-        return Problem("", message, file=file, line=error.lineno)
-    if is_from_folder and not (isinstance(value, dict) and value.get("kind")):
-        return _note("passed over: it has no kind", file, 1)
-    return None
 
 
 def _jobs_in(

@@ -50,10 +50,11 @@ class ManifestRef:
 
     def locate(self, problem: Problem) -> Problem:
         """Return the problem of a backend or of the planner with its file and line."""
-        for path, line in self.manifest.lines.items():
-            if show_path(path) == problem.path:
-                return problem.at(self.manifest.file, line)
-        return problem.at(self.manifest.file, self.line)
+        lines = {show_path(path): line for path, line in self.manifest.lines.items()}
+        path = problem.path
+        while path and path not in lines:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return problem.at(self.manifest.file, lines.get(path, self.line))
 
 
 def validate(manifests: Iterable[Manifest]) -> list[Problem]:
@@ -124,8 +125,13 @@ def load_job(path: Path | str, *, backend: str | None = None) -> tuple[FineTuneJ
     errors = _errors(check_manifest(manifest))
     if errors:
         raise InvalidJobError(errors)
+    return job_of(manifest), ManifestRef(manifest)
+
+
+def job_of(manifest: Manifest) -> FineTuneJob:
+    """Return the job a manifest without problems describes; what it says of a status is dropped."""
     value = {key: part for key, part in defaulted(manifest.value).items() if key != "status"}
-    return FineTuneJob.model_validate(value), ManifestRef(manifest)
+    return FineTuneJob.model_validate(value)
 
 
 @cache

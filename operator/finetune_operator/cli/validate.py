@@ -1,6 +1,7 @@
 """`ftctl validate`: every problem of the manifests, with file, line and field."""
 
 import json
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
@@ -9,7 +10,9 @@ import typer
 
 from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.problems import Problem, Severity
-from finetune_operator.api.validate import validate as check
+from finetune_operator.api.validate import ManifestRef, check_manifest, job_of
+from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.registry import available, load
 
 
 class OutputFormat(StrEnum):
@@ -35,14 +38,17 @@ def validate(
 ) -> None:
     """Print every problem of the FineTuneJobs given, as FILE:LINE: FIELD SENTENCE.
 
-    Checks what the API server checks, and names every value whose behaviour is not built yet.
-    Opens no file that a manifest names; `ftctl run` does. The exit code is 1 if there is a problem.
+    Checks what the API server checks, names every value whose behaviour is not built yet, and asks
+    the backend. Opens no file that a manifest names; `ftctl run` does. The exit code is 1 if there
+    is a problem.
     """
     given = [*(files or []), *(paths or [])]
     if not given:
         raise typer.BadParameter("give at least one file, folder or - for standard input")
     reading = read_manifests(given)
-    problems = [*reading.problems, *check(reading.manifests)]
+    problems = [*reading.problems]
+    for manifest in reading.manifests:
+        problems += _check(manifest)
     if not reading.manifests and not _errors(problems):
         problems.append(Problem("", f"no FineTuneJob in {', '.join(given)}"))
     if output is OutputFormat.JSON:
@@ -51,6 +57,22 @@ def validate(
         _print_text(reading.manifests, problems)
     if _errors(problems):
         raise typer.Exit(1)
+
+
+def _check(manifest: Manifest) -> list[Problem]:
+    """The resource's own problems; the backend is asked about what is otherwise right."""
+    problems = check_manifest(manifest)
+    if _errors(problems):
+        return problems
+    job, manifest_ref = job_of(manifest), ManifestRef(manifest)
+    name = job.spec.backend.type
+    if name not in available():
+        message = f"{name} is not installed here; use {' or '.join(available())}"
+        problems.append(manifest_ref.locate(Problem("spec.backend.type", message)))
+    else:
+        backend = load(name)(BackendContext(manifest.directory, dict(os.environ)))
+        problems += [manifest_ref.locate(problem) for problem in backend.validate(job)]
+    return problems
 
 
 def _errors(problems: Sequence[Problem]) -> list[Problem]:
