@@ -1,0 +1,185 @@
+"""A backend that runs nothing and does exactly what a test says; shipped for plugin authors.
+
+It keeps the contract (`tests/backend_contract.py` runs against it), so what works with it fails
+elsewhere only for reasons of the other backend. Nothing here reads time or chance.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.base import (
+    Attempt,
+    AttemptPhase,
+    BackendContext,
+    Handle,
+    Observation,
+    Request,
+)
+from finetune_operator.errors import AlreadyOwnedError, BackendError
+from finetune_operator.planner.plan import Plan
+from finetune_trainer.config import ExitCode, FailureClass, Progress, Termination
+
+RUNNING = Observation(AttemptPhase.RUNNING, nodes_ready=1, look_again_seconds=0.0)
+
+
+def ended(
+    exit_code: int = ExitCode.DONE,
+    failure_class: FailureClass = FailureClass.COMPLETED,
+    message: str = "trained to the end",
+    *,
+    progress: Progress | None = None,
+) -> Observation:
+    """Return what is seen of an attempt that ended with these last words and left nothing."""
+    return Observation(
+        AttemptPhase.SUCCEEDED if exit_code == ExitCode.DONE else AttemptPhase.FAILED,
+        all_gone=True,
+        termination=Termination(failure_class=failure_class, exit_code=exit_code, message=message),
+        progress=progress,
+        look_again_seconds=0.0,
+    )
+
+
+PREEMPTED = ended(ExitCode.PREEMPTED, FailureClass.PREEMPTED, "stopped with a checkpoint")
+
+
+@dataclass
+class FakeRun:
+    """One submitted attempt.
+
+    Attributes:
+        request: What it was submitted with.
+        script: What `observe` returns, one after the other; the last one for ever.
+        graces: Grace of each `cancel` so far.
+        lines: Log lines by rank.
+        artifacts: What `collect` returns.
+    """
+
+    request: Request
+    script: list[Observation]
+    graces: list[float] = field(default_factory=list)
+    lines: dict[int, list[str]] = field(default_factory=dict)
+    artifacts: list[str] = field(default_factory=list)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process of it would still run."""
+        return not self.script[0].all_gone
+
+
+class FakeBackend:
+    """Backend `fake`.
+
+    Args:
+        context: Kept for the signature of the contract; unused.
+        scripts: Script of each attempt by its number; `RUNNING` for ever where there is none.
+
+    Attributes:
+        runs: Every attempt ever submitted, by name; a test may change a run's script at any time.
+        errors: Errors that a verb raises the next time, by verb, first come first served; raised
+            before the verb has any effect.
+        after_cancel: What a cancelled attempt is seen as from then on.
+    """
+
+    name: ClassVar[str] = "fake"
+    watches: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        context: BackendContext | None = None,
+        *,
+        scripts: Mapping[int, Sequence[Observation]] | None = None,
+    ) -> None:
+        self.context = context or BackendContext(Path())
+        self.runs: dict[str, FakeRun] = {}
+        self.errors: dict[str, list[BackendError]] = {}
+        self.after_cancel = PREEMPTED
+        self._scripts = dict(scripts or {})
+
+    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
+        """It can do everything."""
+        return ()
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        """It reads nothing."""
+        return ()
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        """Return a request with the size of the attempt in it."""
+        metadata = plan.job.metadata
+        return Request(
+            backend=self.name,
+            job_uid=metadata.uid,
+            attempt=attempt.number,
+            name=f"{metadata.namespace}/{metadata.name}-{attempt.number}",
+            objects=({"kind": "Fake", "nodes": plan.nodes, "worldSize": plan.world_size},),
+        )
+
+    async def submit(self, request: Request) -> Handle:
+        """Start the attempt's script, unless it is there already."""
+        self._raise("submit")
+        there = self.runs.get(request.name)
+        if there is not None and there.request.job_uid != request.job_uid:
+            owner = there.request.job_uid
+            raise AlreadyOwnedError(f"{request.name} belongs to job {owner}; rename this job")
+        if there is None:
+            script = list(self._scripts.get(request.attempt, (RUNNING,)))
+            self.runs[request.name] = FakeRun(request, script)
+        return Handle(kind="Fake", name=request.name, uid=_uid(request))
+
+    async def observe(self, handle: Handle) -> Observation:
+        """Return the script's present line and go on to the next one."""
+        self._raise("observe")
+        run = self._run(handle)
+        if run is None:
+            return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="never submitted")
+        return run.script.pop(0) if len(run.script) > 1 else run.script[0]
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        """Note the grace; the first call replaces the script of an attempt that lives."""
+        self._raise("cancel")
+        run = self._run(handle)
+        if run is None:
+            return
+        if run.is_alive and not run.graces:
+            run.script[:] = [self.after_cancel]
+        run.graces.append(grace_seconds)
+
+    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        """Yield the rank's lines."""
+        run = self._run(handle)
+        if run is None or rank not in run.lines:
+            yield f"there is no log of rank {rank} of {handle.name}"
+            return
+        for line in run.lines[rank]:
+            yield line
+
+    async def collect(self, handle: Handle) -> Sequence[str]:
+        """Return the run's artifacts."""
+        self._raise("collect")
+        run = self._run(handle)
+        return tuple(run.artifacts) if run else ()
+
+    @property
+    def alive(self) -> list[FakeRun]:
+        """Attempts of which a process would still run."""
+        return [run for run in self.runs.values() if run.is_alive]
+
+    def run(self, number: int) -> FakeRun:
+        """Return the attempt of that number, for tests with one job."""
+        return next(run for run in self.runs.values() if run.request.attempt == number)
+
+    def _run(self, handle: Handle) -> FakeRun | None:
+        run = self.runs.get(handle.name)
+        return run if run is not None and _uid(run.request) == handle.uid else None
+
+    def _raise(self, verb: str) -> None:
+        if self.errors.get(verb):
+            raise self.errors[verb].pop(0)
+
+
+def _uid(request: Request) -> str:
+    return f"{request.job_uid}-{request.attempt}"
