@@ -1,0 +1,151 @@
+"""A small state, a store around it, and a stand-in for training that can be killed and resumed."""
+
+import json
+import multiprocessing as mp
+import os
+import resource
+from collections.abc import Callable, Mapping
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.config import CheckpointConfig
+
+State = dict[str, Any]
+TIMEOUT_SECONDS = 60
+
+
+def make_state(step: int, *, size: int = 16) -> State:
+    """Return tensors that depend on `step` alone, of several types, and plain values."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {
+            "layers.0.weight": torch.randn(size, size, generator=generator),
+            "layers.0.bias": torch.randn(size, generator=generator).to(torch.bfloat16),
+        },
+        "optimizer": {
+            "layers.0.weight.exp_avg": torch.randn(size, size, generator=generator),
+            "layers.0.weight.step": torch.tensor(float(step)),
+        },
+        "trainer": {"step": step, "answers": [["Why?", None]]},
+    }
+
+
+def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) -> CheckpointStore:
+    """Return the store of a single process; keyword arguments go to the store or its config."""
+    own = {"rank": 0, "world_size": 1, "group": None, "fingerprint": "a model"}
+    arguments = {name: changes.pop(name, value) for name, value in own.items()}
+    return CheckpointStore(
+        CheckpointConfig(dir=str(folder), **changes),
+        warn=(warnings if warnings is not None else []).append,
+        clock=lambda: 1000.0,
+        **arguments,
+    )
+
+
+def tensors_differ(one: State, other: State) -> list[str]:
+    """Return the names of tensors that are not the same bit for bit."""
+    return [
+        f"{section}.{name}"
+        for section in ("model", "optimizer")
+        for name, tensor in one[section].items()
+        if tensor.dtype != other[section][name].dtype
+        or not torch.equal(tensor, other[section][name])
+    ]
+
+
+def train_and_save(folder: Path, report: Path, steps: int = 8) -> None:
+    """Stand in for training: change the state each step, save every second, resume at start.
+
+    The final values and the step that was resumed from go to `report` as JSON.
+    """
+    store = open_store(folder, every_steps=2, keep=1)
+    state = make_state(0)
+    manifest = store.restore(state)
+    first = state["trainer"]["step"]
+    for step in range(first + 1, steps + 1):
+        for section in ("model", "optimizer"):
+            for tensor in state[section].values():
+                tensor.mul_(1.5).sub_(step)
+        state["trainer"]["step"] = step
+        if store.is_due(step):
+            store.save(step, state)
+    store.wait()
+    values = {name: tensor.tolist() for name, tensor in state["model"].items()}
+    resumed = manifest.step if manifest else None
+    report.write_text(json.dumps({"resumed": resumed, "values": values}))
+
+
+def run_processes(
+    work: Callable[..., None],
+    *arguments: Any,
+    world_size: int = 1,
+    environ: Mapping[str, str] | None = None,
+    max_file_bytes: Mapping[int, int] | None = None,
+) -> list[int | None]:
+    """Call `work(*arguments)` in new processes, and return their exit codes by rank.
+
+    With more than one, each is connected with the others over gloo and `work` gets the process
+    group first. `max_file_bytes` limits how long a file a rank may write.
+    """
+    context = _context()
+    meeting_point = f"{arguments[0]}.rendezvous-{world_size}"
+    processes = [
+        context.Process(
+            target=_enter,
+            args=(work, arguments, rank, world_size, meeting_point),
+            kwargs={
+                "environ": dict(environ or {}),
+                "max_file_bytes": (max_file_bytes or {}).get(rank),
+            },
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    Path(meeting_point).unlink(missing_ok=True)
+    return [process.exitcode for process in processes]
+
+
+@cache
+def _context() -> ForkServerContext:
+    """Import torch once, not in every process of every test."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["checkpoint_fixtures", "torch.distributed.checkpoint"])
+    return context
+
+
+def _enter(
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    meeting_point: str,
+    *,
+    environ: dict[str, str],
+    max_file_bytes: int | None,
+) -> None:
+    os.environ.update(environ, RANK=str(rank))
+    torch.set_num_threads(1)
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    if world_size == 1:
+        work(*arguments)
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size
+    )
+    work(dist.new_group(backend="gloo"), *arguments)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,189 @@
+"""Only a folder whose every byte is as it was committed counts as a checkpoint."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint_fixtures import make_state, open_store, tensors_differ
+from finetune_trainer.checkpoint.commit import (
+    MANIFEST,
+    FileDigest,
+    Manifest,
+    commit,
+    digest_file,
+    ledger,
+    newest_verified,
+    read_manifest,
+    remove_leftovers,
+    set_aside_newer,
+    verify,
+    write_manifest,
+)
+from finetune_trainer.checkpoint.retention import retire
+from finetune_trainer.errors import CheckpointError
+
+
+def committed(root: Path, step: int, *, eval_loss: float | None = None) -> Path:
+    """Commit a folder of one small file, as the store would, and return it."""
+    tmp = root / f"step-{step}.tmp"
+    tmp.mkdir(parents=True)
+    (tmp / "data").write_bytes(b"weights" * step)
+    manifest = Manifest(
+        step=step,
+        world_size=1,
+        time=1000.0,
+        fingerprint="a model",
+        eval_loss=eval_loss,
+        files={"data": digest_file(tmp / "data")},
+    )
+    write_manifest(tmp, manifest)
+    final = root / f"step-{step}"
+    commit(tmp, final)
+    return final
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with real checkpoints of the steps 1 and 2."""
+    root = tmp_path_factory.mktemp("run") / "checkpoints"
+    store = open_store(root)
+    for step in (1, 2):
+        store.save(step, make_state(step))
+    store.wait()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(truncate, "bytes instead of|not a manifest", id="truncated"),
+        pytest.param(Path.unlink, "is missing|never committed", id="deleted"),
+        pytest.param(flip_a_bit, "is damaged", id="one bit flipped"),
+    ],
+)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "trainer.json", MANIFEST])
+def test_a_damaged_file_makes_restore_take_the_checkpoint_before(
+    two_checkpoints: Path,
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], None],
+    reason: str,
+) -> None:
+    root = shutil.copytree(two_checkpoints, tmp_path / "checkpoints")
+    damage(root / "step-2" / name)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        verify(root / "step-2")
+    assert name in str(caught.value)
+
+    warnings: list[str] = []
+    state = make_state(0)
+    manifest = open_store(root, warnings).restore(state)
+
+    assert manifest is not None
+    assert manifest.step == 1
+    assert tensors_differ(state, make_state(1)) == []
+    assert warnings[0] == f"checkpoint step-2 is passed over: {caught.value}; trying the one before"
+
+
+def test_a_real_checkpoint_has_exactly_the_files_that_are_damaged_above(
+    two_checkpoints: Path,
+) -> None:
+    names = sorted(path.name for path in (two_checkpoints / "step-2").iterdir())
+    assert names == [".metadata", "__0_0.distcp", MANIFEST, "trainer.json"]
+
+
+def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
+    path = committed(tmp_path, 3, eval_loss=2.5) / MANIFEST
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        for bit in range(8):
+            broken = bytearray(whole)
+            broken[position] ^= 1 << bit
+            path.write_bytes(broken)
+            with pytest.raises(CheckpointError):
+                read_manifest(path.parent)
+
+
+def test_without_any_whole_checkpoint_there_is_none(tmp_path: Path) -> None:
+    flip_a_bit(committed(tmp_path, 1) / "data")
+    warnings: list[str] = []
+    assert newest_verified(tmp_path, warnings.append) is None
+    assert len(warnings) == 1
+    assert newest_verified(tmp_path / "absent", warnings.append) is None
+
+
+def test_only_step_folders_count_and_are_ordered_by_number(tmp_path: Path) -> None:
+    for step in (2, 10, 9):
+        committed(tmp_path, step)
+    (tmp_path / "step-11.tmp").mkdir()
+    (tmp_path / "step-12").mkdir()
+    (tmp_path / "step-13").write_text("a file")
+    (tmp_path / "notes").mkdir()
+    assert [ref.step for ref in ledger(tmp_path)] == [10, 9, 2]
+
+
+def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    committed(tmp_path, 1)
+    (tmp_path / "step-2.tmp").mkdir()
+    (tmp_path / "mine.tmp").mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.tmp", "step-1"]
+
+
+def test_what_lies_beyond_the_start_is_renamed_and_never_overwrites_what_was_renamed_before(
+    tmp_path: Path,
+) -> None:
+    for _ in range(2):
+        committed(tmp_path, 1 if not (tmp_path / "step-1").exists() else 3)
+        committed(tmp_path, 2)
+        set_aside_newer(tmp_path, 1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-1", "step-2.aside", "step-2.aside-2", "step-3.aside"]
+
+
+def test_a_commit_never_replaces_a_checkpoint(tmp_path: Path) -> None:
+    final = committed(tmp_path, 1)
+    before = read_manifest(final)
+    tmp = tmp_path / "step-1.tmp"
+    tmp.mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        commit(tmp, final)
+    assert verify(final) == before
+
+
+def test_the_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    manifest = verify(committed(tmp_path, 2, eval_loss=1.25))
+    assert manifest.files == {"data": FileDigest.model_validate(manifest.files["data"])}
+    assert (manifest.step, manifest.eval_loss, manifest.is_intact()) == (2, 1.25, True)
+
+
+@pytest.mark.parametrize(
+    ("losses", "keep", "left"),
+    [
+        pytest.param([None] * 4, 2, [4, 3], id="the newest stay"),
+        pytest.param([1.0, 3.0, 2.5, 2.0], 2, [4, 3, 1], id="the best stays too"),
+        pytest.param([2.0, 2.0, None, None], 1, [4, 2], id="the newest of equally good ones stays"),
+        pytest.param([None], 3, [1], id="fewer than may stay"),
+    ],
+)
+def test_retention_keeps_the_newest_and_the_best(
+    tmp_path: Path, losses: list[float | None], keep: int, left: list[int]
+) -> None:
+    for step, loss in enumerate(losses, start=1):
+        committed(tmp_path, step, eval_loss=loss)
+    retire(tmp_path, keep)
+    assert [ref.step for ref in ledger(tmp_path)] == left
+    assert len(list(tmp_path.iterdir())) == len(left)

@@ -1,0 +1,260 @@
+"""The store of one process: what it saves, when, and what it restores."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_fixtures import make_state, open_store, tensors_differ
+from finetune_trainer.checkpoint.commit import ledger
+from finetune_trainer.errors import CheckpointError, ConfigError
+
+
+def save(root: Path, *steps: int, **changes: object) -> None:
+    store = open_store(root, **changes)
+    for step in steps:
+        store.save(step, make_state(step))
+    store.wait()
+
+
+def test_restore_gives_back_every_bit_and_every_plain_value(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    state = make_state(0)
+    weight = state["model"]["layers.0.weight"]
+
+    manifest = open_store(tmp_path).restore(state)
+
+    assert manifest is not None
+    assert (manifest.step, manifest.time, manifest.world_size) == (7, 1000.0, 1)
+    assert tensors_differ(state, make_state(7)) == []
+    assert state["trainer"] == make_state(7)["trainer"]
+    assert state["model"]["layers.0.weight"] is weight, "restored in place"
+
+
+def test_restore_writes_into_live_parameters(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    parameter = torch.nn.Parameter(torch.zeros(16, 16))
+    state = make_state(0)
+    state["model"]["layers.0.weight"] = parameter.detach()
+    open_store(tmp_path).restore(state)
+    assert torch.equal(parameter, make_state(1)["model"]["layers.0.weight"])
+
+
+def test_a_save_holds_the_state_as_it_was_when_save_was_called(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    state = make_state(1, size=512)
+    for step in (1, 2):  # the second one reuses the buffers of the first
+        expected = make_state(step, size=512)
+        for section in ("model", "optimizer"):
+            for name, tensor in state[section].items():
+                tensor.copy_(expected[section][name])
+        store.save(step, state)
+        for section in ("model", "optimizer"):
+            for tensor in state[section].values():
+                tensor.zero_()
+        state["trainer"]["answers"].append("later")
+    store.wait()
+
+    for step in (2, 1):  # to start from an older one sets the newer one aside
+        found = make_state(0, size=512)
+        open_store(tmp_path, resume_from=str(tmp_path / f"step-{step}")).restore(found)
+        assert tensors_differ(found, make_state(step, size=512)) == []
+        assert len(found["trainer"]["answers"]) == step
+
+
+def test_a_commit_is_reported_once_and_stays_known(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.restore(make_state(0)) is None
+    assert (store.poll(), store.wait(), store.last) == (None, None, None)
+
+    store.save(1, make_state(1), eval_loss=2.0)
+    store.save(2, make_state(2), eval_loss=3.0)  # finishes the first
+    first = store.poll()
+    assert first is not None
+    assert (first.step, first.eval_loss, first.path) == (1, 2.0, str(tmp_path / "step-1"))
+
+    last = store.wait()
+    assert last is not None
+    assert last.step == 2
+    assert store.poll() is None
+    assert (store.wait(), store.last, store.best) == (last, last, first)
+    assert ledger(tmp_path) == [last, first]
+
+
+def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.save(1, make_state(1))
+    store.save(1, make_state(2))
+    store.wait()
+    store.save(1, make_state(3))
+    assert (store.poll(), store.last and store.last.step) == (None, 1)
+
+    state = make_state(0)
+    again = open_store(tmp_path)
+    again.restore(state)
+    again.save(1, make_state(4))
+    assert again.poll() is None
+    assert tensors_differ(state, make_state(1)) == []
+
+
+def test_old_checkpoints_go_only_after_a_later_commit(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_a_value_that_is_not_json_is_refused_at_once(tmp_path: Path) -> None:
+    state = make_state(1)
+    state["trainer"]["device"] = object()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        open_store(tmp_path).save(1, state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_is_a_warning_and_the_next_one_works(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    warnings: list[str] = []
+    store = open_store(root, warnings)
+    store.save(1, make_state(1))
+    store.wait()
+
+    root.rename(tmp_path / "away")
+    root.write_text("a file where the folder was")
+    store.save(2, make_state(2))
+    with pytest.raises(CheckpointError, match="checkpoint of step 2 was not written") as caught:
+        store.wait()
+    assert warnings == [str(caught.value)]
+    assert "Not a directory" in warnings[0]
+    assert "the last committed one is step 1" in warnings[0]
+
+    root.unlink()
+    (tmp_path / "away").rename(root)
+    store.save(3, make_state(3))
+    assert [ref.step for ref in ledger(root)] in ([1], [3, 1])
+    ref = store.wait()
+    assert ref is not None
+    assert ref.step == 3
+    assert sorted(path.name for path in root.iterdir()) == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param(
+            lambda state: state["model"].update(extra=torch.zeros(1)),
+            "Missing key in checkpoint state_dict: model.extra",
+            id="a tensor more",
+        ),
+        pytest.param(
+            lambda state: state["optimizer"].clear(),
+            "2 values that this run has no place for, first optimizer.layers.0.weight.exp_avg",
+            id="an optimizer without state",
+        ),
+        pytest.param(
+            lambda state: state["model"].update({"layers.0.bias": torch.zeros(3)}),
+            "layers.0.bias",
+            id="a tensor of another size",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, change, reason: str) -> None:  # type: ignore[no-untyped-def]
+    save(tmp_path, 1)
+    state = make_state(0)
+    change(state)
+    with pytest.raises(CheckpointError, match="step-1 cannot be restored") as caught:
+        open_store(tmp_path).restore(state)
+    assert reason in str(caught.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(ConfigError, match="another model, method or data set"):
+        open_store(tmp_path, fingerprint="another model").restore(make_state(0))
+    assert [ref.step for ref in ledger(tmp_path)] == [1]
+
+
+def test_resume_from_none_starts_anew_and_sets_aside_what_was_there(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "step-3.tmp").mkdir()
+    warnings: list[str] = []
+    store = open_store(tmp_path, warnings, resume_from="none")
+    state = make_state(0)
+    assert store.restore(state) is None
+    assert tensors_differ(state, make_state(0)) == []
+    assert warnings[0].startswith("training starts from step 0")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-1.aside", "step-2.aside"]
+    assert store.last is None
+
+
+def test_resume_from_a_folder_takes_that_one_and_goes_on_from_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    store = open_store(tmp_path, resume_from=str(tmp_path / "step-1"))
+    state = make_state(0)
+    store.restore(state)
+    assert tensors_differ(state, make_state(1)) == []
+    store.save(2, make_state(20))
+    store.wait()
+
+    state = make_state(0)
+    open_store(tmp_path).restore(state)
+    assert tensors_differ(state, make_state(20)) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "reason"),
+    [
+        pytest.param(lambda path: None, ConfigError, "is not a folder", id="no folder"),
+        pytest.param(Path.mkdir, CheckpointError, "never committed", id="no checkpoint"),
+    ],
+)
+def test_a_named_folder_that_holds_no_checkpoint_is_an_error(  # type: ignore[no-untyped-def]
+    tmp_path: Path, make, error: type[Exception], reason: str
+) -> None:
+    folder = tmp_path / "named"
+    make(folder)
+    with pytest.raises(error, match=reason):
+        open_store(tmp_path / "own", resume_from=str(folder)).restore(make_state(0))
+
+
+def test_saves_are_due_by_step(tmp_path: Path) -> None:
+    store = open_store(tmp_path, every_steps=3)
+    assert [step for step in range(10) if store.is_due(step)] == [3, 6, 9]
+    assert not any(open_store(tmp_path).is_due(step) for step in range(10))
+
+
+def test_saves_are_wanted_by_time_once_for_each_interval(tmp_path: Path) -> None:
+    store = open_store(tmp_path, every_seconds=10)
+    clock = [0.0, 4.0, 9.9, 10.0, 10.1, 19.9, 20.5]
+    wanted = [now for step, now in enumerate(clock, start=1) if store.wants_save(step, now)]
+    assert wanted == [10.0, 20.5]
+
+
+def test_the_interval_counts_from_the_last_save(tmp_path: Path) -> None:
+    store = open_store(tmp_path, every_seconds=10)
+    store.wants_save(1, 0.0)
+    store.save(1, make_state(1))
+    store.wait()
+    assert not store.wants_save(2, 12.0)
+    assert store.wants_save(3, 22.0)
+
+
+def test_only_rank_0_wants_a_save_by_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path, every_seconds=1, rank=1)
+    assert not any(store.wants_save(step, float(step * 5)) for step in range(3))
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_found_before_training(tmp_path: Path) -> None:
+    huge = {"model": {"weight": torch.empty(1).expand(2**44)}}  # 64 TiB, none of it in memory
+    with pytest.raises(ConfigError) as caught:
+        open_store(tmp_path, keep=3).check_space(huge)
+    message = str(caught.value)
+    assert f"spec.checkpoint.uri {tmp_path} has " in message
+    assert "takes 65536.00 GiB and spec.checkpoint.keep 3 needs room for 4 of them" in message
+
+    open_store(tmp_path).check_space(make_state(1))
+
+
+def test_the_trainer_values_can_be_read_without_torch(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    assert json.loads((tmp_path / "step-5" / "trainer.json").read_bytes())["step"] == 5
