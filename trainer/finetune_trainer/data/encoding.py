@@ -42,6 +42,8 @@ class RowEncoder:
             config.format is DataFormat.INSTRUCTION and has_template
         ):
             self._template = ChatTemplate(tokenizer)
+        # A chat template writes its special tokens itself; a plain text has none yet.
+        self._begin = [] if self._template else _begin_tokens(tokenizer)
 
     def encode(self, rows: Iterable[Row]) -> Iterator[Encoded]:
         """Yield every row encoded, in order and at full length.
@@ -56,12 +58,10 @@ class RowEncoder:
     def _encode_batch(self, rows: list[Row]) -> Iterator[Encoded]:
         drafts = [self._draft(row) for row in rows]
         # One call for all texts of the batch: a call of its own for each costs more than its text.
-        texts = {
-            text: None for draft in drafts if isinstance(draft, Rendered) for text in _cuts(draft)
-        }
-        tokens = dict(zip(texts, self._tokenize(list(texts)), strict=True))
+        texts = {text for draft in drafts if isinstance(draft, Rendered) for text in _cuts(draft)}
+        tokens_of = self._tokenize(texts)
         for draft in drafts:
-            yield draft if isinstance(draft, Encoded) else self._label(draft, tokens)
+            yield draft if isinstance(draft, Encoded) else self._label(draft, tokens_of)
 
     def _draft(self, row: Row) -> Encoded | Rendered:
         example = read_example(row, self._config.format, self._config.columns)
@@ -74,43 +74,55 @@ class RowEncoder:
             return Encoded(*self._template.marked_tokens(example, row.where))
         return self._template.render(example, row.where)
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        # A chat template writes its special tokens itself; a plain text has none yet.
+    def _tokenize(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Return the tokens of each text, without any that the tokenizer would add."""
+        unique = list(dict.fromkeys(texts))
+        if not unique:
+            return {}
         encoding = self._tokenizer(
-            texts,
-            add_special_tokens=self._template is None,
-            return_attention_mask=False,
-            verbose=False,
+            unique, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
-        tokens: list[list[int]] = encoding["input_ids"]
-        return tokens
+        return dict(zip(unique, encoding["input_ids"], strict=True))
 
     def _label(self, rendered: Rendered, tokens_of: dict[str, list[int]]) -> Encoded:
         """Turn spans of characters into a mask of tokens.
 
-        The labels begin at the first token that differs from what the tokenizer makes of the text
-        in front of the span alone: that is what the model is given when it has to answer.
+        In front of an answer stand exactly the tokens that the model is given when it is asked:
+        where the tokenizer would join the edge of an answer with what comes before, such as two
+        line breaks and a word, the parts are tokenised one by one.
         """
-        text = rendered.text
-        tokens = list(tokens_of[text])
-        is_label = [False] * len(tokens)
-        for start, end in rendered.spans:
-            first = _common_length(tokens, tokens_of[text[:start]])
-            last = _common_length(tokens, tokens_of[text[:end]])
-            is_label[first:last] = [True] * (last - first)
-        stop = self._tokenizer.eos_token_id
-        if rendered.needs_stop and tokens[-1:] != [stop]:
-            if stop is None:
-                raise ConfigError(
-                    f"spec.model.source: the tokenizer of {self._tokenizer.name_or_path} has no "
-                    "end-of-text token, so the model could never learn to stop; use a model whose "
-                    "tokenizer has one"
-                )
-            tokens.append(stop)
-            is_label.append(True)
-        return Encoded(tokens, is_label)
+        tokens, *edges = (tokens_of[cut] for cut in _cuts(rendered))
+        if all(tokens[: len(edge)] == edge for edge in edges):
+            is_label = [False] * len(tokens)
+            for before, until in zip(edges[::2], edges[1::2], strict=True):
+                is_label[len(before) : len(until)] = [True] * (len(until) - len(before))
+        else:
+            parts = list(_parts(rendered))
+            tokens_of = self._tokenize(text for text, _ in parts)
+            tokens = [token for text, _ in parts for token in tokens_of[text]]
+            is_label = [learned for text, learned in parts for _ in tokens_of[text]]
+        begin, end = self._begin, self._end(rendered)
+        return Encoded(
+            [*begin, *tokens, *end], [*[False] * len(begin), *is_label, *[True] * len(end)]
+        )
+
+    def _end(self, rendered: Rendered) -> list[int]:
+        """Return the end token where the text has no stop token of its own."""
+        if not rendered.needs_stop:
+            return []
+        if self._tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"spec.model.source: the tokenizer of {self._tokenizer.name_or_path} has no "
+                "end-of-text token, so the model could never learn to stop; use a model whose "
+                "tokenizer has one"
+            )
+        return [self._tokenizer.eos_token_id]
+
+
+def _begin_tokens(tokenizer: Any) -> list[int]:
+    """Return the begin token, if it is one of those that the tokenizer adds to a plain text."""
+    added = tokenizer("", add_special_tokens=True)["input_ids"]
+    return [token for token in added[:1] if token == tokenizer.bos_token_id]
 
 
 def _without_template(conversation: Conversation) -> Rendered:
@@ -128,7 +140,11 @@ def _cuts(rendered: Rendered) -> Iterator[str]:
         yield from (rendered.text[:edge] for edge in span)
 
 
-def _common_length(one: list[int], other: list[int]) -> int:
-    """Return how many tokens the two begin with alike."""
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _parts(rendered: Rendered) -> Iterator[tuple[str, bool]]:
+    """Yield the text in parts, and whether each is learned."""
+    done = 0
+    for start, end in rendered.spans:
+        yield rendered.text[done:start], False
+        yield rendered.text[start:end], True
+        done = end
+    yield rendered.text[done:], False

@@ -127,11 +127,11 @@ class ChatTemplate:
         if not (after.startswith(before) and text.startswith(after)):
             return None
         start, piece = len(before), after[len(before) :]
-        answer = messages[turn]["content"].strip()
-        if set(messages[turn]) == {"role", "content"} and answer in piece:
+        if set(messages[turn]) == {"role", "content"}:
             # What the template puts before the answer (a header that the generation prompt lacks,
             # an empty block of thoughts) is not the assistant's to say.
-            start += piece.index(answer) if not piece.startswith(messages[turn]["content"]) else 0
+            answer = messages[turn]["content"]
+            start += max(0, piece.find(answer if answer in piece else answer.strip()))
         stop = self._stop_at_end.search(piece)
         return start, len(before) + (stop.end() if stop else len(piece))
 
