@@ -105,7 +105,7 @@ def export(
                 folder = staged / part.folder
                 folder.mkdir(exist_ok=True)
                 part.write(folder)
-                tokenizer.save_pretrained(folder)
+                _write_tokenizer(tokenizer, folder)
                 facts = CardFacts(part.kind, base, public_name is not None, data_hash)
                 (folder / "README.md").write_text(model_card(config, progress, facts))
             publish(staged, output, config.job, progress.step)
@@ -161,6 +161,13 @@ def _whole(model: "nn.Module") -> "PreTrainedModel":
 
 def _write_model(model: "PreTrainedModel", folder: Path) -> None:
     model.save_pretrained(folder)
+
+
+def _write_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # a full disk is no OSError there, but a bare Exception
+        raise OSError(f"the tokenizer: {error}") from error
 
 
 def _write_adapter(model: "PeftModel", folder: Path, base: str) -> None:

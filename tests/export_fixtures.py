@@ -1,0 +1,82 @@
+"""A tiny model with trained-looking adapters, and the configuration it would be exported with."""
+
+from pathlib import Path
+from typing import Any
+
+from finetune_trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    DataReport,
+    DatasetSource,
+    JobRef,
+    LoraSettings,
+    MethodConfig,
+    ModelConfig,
+    OutputConfig,
+    Progress,
+    TrainConfig,
+    TrainingConfig,
+)
+
+PROGRESS = Progress(
+    step=30,
+    loss=1.25,
+    eval_loss_before=2.5,
+    eval_loss=1.5,
+    train_data=DataReport(rows=3, sequences=2, tokens=40, label_tokens=20, truncated_rows=1),
+)
+
+
+def export_config(base: Path, output: Path, *, method: str = "lora", **changes: Any) -> TrainConfig:
+    """Return a configuration of `base` that exports to `output`.
+
+    `format`, `base_name` and `precision` go to their sections; other changes to the top level.
+    """
+    rows = base / "train.jsonl"
+    rows.write_text('{"messages": []}\n')
+    return TrainConfig(
+        job=JobRef(name="tiny-chat", uid="1234"),
+        model=ModelConfig(path=str(base), base_name=changes.get("base_name", str(base))),
+        data=DataConfig(
+            train=DatasetSource(path=str(rows)), cache_dir=str(output.parent / "cache")
+        ),
+        method=MethodConfig(type=method, lora=LoraSettings(r=4) if method == "lora" else None),
+        training=TrainingConfig(
+            global_batch_size=1,
+            max_steps=30,
+            learning_rate=1e-3,
+            precision=changes.get("precision", "fp32"),
+        ),
+        checkpoint=CheckpointConfig(dir=str(output.parent / "checkpoints")),
+        output=OutputConfig(dir=str(output), format=changes.get("format", "adapter")),
+        run_dir=str(output.parent),
+        termination_path=str(output.parent / "termination"),
+    )
+
+
+def trained_model(config: TrainConfig, *, strength: float = 0.02, seed: int = 0) -> Any:
+    """Load the model; adapters get a B of random values of size `strength`, as if trained."""
+    import torch
+
+    from finetune_trainer.model.adapters import attach_lora
+    from finetune_trainer.model.load import load_model
+
+    torch.manual_seed(seed)
+    model: Any = load_model(config, torch.device("cpu"))
+    if config.method.lora is None:
+        return model
+    model = attach_lora(model, config.method.lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=strength)
+    return model
+
+
+def export_tiny(base: Path, output: Path, seed: int) -> None:
+    """Export adapters that differ by `seed`; the work of a process that a test may kill."""
+    from finetune_trainer.export import export
+    from finetune_trainer.model.load import load_tokenizer
+
+    config = export_config(base, output)
+    model = trained_model(config, seed=seed)
+    export(model, load_tokenizer(config.model), config, progress=PROGRESS, warn=print)

@@ -1,0 +1,87 @@
+"""Exports that are killed, and places that only a real mount makes unwritable or full."""
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoint_fixtures import run_processes
+from export_fixtures import PROGRESS, export_config, export_tiny, trained_model
+from finetune_trainer.errors import OutputNotWritableError, TrainerError
+from finetune_trainer.export import check_writable, export
+from finetune_trainer.failpoints import ENV_FAILPOINT
+from finetune_trainer.model.load import load_tokenizer
+from text_fixtures import tiny_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Return a function that mounts something on a new folder until the test ends."""
+    mounted: list[Path] = []
+
+    def run(*arguments: str) -> Path:
+        folder = tmp_path / f"mounted-{len(mounted)}"
+        folder.mkdir()
+        try:
+            subprocess.run(["mount", *arguments, str(folder)], check=True, capture_output=True)
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"mount {' '.join(arguments)} is not possible here: {error}")
+        mounted.append(folder)
+        return folder
+
+    yield run
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_kill_before_the_rename_leaves_the_older_export(base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert run_processes(export_tiny, base, output, 1) == [0]
+    before = (output / "adapter_model.safetensors").read_bytes()
+
+    environ = {ENV_FAILPOINT: "before-export-rename"}
+    assert run_processes(export_tiny, base, output, 2, environ=environ) == [-signal.SIGKILL]
+    assert (output / "adapter_model.safetensors").read_bytes() == before
+
+    assert run_processes(export_tiny, base, output, 2) == [0]
+    assert (output / "adapter_model.safetensors").read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def test_a_read_only_mount_is_found_before_training(
+    tmp_path: Path, mount: Callable[..., Path]
+) -> None:
+    folder = mount("-t", "tmpfs", "-o", "ro", "tmpfs")
+    with pytest.raises(OutputNotWritableError, match="Read-only file system") as caught:
+        check_writable(str(tmp_path / "fine"), str(folder))
+    assert str(caught.value).startswith(f"{folder} cannot be written")
+    with pytest.raises(OutputNotWritableError, match="Read-only file system"):
+        check_writable(str(folder / "below"))
+
+
+def test_a_mount_point_as_output_receives_the_files(base: Path, mount: Callable[..., Path]) -> None:
+    output = mount("-t", "tmpfs", "tmpfs")
+    for seed in (1, 2):
+        export_tiny(base, output, seed)
+    names = {path.name for path in output.iterdir()}
+    assert {"adapter_model.safetensors", "finetune-export.json"} < names
+    assert ".export-tmp" not in names
+
+
+def test_a_full_disk_is_said_so_and_leaves_no_half_of_a_model(
+    base: Path, mount: Callable[..., Path]
+) -> None:
+    output = mount("-t", "tmpfs", "-o", "size=64k", "tmpfs") / "output"
+    config = export_config(base, output)
+    model, tokenizer = trained_model(config), load_tokenizer(config.model)
+    with pytest.raises(TrainerError, match=r"spec.output.uri .* could not be written") as caught:
+        export(model, tokenizer, config, progress=PROGRESS, warn=print)
+    assert "No space left on device" in str(caught.value)
+    assert list(output.parent.iterdir()) == []

@@ -1,0 +1,239 @@
+"""What is exported loads elsewhere and answers as the trained model does, or nothing is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from export_fixtures import PROGRESS, export_config, trained_model
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.export import export
+from finetune_trainer.merge import probe_logits
+from finetune_trainer.model.load import load_tokenizer
+from text_fixtures import CHATML_TEMPLATE, tiny_model
+
+ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
+MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors"}
+BESIDE = {"README.md", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+RECORD = {"finetune-export.json"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+def run_export(model: Any, config: TrainConfig, warnings: list[str] | None = None) -> list[Path]:
+    warn = (warnings if warnings is not None else []).append
+    tokenizer = load_tokenizer(config.model)
+    return [Path(p) for p in export(model, tokenizer, config, progress=PROGRESS, warn=warn)]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def load_merged(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def test_a_loaded_adapter_gives_the_trained_models_logits_bit_for_bit(
+    base: Path, tmp_path: Path
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    config = export_config(base, tmp_path / "output")
+    model = trained_model(config)
+    (folder,) = run_export(model, config)
+
+    assert folder == tmp_path / "output"
+    assert names(folder) == ADAPTER_FILES | BESIDE | RECORD
+    loaded = AutoPeftModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(probe_logits(loaded), probe_logits(model))
+    assert load_tokenizer(config.model.model_copy(update={"path": str(folder)})).chat_template == (
+        CHATML_TEMPLATE
+    )
+
+
+def test_a_merged_model_loads_without_peft_and_answers_alike(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", format="merged")
+    model = trained_model(config)
+    (folder,) = run_export(model, config)
+
+    assert names(folder) == MODEL_FILES | BESIDE | RECORD
+    loaded = load_merged(folder)
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert loaded.dtype == torch.float32
+    torch.testing.assert_close(probe_logits(loaded), probe_logits(model), rtol=0, atol=1e-5)
+
+
+def test_export_leaves_the_callers_model_as_it_was(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", format="both")
+    model = trained_model(config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run_export(model, config)
+
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert all(module.training for module in model.modules())
+
+
+def test_both_formats_lie_side_by_side(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", format="both")
+    folders = run_export(trained_model(config), config)
+    assert folders == [tmp_path / "output" / "adapter", tmp_path / "output" / "merged"]
+    assert names(folders[0]) == ADAPTER_FILES | BESIDE
+    assert names(folders[1]) == MODEL_FILES | BESIDE
+    assert names(tmp_path / "output") == {"adapter", "merged"} | RECORD
+
+
+def test_a_fully_trained_model_is_written_whole(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", method="full", format="merged")
+    model = trained_model(config)
+    (folder,) = run_export(model, config)
+    assert torch.equal(probe_logits(load_merged(folder)), probe_logits(model))
+
+
+def test_an_adapter_cannot_be_asked_of_full_fine_tuning(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", method="full", format="both")
+    with pytest.raises(ConfigError, match=r"spec.output.format both needs adapters"):
+        run_export(trained_model(config), config)
+
+
+def test_a_merge_keeps_the_type_of_a_narrow_base(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", format="merged", precision="bf16")
+    model = trained_model(config, strength=0.05)
+    warnings: list[str] = []
+    (folder,) = run_export(model, config, warnings)
+    loaded = load_merged(folder)
+    assert loaded.dtype == torch.bfloat16
+    gap = (probe_logits(loaded) - probe_logits(model)).norm() / probe_logits(model).norm()
+    assert gap < 2e-2
+    assert warnings == []
+
+
+def test_an_adapter_too_weak_for_the_type_it_is_merged_into_is_reported(
+    base: Path, tmp_path: Path
+) -> None:
+    config = export_config(base, tmp_path / "output", format="merged", precision="bf16")
+    warnings: list[str] = []
+    run_export(trained_model(config, strength=1e-6), config, warnings)
+    assert len(warnings) == 1
+    assert "rounding the merged weights to torch.bfloat16" in warnings[0]
+
+
+@pytest.mark.parametrize("wanted", ["adapter", "both"])
+def test_an_adapter_that_learnt_nothing_is_not_exported(
+    base: Path, tmp_path: Path, wanted: str
+) -> None:
+    config = export_config(base, tmp_path / "output", format=wanted)
+    with pytest.raises(TrainerError, match="training changed nothing"):
+        run_export(trained_model(config, strength=0.0), config)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_weights_that_are_not_finite_are_not_exported(base: Path, tmp_path: Path) -> None:
+    for wanted, method in (("adapter", "lora"), ("merged", "lora"), ("merged", "full")):
+        config = export_config(base, tmp_path / "output", format=wanted, method=method)
+        model = trained_model(config)
+        next(p for p in model.parameters() if p.requires_grad).data.fill_(float("nan"))
+        with pytest.raises(TrainerError, match="not finite"):
+            run_export(model, config)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_merge_that_changes_the_answers_is_not_exported(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", format="merged")
+    model = trained_model(config)
+    # Merging replaces the adapted layer, and with it this part of what it computes.
+    adapted = model.base_model.model.model.layers[0].mlp.up_proj
+    adapted.register_forward_hook(lambda module, inputs, output: output * 1.01)
+    with pytest.raises(TrainerError, match="the merged model's answers differ"):
+        run_export(model, config)
+    assert not (tmp_path / "output").exists()
+
+
+def test_an_adapter_without_tensors_is_not_exported(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from finetune_trainer.export import check_adapter
+
+    for tensors in ({}, {"q.lora_A.weight": torch.empty(0), "q.lora_B.weight": torch.empty(0)}):
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(TrainerError, match="the adapter has no weights"):
+            check_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "recorded", "written"),
+    [
+        pytest.param("org/base", "org/recorded", "org/base", id="as the job says"),
+        pytest.param(None, "org/recorded", "org/recorded", id="as the model folder says"),
+        pytest.param(None, None, None, id="the folder itself, with a warning"),
+    ],
+)
+def test_an_adapter_names_a_base_that_another_machine_can_find(
+    base: Path, tmp_path: Path, given: str | None, recorded: str | None, written: str | None
+) -> None:
+    settings = json.loads((base / "config.json").read_text())
+    if recorded:
+        settings["_name_or_path"] = recorded
+    local = tmp_path / "local"
+    local.mkdir()
+    for file in base.iterdir():
+        (local / file.name).write_bytes(file.read_bytes())
+    (local / "config.json").write_text(json.dumps(settings))
+    config = export_config(local, tmp_path / "output", base_name=given)
+    warnings: list[str] = []
+    (folder,) = run_export(trained_model(config), config, warnings)
+
+    adapter = json.loads((folder / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == (written or str(local))
+    assert len(warnings) == (0 if written else 1)
+    assert f"base_model: {written}" in (folder / "README.md").read_text() or not written
+
+
+def test_the_model_card_says_what_was_done(base: Path, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    config = export_config(base, tmp_path / "output", base_name="org/base", format="both")
+    adapter, merged = run_export(trained_model(config), config)
+
+    card = ModelCard.load(adapter / "README.md", ignore_metadata_errors=False)
+    assert card.data.to_dict() == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["finetune-operator", "lora"],
+        "base_model": "org/base",
+        "base_model_relation": "adapter",
+    }
+    text = card.text
+    assert "# tiny-chat" in text
+    assert "| held-out loss | 2.5000 | 1.5000 |" in text
+    assert "| rows truncated | 1 | - |" in text
+    assert '"learningRate": 0.001' in text
+    assert f"| torch | {torch.__version__} |" in text
+    hashes = [line for line in text.splitlines() if line.startswith("| content hash | ")]
+    assert len(hashes[0].split(" | ")[1]) == 64
+    assert str(tmp_path) not in text, "no path of this machine"
+
+    front = (merged / "README.md").read_text().split("---\n")[1]
+    assert yaml.safe_load(front)["base_model_relation"] == "finetune"
+
+
+def test_a_missing_data_file_costs_the_card_its_hash_and_nothing_else(
+    base: Path, tmp_path: Path
+) -> None:
+    config = export_config(base, tmp_path / "output")
+    Path(config.data.train.path).unlink()
+    warnings: list[str] = []
+    (folder,) = run_export(trained_model(config), config, warnings)
+    assert "| content hash | - | - |" in (folder / "README.md").read_text()
+    assert "the model card lacks the hash" in warnings[0]
