@@ -66,6 +66,8 @@ class JobStore:
     ) -> None:
         """Give the lock back."""
         if self._lock is not None:
+            # Not by closing alone: a child between its fork and its exec has the descriptor too.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 

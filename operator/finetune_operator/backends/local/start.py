@@ -5,19 +5,17 @@ lock is taken before its process exists and is held by that process until it die
 a node is exactly one of: not started, alive, ended.
 """
 
-import fcntl
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune_operator.backends.base import Request
-from finetune_operator.backends.local import records
+from finetune_operator.backends.local import locks, records
 from finetune_operator.backends.local.environment import ENV_MARK, mark
 from finetune_operator.backends.local.layout import AttemptFolder
 from finetune_operator.backends.local.records import AttemptRecord
@@ -38,13 +36,16 @@ def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str
     attempt, config, *nodes = request.objects
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.lock):
+        with locks.held(folder.lock) as is_mine:
+            if not is_mine:
+                raise TransientError(f"{folder.path} is being submitted by another process")
             record = _claim(folder, AttemptRecord.model_validate(attempt["content"]))
             if not folder.config.exists():
                 text = json.dumps(config["content"], indent=2, ensure_ascii=False) + "\n"
                 records.write_text(folder.config, text)
+            was_stopped = folder.cancel.exists()  # perhaps before its nodes had begun
             for rank, node in enumerate(nodes):
-                if not folder.node(rank).exists():
+                if not was_stopped and not folder.node(rank).exists():
                     _start_node(folder, rank, node, _complete(environment, node, record))
     except OSError as error:
         raise BackendError(
@@ -84,11 +85,9 @@ def _complete(
 def _start_node(
     folder: AttemptFolder, rank: int, node: Mapping[str, Any], environment: Mapping[str, str]
 ) -> None:
-    lock = os.open(folder.node_lock(rank), os.O_RDWR | os.O_CREAT, 0o644)
+    lock = locks.opened(folder.node_lock(rank))
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locks.take(lock):
             return  # started by a process that was killed since; it is about to write its record
         if folder.node(rank).exists():
             return  # it was, and has ended
@@ -114,19 +113,6 @@ def _streams(log: Path) -> list[tuple[Any, ...]]:
         (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TransientError(f"{path.parent} is being submitted by another process") from None
-        yield
-    finally:
-        os.close(lock)
 
 
 def _free_port() -> int:

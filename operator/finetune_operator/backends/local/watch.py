@@ -5,18 +5,16 @@ look also carries out what is overdue: the kill after the grace, and the end of 
 main process left behind.
 """
 
-import fcntl
 import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from finetune_operator.backends.base import AttemptPhase, Handle, Observation
-from finetune_operator.backends.local import proc, records
+from finetune_operator.backends.local import locks, proc, records
 from finetune_operator.backends.local.environment import ENV_MARK, mark
 from finetune_operator.backends.local.layout import AttemptFolder
 from finetune_operator.backends.local.records import (
@@ -137,16 +135,19 @@ def end_strays(record: AttemptRecord, node: Node) -> bool:
 
 
 def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node:
-    # The lock is looked at before the record: it is taken before the process exists, so a free
-    # lock and then no record means that there will never be one.
-    is_locked = _is_locked(folder.node_lock(rank))
     record = records.read(folder.node(rank), NodeRecord)
     if record is None:
-        if is_locked:
+        if _is_about_to_start(folder, rank):
             return Node(rank, NodeState.STARTING)
-        text = f"node {rank} could not be started; its reasons are in {folder.log(rank)}"
-        words = Termination(failure_class=FailureClass.ERROR, exit_code=1, message=text)
-        return Node(rank, NodeState.ENDED, words=words)
+        # The lock is held from before the process exists until it dies. It is free, so if there
+        # is no record now, there will never be one.
+        record = records.read(folder.node(rank), NodeRecord)
+    if record is None:
+        code, text = 1, f"node {rank} could not be started; see {folder.log(rank)}"
+        if cancel is not None:
+            code, text = _TERMINATED, f"node {rank} was stopped before it had begun"
+        words = Termination(failure_class=FailureClass.ERROR, exit_code=code, message=text)
+        return Node(rank, NodeState.ENDED, words=words, is_victim=cancel is not None)
     process = proc.Process(record.pid, record.start_time, record.boot_id)
     if process.is_alive():
         return Node(rank, NodeState.ALIVE, process)
@@ -156,18 +157,13 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
     return Node(rank, NodeState.ENDED, process, words, is_victim=killed or told)
 
 
-def _is_locked(path: Path) -> bool:
-    try:
-        lock = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
+    """Say whether the node's process exists, or may be made this very moment."""
+    with locks.held(folder.lock) as nobody_submits:
+        if not nobody_submits:
+            return True
+        with locks.held(folder.node_lock(rank)) as is_free:
+            return not is_free
 
 
 def _last_words(

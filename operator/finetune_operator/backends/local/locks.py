@@ -1,0 +1,35 @@
+"""Locks of the kernel on files: they go with the processes that hold them, however those end."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def opened(path: Path) -> int:
+    """Return a descriptor of the lock file, which is made if need be."""
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def take(descriptor: int) -> bool:
+    """Take the lock; return False when another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Hold the lock inside the block; the value says whether it was free."""
+    descriptor = opened(path)
+    try:
+        is_mine = take(descriptor)
+        yield is_mine
+        if is_mine:
+            # Not by closing alone: a child between its fork and its exec has the descriptor too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,241 @@
+"""The local backend with real processes: adoption, grace, lost nodes, last words."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend_contract import BackendContract, observed_until_gone, planned, wait_for
+from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle
+from finetune_operator.backends.local.backend import LocalBackend
+from finetune_trainer.config import FailureClass
+from local_runs import is_running, local_backend, run_and_kill, starts, wait_until
+
+
+class LocalHarness:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def make(self) -> Backend:
+        return local_backend(self._folder, {"*": {"steps": 1000, "is_silent": True}})
+
+    def state(self) -> Any:
+        files = (path for path in self._folder.rglob("*") if path.is_file())
+        return {str(path): path.read_bytes() for path in files}
+
+
+class TestLocalBackend(BackendContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> LocalHarness:
+        return LocalHarness(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder for the manifest; what a failing test left running is ended."""
+    yield tmp_path
+    for file in tmp_path.rglob("node-*.json"):
+        name = file.name.split(".")
+        if len(name) == 2 and f"{tmp_path}" in _command_line(_pid(file)):
+            os.kill(_pid(file), signal.SIGKILL)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _pid(file: Path) -> int:
+    return int(json.loads(file.read_text())["pid"])
+
+
+def _submit(backend: LocalBackend, **overrides: Any) -> Handle:
+    request = backend.render(planned(**overrides), Attempt(1))
+    handle = wait_for(backend.submit(request))
+    nodes = request.objects[2:]
+    wait_until(lambda: wait_for(backend.observe(handle)).phase is not AttemptPhase.PENDING)
+    folder = Path(request.name)
+    wait_until(lambda: all((folder / f"node-{n}.json").exists() for n in range(len(nodes))))
+    return handle
+
+
+def _main_pid(folder: Path, node: int = 0) -> int:
+    return _pid(folder / "runs/default/tiny/attempts/1" / f"node-{node}.json")
+
+
+def test_a_finished_attempt_succeeds_with_its_last_words(folder: Path) -> None:
+    backend = local_backend(folder, {"1": {"steps": 2}})
+    seen = observed_until_gone(backend, handle := _submit(backend))
+    assert seen.phase is AttemptPhase.SUCCEEDED
+    assert seen.termination is not None
+    assert seen.termination.message == "node 0: trained to the end"
+    assert seen.progress is not None
+    assert seen.progress.step == 2
+    assert wait_for(backend.collect(handle)) == [f"file://{folder}/runs/default/tiny/output"]
+
+
+@pytest.mark.parametrize("code", [1, 65, 75, 78, 93])
+def test_the_exit_code_is_reported_as_it_is(folder: Path, code: int) -> None:
+    backend = local_backend(folder, {"1": {"steps": 1, "exit_code": code, "is_silent": True}})
+    seen = observed_until_gone(backend, _submit(backend))
+    assert seen.phase is AttemptPhase.FAILED
+    assert seen.termination is not None
+    assert seen.termination.exit_code == code
+
+
+def test_a_killed_main_process_is_a_lost_worker(folder: Path) -> None:
+    backend = local_backend(folder, {"1": {"steps": 1000}})
+    handle = _submit(backend)
+    os.kill(_main_pid(folder), signal.SIGKILL)
+    seen = observed_until_gone(backend, handle)
+    assert seen.termination is not None
+    assert (seen.termination.exit_code, seen.termination.failure_class) == (
+        137,
+        FailureClass.WORKER_LOST,
+    )
+    assert seen.message == "node 0 was killed (SIGKILL) without last words"
+
+
+def test_an_exit_code_that_contradicts_the_last_words_wins(folder: Path) -> None:
+    backend = local_backend(folder, {"1": {"steps": 1000}})
+    handle = _submit(backend)
+    words = folder / "runs/default/tiny/attempts/1/node-0.termination.json"
+    words.write_text('{"failureClass": "Completed", "exitCode": 0, "message": "all is well"}')
+    os.kill(_main_pid(folder), signal.SIGKILL)
+    seen = observed_until_gone(backend, handle)
+    assert seen.phase is AttemptPhase.FAILED
+    assert seen.termination is not None
+    assert seen.termination.failure_class is not FailureClass.COMPLETED
+    assert "137 after it said: all is well" in seen.termination.message
+
+
+def test_a_lost_node_fails_the_attempt_and_is_gone_only_with_the_others(folder: Path) -> None:
+    backend = local_backend(folder, {"1": {"steps": 1000}})
+    handle = _submit(backend, topology={"nodes": 2})
+    os.kill(_main_pid(folder, node=1), signal.SIGKILL)
+    wait_until(lambda: wait_for(backend.observe(handle)).phase is AttemptPhase.FAILED)
+    seen = wait_for(backend.observe(handle))
+    assert (seen.all_gone, seen.nodes_ready, seen.node) == (False, 1, "node-1")
+    wait_for(backend.cancel(handle, 10.0))
+    seen = observed_until_gone(backend, handle)
+    assert seen.node == "node-1"
+    assert not is_running(_main_pid(folder, node=0))
+
+
+def test_a_deaf_process_is_killed_after_the_grace_also_by_another_caller(folder: Path) -> None:
+    time = [1000.0]
+    plays = {"1": {"steps": 10_000, "is_deaf": True}}
+    backend = local_backend(folder, plays, now=lambda: time[0])
+    handle = _submit(backend)
+    wait_until(lambda: starts(folder) == [(1, 0)])
+    wait_for(backend.cancel(handle, 60.0))
+    restarted = local_backend(folder, plays, now=lambda: time[0])
+    time[0] = 1030.0
+    wait_for(restarted.cancel(handle, 60.0))  # the grace counts from the first call
+    time[0] = 1059.0
+    assert not wait_for(restarted.observe(handle)).all_gone
+    time[0] = 1060.0
+    seen = observed_until_gone(restarted, handle)
+    assert seen.termination is not None
+    assert seen.termination.exit_code == 137
+    assert seen.message == "node 0 was killed 60 s after it was told to stop"
+
+
+def test_what_a_node_leaves_behind_is_ended_before_it_counts_as_gone(folder: Path) -> None:
+    backend = local_backend(folder, {"1": {"steps": 1000, "has_stray": True}})
+    handle = _submit(backend)
+    note = folder / "runs/default/tiny/stray.txt"
+    wait_until(lambda: note.exists() and bool(note.read_text()))
+    stray = int(note.read_text())
+    assert is_running(stray)
+    os.kill(_main_pid(folder), signal.SIGKILL)
+    observed_until_gone(backend, handle)
+    assert not is_running(stray)
+
+
+def _submit_two_nodes(folder: Path, steps: int) -> Handle:
+    backend = local_backend(folder, {"*": {"steps": steps}})
+    request = backend.render(planned(topology={"nodes": 2}), Attempt(1))
+    return wait_for(backend.submit(request))
+
+
+def test_an_orphan_that_ended_unseen_is_known_by_its_last_words(folder: Path) -> None:
+    assert not run_and_kill(lambda: _submit_two_nodes(folder, steps=1), 10_000)
+    words = folder / "runs/default/tiny/attempts/1"
+    wait_until(lambda: all((words / f"node-{n}.termination.json").exists() for n in (0, 1)))
+    handle = _submit_two_nodes(folder, steps=1)
+    seen = observed_until_gone(local_backend(folder), handle)
+    assert seen.phase is AttemptPhase.SUCCEEDED
+    assert starts(folder) == [(1, 0), (1, 1)]
+
+
+def test_an_orphan_that_is_gone_without_a_word_was_killed(folder: Path) -> None:
+    assert not run_and_kill(lambda: _submit_two_nodes(folder, steps=1000), 10_000)
+    wait_until(lambda: len(starts(folder)) == 2)
+    handle = _submit_two_nodes(folder, steps=1000)
+    for node in (0, 1):
+        os.kill(_main_pid(folder, node), signal.SIGKILL)
+    seen = observed_until_gone(local_backend(folder), handle)
+    assert seen.termination is not None
+    assert seen.termination.failure_class is FailureClass.WORKER_LOST
+
+
+def _survives_a_kill(folder: Path, event: int) -> bool:
+    """Kill a submit before its file event, submit again; False when it came to its end before."""
+    folder.mkdir()
+    was_killed = run_and_kill(lambda: _submit_two_nodes(folder, steps=1000), event)
+    handle = _submit_two_nodes(folder, steps=1000)
+    wait_until(lambda: len(starts(folder)) >= 2)
+    wait_for(local_backend(folder).cancel(handle, 0.0))
+    observed_until_gone(local_backend(folder), handle)
+    assert starts(folder) == [(1, 0), (1, 1)], f"killed before event {event}"
+    return was_killed
+
+
+def test_a_submit_killed_before_any_file_event_starts_each_node_exactly_once(
+    tmp_path: Path,
+) -> None:
+    event = 0
+    while _survives_a_kill(tmp_path / str(event), event):
+        event += 1
+    assert event > 10
+
+
+def test_the_token_reaches_the_process_and_no_file(folder: Path) -> None:
+    secret = "hf_not_for_files"
+    environ = {"HF_TOKEN": secret, "RANK": "3", "AWS_SECRET_ACCESS_KEY": "other"}
+    backend = local_backend(folder, {"1": {"steps": 1000}}, environ)
+    handle = _submit(backend)
+    process = Path(f"/proc/{_main_pid(folder)}/environ").read_text()
+    assert f"HF_TOKEN={secret}" in process
+    assert "\0RANK=" not in process
+    assert "AWS_SECRET_ACCESS_KEY" not in process
+    texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]
+    assert texts
+    assert not any(secret in text for text in texts)
+    wait_for(backend.cancel(handle, 0.0))
+    observed_until_gone(backend, handle)
+
+
+def test_logs_show_the_nodes_output_until_the_rank_writes_its_own(folder: Path) -> None:
+    backend = local_backend(folder, {"1": {"steps": 1}})
+    handle = _submit(backend)
+    observed_until_gone(backend, handle)
+
+    async def read() -> list[str]:
+        return [line async for line in backend.logs(handle, 0, follow=True)]
+
+    assert asyncio.run(read()) == ["node 0 of attempt 1 starts at step 0"]
+    logs = folder / "runs/default/tiny/logs"
+    logs.mkdir()
+    event = '{"time": 0, "attempt": 1, "rank": 0, "event": "step", "loss": 0.25}\n'
+    (logs / "rank-0.jsonl").write_text(event.replace('"attempt": 1', '"attempt": 7') + event)
+    (line,) = asyncio.run(read())
+    assert line.endswith("step loss=0.25")

@@ -1,0 +1,88 @@
+"""Builders for tests that run the stand-in trainer on this machine."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.local.backend import LocalBackend
+
+STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_trainer.py")))
+
+
+def local_backend(
+    folder: Path,
+    plays: Mapping[str, Mapping[str, Any]] | None = None,
+    environ: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> LocalBackend:
+    """Return the backend of a manifest in `folder`, whose trainer plays `plays`."""
+    passed = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "FINETUNE_STAND_IN": json.dumps(plays or {}),
+        **(environ or {}),
+    }
+    return LocalBackend(BackendContext(folder, passed), command=STAND_IN, cores=2, **settings)
+
+
+def starts(folder: Path) -> list[tuple[int, int]]:
+    """Return (attempt, node) of every main process that ever started, sorted."""
+    file = folder / "runs" / "default" / "tiny" / "starts.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sorted((int(line.split()[0]), int(line.split()[1])) for line in lines)
+
+
+def is_running(pid: int) -> bool:
+    """Say whether the process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Return as soon as `is_so`; fail after `seconds`."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def run_and_kill(main: Callable[[], object], event: int) -> bool:
+    """Run `main` in a forked process that SIGKILLs itself before its Nth file event.
+
+    The interpreter's audit hook counts what opens, renames, makes a folder or spawns.
+
+    Returns:
+        False when it came to its end before.
+    """
+    child = os.fork()
+    if child == 0:
+        left = [event]
+
+        def hear(name: str, arguments: tuple[object, ...]) -> None:
+            if name in ("open", "os.rename", "os.posix_spawn", "os.mkdir"):
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+
+        sys.addaudithook(hear)
+        code = 1
+        try:
+            main()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), "see the traceback of the forked process above"
+    return status != 0
