@@ -58,7 +58,8 @@ def read_yaml(text: str, file: str) -> Iterator[YamlDocument | Problem]:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = first_line + (mark.line if mark else 0)
-            yield Problem("", f"is not YAML: {_explain(error)}", file=file, line=line)
+            message = f"is not YAML: {_explain(error, first_line)}"
+            yield Problem("", message, file=file, line=line)
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())
             yield Problem("", f"is not YAML: {reason}", file=file, line=first_line)
@@ -78,10 +79,12 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
     yield start, "".join(part)
 
 
-def _explain(error: yaml.MarkedYAMLError) -> str:
+def _explain(error: yaml.MarkedYAMLError, first_line: int) -> str:
     if "\\t" in (error.problem or ""):
         return "a tab indents this line; use spaces"
     where = f" {error.context}" if error.context else ""
+    if error.context_mark:
+        where += f" that starts on line {first_line + error.context_mark.line}"
     return f"{error.problem or 'it cannot be parsed'}{where}"
 
 

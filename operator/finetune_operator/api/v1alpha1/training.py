@@ -102,12 +102,6 @@ class TrainingSpec(ApiModel):
             field="microBatchSize",
         ),
         Rule(
-            "type(self.microBatchSize) != int || "
-            "(self.microBatchSize >= 1 && self.globalBatchSize % self.microBatchSize == 0)",
-            "must be at least 1 and divide globalBatchSize",
-            field="microBatchSize",
-        ),
-        Rule(
             "!has(self.earlyStopping) || has(self.evalEverySteps)",
             "has no effect without evalEverySteps; set it",
             field="earlyStopping",
