@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 48
 
@@ -37,10 +37,10 @@ def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) 
     finally:
         model.train(was_training)
     said = output[0, inputs["input_ids"].shape[1] :]
-    return tokenizer.decode(said, skip_special_tokens=True).strip()
+    return str(tokenizer.decode(said, skip_special_tokens=True)).strip()
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "torch.Tensor":
+def _encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding":
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")
     return tokenizer.apply_chat_template(

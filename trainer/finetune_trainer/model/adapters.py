@@ -29,7 +29,7 @@ def attach_lora(model: "PreTrainedModel", settings: LoraSettings) -> "PeftModel"
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.r,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft takes any number
+        lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules) or "all-linear",
     )

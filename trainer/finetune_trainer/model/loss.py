@@ -20,7 +20,8 @@ class CausalLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        unwrap = getattr(model, "get_base_model", None)  # only a peft model has it
+        base: nn.Module = unwrap() if unwrap is not None else model
         self._keeps_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
 
     def forward(
