@@ -1,12 +1,14 @@
 """Read rows from a file, a folder of files or the hub, and say where each one stands.
 
-Called by `sequences` and the preview. JSON is read here, so that a message can name the line;
-Parquet, CSV and the hub go through `datasets`. Rows stream: no file is held in memory, but for a
+Called by `sequences` and the preview. JSON and CSV are read here, so that a message can name the
+line; Parquet and the hub go through `datasets`. Rows stream: no file is held in memory, but for a
 `.json` file that is one array.
 """
 
+import csv
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +122,10 @@ class FileRows:
         return digest.hexdigest()
 
     def _read(self, file: Path) -> Iterator[Row]:
-        if file.suffix in (".parquet", ".csv"):
-            yield from _table_rows(file, self.field, self.cache_dir)
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file, self.field, self.cache_dir)
+        elif file.suffix == ".csv":
+            yield from _csv_rows(file, self.field)
         elif file.suffix == ".json" and _is_array(file):
             yield from _array_rows(file, self.field)
         else:
@@ -135,7 +139,7 @@ class HubRows:
         self.name = source.path
         self.field = field
         self._split = source.split
-        datasets = _datasets(cache_dir)
+        datasets = _datasets()
         try:
             self._rows = datasets.load_dataset(
                 source.path, split=source.split, cache_dir=str(cache_dir / "datasets")
@@ -214,28 +218,46 @@ def _is_array(file: Path) -> bool:
         return content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _table_rows(file: Path, field: str, cache_dir: Path) -> Iterator[Row]:
-    datasets = _datasets(cache_dir)
-    # Every CSV value stays the text it is: inferred types would turn 3.10 into 3.1.
-    as_text = {"dtype": "str", "keep_default_na": False} if file.suffix == ".csv" else {}
+def _csv_rows(file: Path, field: str) -> Iterator[Row]:
+    # Every value stays the text it is: a reader that infers types turns 3.10 into 3.1.
+    csv.field_size_limit(sys.maxsize)  # the default refuses values over 128 KiB
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, strict=True)
+            for values in reader:
+                where = f"{file} line {reader.line_num}"
+                if None in values:
+                    raise DataError(
+                        f"{field} {where} has more values than the header has columns; quote "
+                        "values that hold a comma"
+                    )
+                yield _row(where, values)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{field} {file} is not UTF-8 text; convert the file") from error
+    except csv.Error as error:
+        raise DataError(
+            f"{field} {file} line {reader.reader.line_num} is not CSV: {error}; correct the file"
+        ) from error
+
+
+def _parquet_rows(file: Path, field: str, cache_dir: Path) -> Iterator[Row]:
+    datasets = _datasets()
     try:
         rows = datasets.load_dataset(
-            file.suffix.removeprefix("."),
+            "parquet",
             data_files=str(file),
             split="train",
             streaming=True,
             cache_dir=str(cache_dir / "datasets"),
-            **as_text,
         )
         for number, values in enumerate(rows, start=1):
             yield _row(f"{file} row {number}", values)
-    except (TrainerError, OSError):
+    except OSError:
         raise
-    # pyarrow and pandas each raise their own kinds for a malformed file.
+    # Each layer below raises kinds of its own for a malformed file.
     except Exception as error:
-        kind = file.suffix.removeprefix(".")
         raise DataError(
-            f"{field} {file} is not a readable {kind} file: {_first_line(error)}"
+            f"{field} {file} is not a readable Parquet file: {_first_line(error)}; write it again"
         ) from error
 
 
@@ -248,8 +270,8 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0].rstrip(".")
 
 
-def _datasets(cache_dir: Path) -> Any:
-    """Import `datasets` (half a second) only where a table or the hub is read, and quieten it."""
+def _datasets() -> Any:
+    """Import `datasets` (half a second) only where Parquet or the hub is read, and quieten it."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -1,0 +1,117 @@
+"""The preview prints what the trainer will see, or why it will see nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    DatasetSource,
+    JobRef,
+    MethodConfig,
+    ModelConfig,
+    OutputConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from finetune_trainer.data.preview import main
+from text_fixtures import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def previewed(
+    capsys: pytest.CaptureFixture[str], model: Path, folder: Path, rows: str, **data: Any
+) -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit code and the printed lines for a training file of this text."""
+    path = folder / "rows.jsonl"
+    path.write_text(rows)
+    config = TrainConfig(
+        job=JobRef(name="preview", uid="1"),
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(
+            train=DatasetSource(path=str(path)), cache_dir=str(folder / "cache"), **data
+        ),
+        method=MethodConfig(type="full"),
+        training=TrainingConfig(global_batch_size=2, epochs=1, learning_rate=1e-4),
+        checkpoint=CheckpointConfig(dir=str(folder)),
+        output=OutputConfig(dir=str(folder)),
+        run_dir=str(folder),
+        termination_path=str(folder / "termination.json"),
+    )
+    config_path = folder / "config.json"
+    config_path.write_text(config.to_json())
+    code = main([str(config_path), "--rows", "2"])
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_rows_are_shown_in_pieces_and_the_report_follows(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "Hi", "completion": "word " * count} for count in (1, 30, 2)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    code, lines = previewed(capsys, model, tmp_path, text, max_seq_len=32)
+    first, second, summary = lines
+    assert code == 0
+    assert first == {
+        "index": 0,
+        "where": f"{tmp_path}/rows.jsonl line 1",
+        "pieces": [
+            ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False],
+            ["word <|im_end|>", True],
+            ["\n", False],
+        ],
+        "tokens": first["row_tokens"],
+        "label_tokens": first["label_tokens"],
+        "row_tokens": first["row_tokens"],
+        "truncated": False,
+        "sequences": 1,
+    }
+    assert (second["tokens"], second["truncated"]) == (32, True)
+    assert second["row_tokens"] > 32
+    assert summary["report"]["rows"] == 3
+    assert summary["report"]["truncatedRows"] == 1
+    assert summary["report"]["packs"] >= 1
+    assert summary["total_steps"] >= 1
+
+
+def test_a_row_without_labels_is_shown_as_left_out(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    mute = {"messages": [{"role": "user", "content": "Anyone?"}]}
+    text = json.dumps(mute) + '\n{"prompt": "Hi", "completion": "Ho"}\n'
+    _, [first, *_] = previewed(capsys, model, tmp_path, text)
+    assert first["pieces"] == [["<|im_start|>user\nAnyone?<|im_end|>\n", False]]
+    assert (first["sequences"], first["label_tokens"]) == (0, 0)
+
+
+def test_a_trainer_error_is_one_line_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    code, lines = previewed(capsys, model, tmp_path, '{"prompt": "Hi", "completion": }\n')
+    assert code == 65
+    assert lines == [
+        {
+            "error": f"spec.dataset.source {tmp_path}/rows.jsonl line 1 is not JSON: Expecting "
+            "value at column 32; correct or delete the line"
+        }
+    ]
+
+
+def test_a_file_that_is_no_configuration_is_an_error_in_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert main([str(path)]) == 78
+    [line] = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["error"].startswith(f"{path} is not a TrainConfig")

@@ -1,0 +1,70 @@
+"""The quickstart's split is honest: nothing held out can be copied from the training part."""
+
+import json
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("chatterbot_corpus", reason="needs the extra `demo`: make install")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart" / "prepare.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the script as a user does; a model in place keeps it from converting one."""
+    folder = tmp_path_factory.mktemp("a folder with spaces")
+    (folder / "model").mkdir()
+    prepare(folder)
+    return folder
+
+
+def prepare(folder: Path) -> str:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def letters(text: str) -> str:
+    """Return only what makes a text another text, found out otherwise than the script does."""
+    folded = unicodedata.normalize("NFKC", text).lower()
+    return "".join(sign for sign in folded if sign.isalnum())
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion"])
+def test_training_and_held_out_rows_share_no_question_and_no_answer(
+    folder: Path, column: str
+) -> None:
+    train = [letters(row[column]) for row in rows(folder / "train.jsonl")]
+    held_out = [letters(row[column]) for row in rows(folder / "eval.jsonl")]
+    assert not set(train) & set(held_out)
+    assert len(set(train)) == len(train)
+    assert len(set(held_out)) == len(held_out)
+    assert all(train)
+
+
+def test_there_is_enough_to_learn_from_and_to_judge_by(folder: Path) -> None:
+    assert len(rows(folder / "train.jsonl")) >= 500
+    assert 48 <= len(rows(folder / "eval.jsonl")) <= 64
+
+
+def test_every_run_writes_the_same_rows(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    prepare(tmp_path)
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_second_run_changes_nothing_and_leaves_nothing_behind(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    prepare(folder)
+    after = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert after == before
+    assert sorted(after) == ["eval.jsonl", "train.jsonl"]
