@@ -70,13 +70,3 @@ def trained_model(config: TrainConfig, *, strength: float = 0.02, seed: int = 0)
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=strength)
     return model
-
-
-def export_tiny(base: Path, output: Path, seed: int) -> None:
-    """Export adapters that differ by `seed`; the work of a process that a test may kill."""
-    from finetune_trainer.export import export
-    from finetune_trainer.model.load import load_tokenizer
-
-    config = export_config(base, output)
-    model = trained_model(config, seed=seed)
-    export(model, load_tokenizer(config.model), config, progress=PROGRESS, warn=print)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from checkpoint_fixtures import run_processes
-from export_fixtures import PROGRESS, export_config, export_tiny, trained_model
+from export_fixtures import PROGRESS, export_config, trained_model
+from finetune_trainer.config import JobRef
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
 from finetune_trainer.export import check_writable, export
 from finetune_trainer.failpoints import ENV_FAILPOINT
 from finetune_trainer.model.load import load_tokenizer
+from finetune_trainer.publish import open_staging, publish
 from text_fixtures import tiny_model
 
 
@@ -41,17 +43,22 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_kill_before_the_rename_leaves_the_older_export(base: Path, tmp_path: Path) -> None:
+def publish_weights(output: Path, content: str) -> None:
+    staged = open_staging(output)
+    (staged / "weights").write_text(content)
+    publish(staged, output, JobRef(name="tiny", uid="1"), step=3)
+
+
+def test_a_kill_before_the_rename_leaves_the_older_export(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    assert run_processes(export_tiny, base, output, 1) == [0]
-    before = (output / "adapter_model.safetensors").read_bytes()
+    assert run_processes(publish_weights, output, "old") == [0]
 
-    environ = {ENV_FAILPOINT: "before-export-rename"}
-    assert run_processes(export_tiny, base, output, 2, environ=environ) == [-signal.SIGKILL]
-    assert (output / "adapter_model.safetensors").read_bytes() == before
+    environ = {ENV_FAILPOINT: "before-export-rename@3"}
+    assert run_processes(publish_weights, output, "new", environ=environ) == [-signal.SIGKILL]
+    assert (output / "weights").read_text() == "old"
 
-    assert run_processes(export_tiny, base, output, 2) == [0]
-    assert (output / "adapter_model.safetensors").read_bytes() != before
+    assert run_processes(publish_weights, output, "new") == [0]
+    assert (output / "weights").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
@@ -68,8 +75,10 @@ def test_a_read_only_mount_is_found_before_training(
 
 def test_a_mount_point_as_output_receives_the_files(base: Path, mount: Callable[..., Path]) -> None:
     output = mount("-t", "tmpfs", "tmpfs")
-    for seed in (1, 2):
-        export_tiny(base, output, seed)
+    config = export_config(base, output)
+    model, tokenizer = trained_model(config), load_tokenizer(config.model)
+    for _ in range(2):
+        export(model, tokenizer, config, progress=PROGRESS, warn=print)
     names = {path.name for path in output.iterdir()}
     assert {"adapter_model.safetensors", "finetune-export.json"} < names
     assert ".export-tmp" not in names

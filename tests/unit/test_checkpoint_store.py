@@ -1,17 +1,19 @@
 """The store of one process: what it saves, when, and what it restores."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from checkpoint_fixtures import make_state, open_store, tensors_differ
+from checkpoint_fixtures import State, make_state, open_store, tensors_differ
 from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.errors import CheckpointError, ConfigError
 
 
-def save(root: Path, *steps: int, **changes: object) -> None:
+def save(root: Path, *steps: int, **changes: Any) -> None:
     store = open_store(root, **changes)
     for step in steps:
         store.save(step, make_state(step))
@@ -157,7 +159,9 @@ def test_a_failed_save_is_a_warning_and_the_next_one_works(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, change, reason: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    tmp_path: Path, change: Callable[[State], None], reason: str
+) -> None:
     save(tmp_path, 1)
     state = make_state(0)
     change(state)
@@ -208,8 +212,8 @@ def test_resume_from_a_folder_takes_that_one_and_goes_on_from_it(tmp_path: Path)
         pytest.param(Path.mkdir, CheckpointError, "never committed", id="no checkpoint"),
     ],
 )
-def test_a_named_folder_that_holds_no_checkpoint_is_an_error(  # type: ignore[no-untyped-def]
-    tmp_path: Path, make, error: type[Exception], reason: str
+def test_a_named_folder_that_holds_no_checkpoint_is_an_error(
+    tmp_path: Path, make: Callable[[Path], None], error: type[Exception], reason: str
 ) -> None:
     folder = tmp_path / "named"
     make(folder)
