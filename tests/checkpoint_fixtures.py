@@ -37,11 +37,11 @@ def make_state(step: int, *, size: int = 16) -> State:
 
 def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) -> CheckpointStore:
     """Return the store of a single process; keyword arguments go to the store or its config."""
-    own = {"rank": 0, "world_size": 1, "group": None, "fingerprint": "a model"}
+    warn = (warnings if warnings is not None else []).append
+    own = {"rank": 0, "world_size": 1, "group": None, "fingerprint": "a model", "warn": warn}
     arguments = {name: changes.pop(name, value) for name, value in own.items()}
     return CheckpointStore(
         CheckpointConfig(dir=str(folder), **changes),
-        warn=(warnings if warnings is not None else []).append,
         clock=lambda: 1000.0,
         **arguments,
     )

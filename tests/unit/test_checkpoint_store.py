@@ -1,6 +1,7 @@
 """The store of one process: what it saves, when, and what it restores."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,24 @@ def test_a_failed_save_is_a_warning_and_the_next_one_works(tmp_path: Path) -> No
     assert ref is not None
     assert ref.step == 3
     assert sorted(path.name for path in root.iterdir()) == ["step-1", "step-3"]
+
+
+def test_a_failure_that_poll_has_seen_is_still_told_by_wait(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.write_text("a file where the folder should be")
+    failed = threading.Event()
+    store = open_store(root, warn=lambda sentence: failed.set())
+    store.save(1, make_state(1))
+    while not failed.is_set():
+        assert store.poll() is None
+    with pytest.raises(CheckpointError, match="checkpoint of step 1 was not written"):
+        store.wait()
+
+    root.unlink()
+    store.save(1, make_state(1))  # the same step again, as it is not committed
+    ref = store.wait()
+    assert ref is not None
+    assert ref.step == 1
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class CheckpointStore:
         self._clock = clock
         self._snapshot = Snapshot()
         self._in_flight: tuple[int, Future[_Written]] | None = None
+        self._failure: str | None = None  # of the newest save, as long as none came after it
         self._unreported: CheckpointRef | None = None
         self._counted_from: float | None = None
 
@@ -135,7 +136,7 @@ class CheckpointStore:
         self._finish()
         if self.last is not None and self.last.step == step:
             return time.perf_counter() - started
-        self._counted_from = None
+        self._counted_from = self._failure = None
         tensors = {name: part for name, part in state.items() if name != TRAINER_SECTION}
         copy = self._snapshot.take(tensors)
         trainer = json.dumps(state.get(TRAINER_SECTION, {}))
@@ -166,11 +167,11 @@ class CheckpointStore:
         It is the one a restart will begin with, also when `poll` has reported it before.
 
         Raises:
-            CheckpointError: the save that was in flight has failed.
+            CheckpointError: the newest save has failed, now or in an earlier `poll`.
         """
-        failure = self._finish()
-        if failure is not None:
-            raise CheckpointError(failure)
+        self._finish()
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
         self._unreported = None
         return self.last
 
@@ -295,22 +296,21 @@ class CheckpointStore:
         reach("after-rename", manifest.step)
         return commit.reference(final, manifest)
 
-    def _finish(self) -> str | None:
-        """Wait for the save in flight, record its commit, and return its failure if it failed."""
+    def _finish(self) -> None:
+        """Wait for the save in flight, and record its commit or its failure."""
         if self._in_flight is None:
-            return None
+            return
         (step, future), self._in_flight = self._in_flight, None
         try:
             ref, complaint = future.result()
         except (RankError, OSError, RuntimeError) as error:
-            failure = self._sentence(step, error)
-            self._warn(failure)
-            return failure
+            self._failure = self._sentence(step, error)
+            self._warn(self._failure)
+            return
         self.last = self._unreported = ref
         self.best = best([ref, self.best] if self.best else [ref])
         if complaint is not None:
             self._warn(complaint)
-        return None
 
     def _retire(self) -> str | None:
         """Delete what need not stay, on rank 0; return a sentence when that is impossible."""
