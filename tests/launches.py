@@ -13,6 +13,7 @@ from typing import Any
 from finetune_trainer.config import Termination, TrainConfig
 
 _TESTS = Path(__file__).parent
+ENTRIES = _TESTS / "rank_entries.py"
 
 
 def train_config(folder: Path, **changes: Any) -> TrainConfig:
@@ -69,14 +70,15 @@ class Launch:
         """The last words it wrote."""
         return Termination.read(Path(self.config.termination_path))
 
+    def wait_for_step(self, rank: int) -> int:
+        """Return the process id of a rank, once it has finished a step."""
+        path = Path(self.config.run_dir) / f"pid-{rank}"
+        until(lambda: path.exists() and path.read_text() != "")
+        return int(path.read_text())
+
     def pids_of_ranks(self) -> list[int]:
-        """Return the ranks' process ids, once each has finished a step."""
-        paths = [
-            Path(self.config.run_dir) / f"pid-{rank}"
-            for rank in range(self.config.world.nproc_per_node)
-        ]
-        until(lambda: all(path.exists() and path.read_text() for path in paths))
-        return [int(path.read_text()) for path in paths]
+        """Return the process ids of a single node's ranks, once each has finished a step."""
+        return [self.wait_for_step(rank) for rank in range(self.config.world.nproc_per_node)]
 
     def events(self, rank: int) -> list[dict[str, Any]]:
         """Return the lines of a rank's journal."""
@@ -86,10 +88,10 @@ class Launch:
 
 def launch(config: TrainConfig, entry: str, environ: Mapping[str, str] | None = None) -> Launch:
     """Start the main process of a node with the named stand-in from `rank_entries`."""
-    path = Path(config.run_dir).parent / "config.json"
+    path = Path(config.termination_path).parent / "config.json"
     path.write_text(config.to_json())
     process = subprocess.Popen(
-        [sys.executable, str(_TESTS / "rank_entries.py"), str(path), entry],
+        [sys.executable, str(ENTRIES), str(path), entry],
         env=clean_environment(**(environ or {})),
         stderr=subprocess.PIPE,
         text=True,

@@ -116,17 +116,17 @@ def _close(telemetry: Telemetry, termination: Termination) -> Termination:
     """Write the end into the outlets, and what they know into the last words."""
     if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
         telemetry.phase(Phase.DONE)
-    telemetry.log("ended", termination=termination)
-    telemetry.close()
     progress = telemetry.progress
-    return termination.model_copy(
+    last_words = termination.model_copy(
         update={
             "step": termination.step or progress.step,
             "checkpoint": termination.checkpoint or progress.checkpoint,
             "artifacts": termination.artifacts or telemetry.artifact_paths,
-            "progress": termination.progress or progress,
         }
     )
+    telemetry.log("ended", termination=last_words)
+    telemetry.close()
+    return last_words.model_copy(update={"progress": termination.progress or telemetry.progress})
 
 
 def _load(entry: str) -> Entry:
