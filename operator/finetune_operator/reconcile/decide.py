@@ -120,8 +120,9 @@ def decide(
         text = f"attempt {attempt.number} is being submitted"
         situation = Situation(Stage.STARTING, Reason.PROVISIONING, text)
         return view.conclude(status, situation, Submit(attempt.number))
-    ready = status.nodes.model_copy(update={"ready": observation.nodes_ready})
-    status = status.model_copy(update={"nodes": ready})
+    if observation.phase is not AttemptPhase.UNKNOWN:
+        ready = status.nodes.model_copy(update={"ready": observation.nodes_ready})
+        status = status.model_copy(update={"nodes": ready})
     ended = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
     if observation.all_gone and observation.phase in ended:
         return _after_attempt(view, status, observation)
@@ -227,6 +228,10 @@ def _during_attempt(
     limits = [limit for limit in limits if limit.at > view.now]
     grace = float(view.spec.deadlines.termination_grace_seconds)
     ending = deadlines.ending(view.before) or (passed and (passed.reason, passed.message))
+    waits = [view.seconds_until(limit.at) for limit in limits]
+    if observation.look_again_seconds is not None:
+        waits.append(observation.look_again_seconds)
+    requeue = min(waits, default=None)
     situation: Situation
     actions: tuple[Action, ...] = (Cancel(grace),)
     if ending:
@@ -239,13 +244,12 @@ def _during_attempt(
         text = f"{left}; waiting until all of its processes are gone"
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         actions = (Cancel(_grace_of_the_rest(observation, grace)),)
+    elif observation.phase is AttemptPhase.UNKNOWN:
+        return Decision((), status, requeue)  # nothing is known, so nothing new is said
     else:
         situation, actions = _watching(attempt, status, observation), ()
     status = _with_progress(view, status, situation, observation)
-    waits = [view.seconds_until(limit.at) for limit in limits]
-    if observation.look_again_seconds is not None:
-        waits.append(observation.look_again_seconds)
-    return view.conclude(status, situation, *actions, requeue=min(waits, default=None))
+    return view.conclude(status, situation, *actions, requeue=requeue)
 
 
 def _grace_of_the_rest(observation: Observation, grace: float) -> float:
@@ -263,11 +267,12 @@ def _watching(
     attempt: AttemptStatus, status: FineTuneJobStatus, observation: Observation
 ) -> Situation:
     said = observation.progress
-    if observation.phase is AttemptPhase.RUNNING and said and said.phase not in _BEFORE_TRAINING:
+    runs = observation.phase in (AttemptPhase.RUNNING, AttemptPhase.SUCCEEDED)
+    if runs and said and said.phase not in _BEFORE_TRAINING:
         text = f"attempt {attempt.number} trains on {status.nodes.world_size} ranks"
         return Situation(Stage.RUNNING, Reason.TRAINING, text)
     stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
-    if observation.phase is AttemptPhase.RUNNING:
+    if runs:
         return Situation(stage, Reason.STARTING, f"attempt {attempt.number} starts its ranks")
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
     return Situation(stage, Reason.PROVISIONING, text)

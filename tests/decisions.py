@@ -1,0 +1,72 @@
+"""Builders for tests of `reconcile.decide`: a job that lives through observations."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from builders import job
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1.status import BackendRef
+from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.planner.plan import make_plan
+from finetune_operator.reconcile.decide import Action, Decision, Submit, decide
+from finetune_trainer.config import Phase, Progress
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def running(step: int = 1, phase: Phase = Phase.TRAINING, **fields: Any) -> Observation:
+    """Return what is seen of an attempt that trains."""
+    said = Progress(phase=phase, step=step, total_steps=10, **fields)
+    return Observation(AttemptPhase.RUNNING, nodes_ready=1, progress=said, look_again_seconds=0.5)
+
+
+PENDING = Observation(AttemptPhase.PENDING, look_again_seconds=0.1)
+
+
+def lives(observation: Observation) -> Observation:
+    """Return the same while processes are left."""
+    return replace(observation, all_gone=False)
+
+
+class Life:
+    """One job, its status saved after each decision, and a clock that a test moves."""
+
+    def __init__(self, **overrides: Any) -> None:
+        self.job: FineTuneJob = job(**overrides)
+        self.now = START
+        self.requeue: float | None = None
+
+    @property
+    def status(self) -> Any:
+        """The job's status."""
+        return self.job.status
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += timedelta(seconds=seconds)
+
+    def suspend(self, value: bool) -> None:
+        """Set `spec.suspend`."""
+        spec = self.job.spec.model_copy(update={"suspend": value})
+        self.job = self.job.model_copy(update={"spec": spec})
+
+    def decide(self, observation: Observation | None = None) -> Decision:
+        """Decide without saving."""
+        return decide(self.job, observation, self.now, make_plan(self.job))
+
+    def see(self, observation: Observation | None = None) -> tuple[Action, ...]:
+        """Decide, save the status, hand out a handle for what is submitted."""
+        decision = self.decide(observation)
+        status = decision.status
+        if any(isinstance(action, Submit) for action in decision.actions):
+            ref = BackendRef(kind="Fake", name=f"tiny-{status.attempt}")
+            status = status.model_copy(update={"backend_ref": ref})
+        self.job = self.job.model_copy(update={"status": status})
+        self.requeue = decision.requeue_seconds
+        return decision.actions
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        """Return status and reason of a condition."""
+        found = next(found for found in self.status.conditions if found.type == kind)
+        return found.status, found.reason

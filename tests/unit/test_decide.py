@@ -1,0 +1,307 @@
+"""What is decided about a job in each situation."""
+
+import pytest
+
+from decisions import PENDING, START, Life, lives, running
+from finetune_operator.api.v1alpha1.status import JobPhase
+from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.fake import PREEMPTED, ended
+from finetune_operator.reconcile.conditions import rfc3339
+from finetune_operator.reconcile.decide import Cancel, Collect, Submit, refuse
+from finetune_trainer.config import CheckpointRef, FailureClass, Phase
+
+KILLED = ended(137, FailureClass.WORKER_LOST, "node 0 was killed")
+
+
+def started(**overrides: object) -> Life:
+    life = Life(**overrides)
+    assert life.see() == (Submit(1),)
+    return life
+
+
+def test_a_new_job_opens_attempt_1_and_submits_it() -> None:
+    life = started()
+    assert (life.status.attempt, life.status.phase) == (1, JobPhase.STARTING)
+    assert life.condition("Ready") == ("False", "Provisioning")
+    assert life.condition("Accepted") == ("True", "Accepted")
+    assert life.status.plan.strategy == "ddp"
+
+
+def test_an_attempt_without_a_handle_is_submitted_again_and_nothing_else_changes() -> None:
+    life = Life()
+    first = life.decide()
+    life.job = life.job.model_copy(update={"status": first.status})  # killed before submitting
+    life.wait(60)
+    again = life.decide()
+    assert again.actions == (Submit(1),)
+    assert again.status == first.status
+
+
+def test_a_job_runs_once_rank_0_is_past_loading() -> None:
+    life = started()
+    life.see(PENDING)
+    assert life.condition("ResourcesReady") == ("False", "Provisioning")
+    life.see(running(0, Phase.LOADING))
+    assert life.status.phase is JobPhase.STARTING
+    assert life.see(running(1)) == ()
+    assert life.status.phase is JobPhase.RUNNING
+    assert life.condition("Running") == ("True", "Training")
+    assert life.condition("Ready")[0] == "True"
+    assert life.requeue == 0.5
+
+
+def test_exit_code_0_completes_the_job_only_when_every_process_is_gone() -> None:
+    life = started()
+    assert life.see(lives(ended())) == ()
+    assert life.status.phase is not JobPhase.SUCCEEDED
+    assert life.see(ended()) == (Collect(),)
+    assert life.status.phase is JobPhase.SUCCEEDED
+    assert life.condition("Complete") == ("True", "Completed")
+    assert life.status.completion_time == rfc3339(START)
+
+
+def test_a_finished_job_is_left_alone() -> None:
+    life = started()
+    life.see(ended())
+    before = life.status
+    life.wait(1000)
+    life.suspend(True)
+    for seen in (None, running(3), KILLED):
+        assert life.see(seen) == ()
+        assert life.status == before
+        assert life.requeue is None
+
+
+def test_the_next_attempt_waits_until_the_lost_one_is_gone() -> None:
+    life = started()
+    life.see(running(3))
+    assert life.see(lives(KILLED)) == (Cancel(10.0),)
+    assert life.status.phase is JobPhase.RESTARTING
+    assert life.status.attempt == 1
+    assert life.see(KILLED) == (Submit(2),)
+    assert life.status.attempts[0].failure_class == "WorkerLost"
+    assert life.status.attempts[0].exit_code == 137
+    assert life.status.restarts.counted == 1
+
+
+def test_nodes_that_stop_together_after_a_preemption_keep_the_whole_grace() -> None:
+    life = started(deadlines__termination_grace_seconds=90)
+    assert life.see(lives(PREEMPTED)) == (Cancel(90.0),)
+
+
+def test_counted_restarts_end_at_their_limit_with_the_last_words() -> None:
+    life = started(restart_policy__max_restarts=2)
+    assert life.see(KILLED) == (Submit(2),)
+    assert life.see(KILLED) == (Submit(3),)
+    assert life.see(KILLED) == ()
+    assert life.status.phase is JobPhase.FAILED
+    assert life.condition("Failed") == ("True", "RestartLimitExceeded")
+    assert life.condition("Stalled")[0] == "True"
+    assert life.status.restarts.counted == 2
+
+
+def test_preemptions_restart_free_of_charge_until_max_disruptions() -> None:
+    life = started(restart_policy={"maxRestarts": 0, "maxDisruptions": 1})
+    assert life.see(PREEMPTED) == (Submit(2),)
+    assert (life.status.restarts.counted, life.status.restarts.disruptions) == (0, 1)
+    assert life.see(PREEMPTED) == ()
+    assert life.condition("Failed") == ("True", "DisruptionLimitExceeded")
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(65, "DataError"), (78, "ConfigError"), (93, "DoNotRestart")]
+)
+def test_permanent_failures_fail_at_once_with_their_class(code: int, name: str) -> None:
+    life = started()
+    assert life.see(ended(code, FailureClass(name), "row 3 has no text")) == ()
+    assert life.condition("Failed") == ("True", name)
+    assert life.status.attempts[0].message == "row 3 has no text"
+
+
+def test_counted_restarts_back_off_doubling_up_to_the_longest_wait() -> None:
+    policy = {"maxRestarts": 9, "backoff": {"baseSeconds": 10, "maxSeconds": 30}}
+    life = started(restart_policy=policy)
+    for wait in (10, 20, 30, 30):
+        assert life.see(KILLED) == ()
+        assert life.requeue == wait
+        life.wait(wait - 1)
+        assert life.see() == ()
+        assert life.requeue == 1
+        life.wait(1)
+        assert life.see() == (Submit(life.status.attempt),)
+
+
+def test_a_preemption_does_not_back_off() -> None:
+    life = started(restart_policy__backoff={"baseSeconds": 10})
+    assert life.see(PREEMPTED) == (Submit(2),)
+
+
+def test_suspending_stops_with_the_grace_and_counts_nothing() -> None:
+    life = started(deadlines__termination_grace_seconds=33)
+    life.see(running(3))
+    life.suspend(True)
+    assert life.see(running(4)) == (Cancel(33.0),)
+    assert life.status.phase is JobPhase.SUSPENDING
+    assert life.see(running(4)) == (Cancel(33.0),)
+    assert life.see(PREEMPTED) == ()
+    assert life.status.phase is JobPhase.SUSPENDED
+    assert life.condition("Suspended") == ("True", "SuspendedByUser")
+    assert life.status.restarts.disruptions == 0
+    life.suspend(False)
+    assert life.see() == (Submit(2),)
+    assert life.condition("Suspended") == ("False", "Resumed")
+    assert life.status.restarts.counted == life.status.restarts.disruptions == 0
+
+
+def test_resuming_while_it_stops_waits_for_the_end_and_goes_on_uncounted() -> None:
+    life = started()
+    life.suspend(True)
+    life.see(running(3))
+    life.suspend(False)
+    assert life.see(running(3)) == (Cancel(120.0),)
+    assert life.see(KILLED) == (Submit(2),)
+    assert life.status.restarts.counted == life.status.restarts.disruptions == 0
+
+
+def test_a_job_that_ends_while_it_is_suspended_is_complete() -> None:
+    life = started()
+    life.suspend(True)
+    life.see(running(9))
+    assert life.see(ended()) == (Collect(),)
+    assert life.status.phase is JobPhase.SUCCEEDED
+
+
+def test_a_permanent_failure_while_suspending_is_not_hidden() -> None:
+    life = started()
+    life.suspend(True)
+    life.see(running(1))
+    life.see(ended(65, FailureClass.DATA_ERROR, "no rows"))
+    assert life.condition("Failed") == ("True", "DataError")
+
+
+def test_a_suspended_new_job_starts_nothing() -> None:
+    life = Life(suspend=True)
+    assert life.see() == ()
+    assert life.status.phase is JobPhase.SUSPENDED
+    assert life.status.attempt == 0
+
+
+def test_the_active_deadline_stops_the_job_and_fails_it_when_it_is_gone() -> None:
+    life = started(deadlines={"activeSeconds": 100, "terminationGraceSeconds": 30})
+    life.wait(99)
+    assert life.see(running(3)) == ()
+    assert life.requeue == 0.5
+    life.wait(1)
+    assert life.see(running(3)) == (Cancel(30.0),)
+    assert life.condition("Failed") == ("False", "ActiveDeadlineExceeded")
+    assert life.see(PREEMPTED) == ()
+    assert life.condition("Failed") == ("True", "ActiveDeadlineExceeded")
+
+
+def test_the_pending_deadline_counts_only_while_nothing_runs() -> None:
+    life = started(deadlines__pending_seconds=60)
+    life.see(PENDING)
+    life.wait(61)
+    assert life.see(running(1)) == ()
+    life = started(deadlines__pending_seconds=60)
+    life.wait(60)
+    assert life.see(PENDING) == (Cancel(120.0),)
+    life.see(Observation(AttemptPhase.FAILED, all_gone=True))
+    assert life.condition("Failed") == ("True", "PendingDeadlineExceeded")
+
+
+def test_a_deadline_wakes_the_job_when_no_event_would() -> None:
+    life = started(deadlines__active_seconds=100)
+    life.wait(40)
+    life.see(Observation(AttemptPhase.RUNNING, nodes_ready=1))
+    assert life.requeue == 60
+
+
+def test_a_suspended_job_has_no_running_deadline() -> None:
+    life = started(deadlines__active_seconds=100)
+    life.suspend(True)
+    life.see(running(3))
+    life.see(PREEMPTED)
+    life.wait(1000)
+    life.suspend(False)
+    assert life.see() == (Submit(2),)
+    life.wait(99)
+    assert life.see(running(4)) == ()
+    life.wait(1)
+    assert life.see(running(4)) == (Cancel(120.0),)
+
+
+def test_progress_is_written_at_most_once_an_interval_unless_the_phase_changes() -> None:
+    life = started(observability__status_interval_seconds=15)
+    life.see(running(1))
+    life.wait(14)
+    before = life.status
+    life.see(running(5))
+    assert life.status == before
+    life.wait(1)
+    life.see(running(6))
+    assert life.status.progress.step == 6
+    life.wait(1)
+    life.suspend(True)
+    life.see(running(7))
+    assert life.status.progress.step == 7
+
+
+def test_the_last_progress_is_never_lost() -> None:
+    life = started()
+    life.see(running(1))
+    life.see(ended(progress=running(10).progress))
+    assert life.status.progress.step == 10
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        (None, "file:///run/checkpoints/step-4"),
+        ("file://./saved", "file:///run/checkpoints/step-4"),
+        ("pvc://claim/saved/", "pvc://claim/saved/step-4"),
+    ],
+)
+def test_the_ledger_names_checkpoints_so_that_others_find_them(
+    uri: str | None, expected: str
+) -> None:
+    ref = CheckpointRef(step=4, path="/run/checkpoints/step-4", time=0.0, world_size=2)
+    life = started(checkpoint__uri=uri)
+    life.see(running(4, checkpoint=ref, resumed_step=2))
+    last = life.status.checkpoint.last
+    assert (last.uri, last.time) == (expected, "1970-01-01T00:00:00Z")
+    assert life.condition("CheckpointReady") == ("True", "Committed")
+    assert life.status.attempts[0].resumed_step == 2
+
+
+def test_a_vanished_attempt_is_a_lost_worker() -> None:
+    life = started()
+    seen = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="its folder is gone")
+    assert life.see(seen) == (Submit(2),)
+    assert life.status.attempts[0].message == "its folder is gone"
+
+
+def test_a_look_that_failed_changes_nothing() -> None:
+    life = started()
+    life.see(running(3))
+    seen = Observation(AttemptPhase.UNKNOWN, message="no answer", look_again_seconds=1.0)
+    before = life.status
+    assert life.see(seen) == ()
+    assert life.status == before
+    assert life.requeue == 1.0
+
+
+def test_only_the_newest_ten_attempts_are_kept_and_numbers_go_on() -> None:
+    life = started(restart_policy__max_restarts=100)
+    for _ in range(14):
+        life.see(KILLED)
+    assert [attempt.number for attempt in life.status.attempts] == list(range(6, 16))
+
+
+def test_a_refused_job_is_failed_and_its_open_attempt_closed() -> None:
+    life = started()
+    status = refuse(life.job, "attempts/1 belongs to another job", life.now)
+    life.job = life.job.model_copy(update={"status": status})
+    assert life.condition("Failed") == ("True", "Refused")
+    assert life.status.attempts[0].end_time is not None
+    assert life.see() == ()
