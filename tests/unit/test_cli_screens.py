@@ -153,6 +153,18 @@ def test_plain_lines_tell_a_change_of_phase_at_once() -> None:
     assert out.getvalue().splitlines() == ["    0s  Starting", "    0s  Failed"]
 
 
+def test_plain_lines_do_not_tell_the_step_of_a_checkpoint_as_a_step_that_was_made() -> None:
+    out, clock = io.StringIO(), Clock()
+    with PlainScreen(out, view("Pending"), clock) as screen:
+        screen.show(view(attempt=2, step=8, total_steps=32, resumed_step=8))
+
+    assert [line.split("  ")[-1] for line in out.getvalue().splitlines()] == [
+        "attempt 2 starts",
+        "goes on from the checkpoint of step 8",
+        "Training",
+    ]
+
+
 def test_plain_step_line_holds_what_is_known() -> None:
     out, clock = io.StringIO(), Clock()
     with PlainScreen(out, view("Pending"), clock) as screen:

@@ -42,9 +42,11 @@ class PlainScreen:
     def show(self, view: View) -> None:
         """Write what is new."""
         before, self._last = self._last, view
-        # The last steps of a phase are told before the phase that follows them.
         changed = view.phase != self._phase
         late = self._clock() - self._told_at >= LINE_SECONDS
+        if view.progress.step == view.progress.resumed_step:
+            self._told_step = view.progress.step  # told as the checkpoint's step
+        # The last steps of a phase are told before the phase that follows them.
         if view.progress.step != self._told_step and (changed or late):
             self._tell_step(view)
         for sentence in news(before, view):

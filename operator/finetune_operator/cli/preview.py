@@ -92,8 +92,8 @@ def _row(line: dict[str, Any], *, is_terminal: bool) -> Text:
             text.append(piece, style="green")
         else:
             text.append(f"[[{piece}]]")
-    text.append("\n")
-    return text
+    text.rstrip()
+    return text.append("\n")
 
 
 def _summary(line: dict[str, Any]) -> list[str]:
