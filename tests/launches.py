@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,12 @@ def launch(config: TrainConfig, entry: str, environ: Mapping[str, str] | None = 
         text=True,
     )
     return Launch(process, config)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def until(condition: Callable[[], bool], timeout: float = 60) -> None:

@@ -1,6 +1,5 @@
 """Ranks find each other: under our supervisor on one or two nodes, and under other launchers."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune_trainer.config import TrainConfig
-from launches import ENTRIES, Launch, clean_environment, launch, train_config
+from launches import ENTRIES, Launch, clean_environment, free_port, launch, train_config
 
 Start = Callable[..., Launch]
 
@@ -44,11 +43,6 @@ def nodes(started: Start, tmp_path: Path) -> Callable[[str], list[Launch]]:
         return started(config, entry, environ)
 
     return lambda entry: [start(rank, entry) for rank in (1, 0)][::-1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_runs_in_a_row_exit_with_0(started: Start, tmp_path: Path) -> None:

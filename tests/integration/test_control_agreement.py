@@ -1,0 +1,81 @@
+"""Votes of two real processes: what one rank casts, both see, at the same boundary."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from launches import clean_environment, free_port, train_config
+
+# Casts the votes given as JSON [[stop, save] by boundary] and prints what was agreed at each.
+VOTE = """
+import json, sys, time
+from pathlib import Path
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.control import Agreement
+from finetune_trainer.world import broadcast_object, open_world
+config = TrainConfig.read(Path(sys.argv[1]))
+plans = json.loads(sys.argv[2])
+with open_world(config) as world:
+    seen = []
+    for rounds in plans:
+        agreement = Agreement(world)
+        for stop, save in rounds[world.rank]:
+            time.sleep(0.002 * world.rank)
+            agreed = agreement.exchange(stop, save)
+            seen.append([agreed.stop, agreed.save, agreed.step])
+        last = agreement.settle()
+        seen.append([last.stop, last.save, last.step])
+    told = broadcast_object(world, f"from rank {world.rank}")
+print(json.dumps([seen, told]))
+"""
+
+
+def agreed(folder: Path, plans: list[list[list[list[bool]]]]) -> list[list[list[object]]]:
+    """Return what each of two ranks saw, boundary by boundary, over all plans."""
+    path = folder / "config.json"
+    path.write_text(train_config(folder).to_json())
+    port = str(free_port())
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", VOTE, str(path), json.dumps(plans)],
+            env=clean_environment(RANK=rank, LOCAL_RANK=rank, **place),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    seen, told = zip(*(json.loads(output) for output in outputs), strict=True)
+    assert told == ("from rank 0", "from rank 0")
+    return list(seen)
+
+
+def plan(boundaries: int, *votes: tuple[int, int, str]) -> list[list[list[bool]]]:
+    """Return the votes of two ranks: (rank, boundary, "stop" or "save") are cast, no others."""
+    return [
+        [[(rank, at, "stop") in votes, (rank, at, "save") in votes] for at in range(boundaries)]
+        for rank in (0, 1)
+    ]
+
+
+def expected(boundaries: int, *votes: tuple[int, int, str]) -> list[list[object]]:
+    """Return what every rank must see: each vote one boundary after it was cast."""
+    stops = {at for _, at, kind in votes if kind == "stop"}
+    saves = {at for _, at, kind in votes if kind == "save"}
+    return [[False, False, 0], *([at in stops, at in saves, at] for at in range(boundaries))]
+
+
+def test_every_rank_sees_every_vote_at_the_same_boundary(tmp_path: Path) -> None:
+    votes: list[list[tuple[int, int, str]]] = [
+        [],
+        [(0, 0, "stop")],
+        [(1, 3, "stop")],
+        [(1, 5, "stop")],
+        [(0, 2, "save"), (1, 4, "stop")],
+        [(0, 1, "save"), (1, 1, "save"), (1, 2, "save")],
+    ]
+    first, second = agreed(tmp_path, [plan(6, *each) for each in votes])
+    assert first == second == [line for each in votes for line in expected(6, *each)]
