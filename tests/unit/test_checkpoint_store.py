@@ -225,6 +225,28 @@ def test_resume_from_a_folder_takes_that_one_and_goes_on_from_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("named", "own", "expected"),
+    [
+        pytest.param("none", (1, 2), 2, id="none, and the job has committed since"),
+        pytest.param("folder", (), 5, id="a folder, nothing committed yet"),
+        pytest.param("folder", (7,), 7, id="a folder, and the job went beyond it"),
+        pytest.param("folder", (3,), 5, id="a folder, and only older ones of its own"),
+    ],
+)
+def test_a_later_attempt_goes_on_from_what_the_job_has_committed(
+    named: str, own: tuple[int, ...], expected: int, tmp_path: Path
+) -> None:
+    save(tmp_path / "named", 5)
+    (tmp_path / "own").mkdir()
+    save(tmp_path / "own", *own)
+    resume_from = str(tmp_path / "named" / "step-5") if named == "folder" else named
+    store = open_store(tmp_path / "own", resume_from=resume_from, is_continued=True)
+    state = make_state(0)
+    store.restore(state)
+    assert tensors_differ(state, make_state(expected)) == []
+
+
+@pytest.mark.parametrize(
     ("make", "error", "reason"),
     [
         pytest.param(lambda path: None, ConfigError, "is not a folder", id="no folder"),

@@ -222,6 +222,11 @@ class CheckpointConfig(ContractModel):
     every_seconds: Annotated[int, Field(ge=1)] | None = None
     keep: Annotated[int, Field(ge=1)] = 2
     resume_from: str = Field("auto", description="auto, none, or the folder of one checkpoint.")
+    is_continued: bool = Field(
+        False,
+        description="A later attempt of the same job: what it has committed itself counts too, "
+        "whatever resumeFrom says.",
+    )
 
 
 class OutputConfig(ContractModel):

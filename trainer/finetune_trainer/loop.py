@@ -112,7 +112,6 @@ def _boundary(run: Run, step: int) -> None:
     wants_save = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
     agreed = run.agreement.exchange(stop=run.stop.requested, save=wants_save)
     if agreed.save or agreed.stop or is_last or run.store.is_due(step):
-        reach("saving", step)
         state = run.strategy.state() | {"trainer": run.notes()}
         run.blocked_seconds += run.store.save(step, state, eval_loss=eval_loss)
     if (committed := run.store.poll()) is not None:

@@ -19,6 +19,7 @@ from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, 
 from finetune_trainer.control import Agreement, StopSignal
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
+from finetune_trainer.errors import CheckpointError
 from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.export import check_writable, export
 from finetune_trainer.failpoints import reach
@@ -76,8 +77,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
             evaluate(run, 0)
         _answer_prompts(run, tokenizer, is_trained=False)
     train(run, first_step)
-    if (committed := run.store.wait()) is not None:
-        report_commit(run, committed)
+    _finish_saving(run)
     _answer_prompts(run, tokenizer, is_trained=True)
     return _export(run, tokenizer)
 
@@ -186,6 +186,17 @@ def _resume(run: Run, notes: _Notes) -> int:
     if manifest.eval_loss is not None:
         run.telemetry.evaluated(manifest.step, manifest.eval_loss, 0.0)
     return manifest.step
+
+
+def _finish_saving(run: Run) -> None:
+    """Wait for the last checkpoint; when it failed, the trained model is exported all the same."""
+    try:
+        committed = run.store.wait()
+    except CheckpointError as error:
+        run.telemetry.warn(f"{error}; the trained model is exported from memory")
+        return
+    if committed is not None:
+        report_commit(run, committed)
 
 
 def _answer_prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", *, is_trained: bool) -> None:

@@ -92,6 +92,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             every_seconds=_every_seconds(spec.checkpoint),
             keep=spec.checkpoint.keep,
             resume_from=locations.resume_from,
+            is_continued=attempt > 1,
         ),
         output=trainer.OutputConfig(dir=locations.output_dir, format=_output_format(plan)),
         telemetry=trainer.TelemetryConfig(

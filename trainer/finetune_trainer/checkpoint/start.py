@@ -10,7 +10,7 @@ from typing import NamedTuple
 from finetune_trainer.checkpoint import commit
 from finetune_trainer.checkpoint.commit import Manifest
 from finetune_trainer.checkpoint.retention import best
-from finetune_trainer.config import CheckpointRef
+from finetune_trainer.config import CheckpointConfig, CheckpointRef
 from finetune_trainer.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ class Start(NamedTuple):
 
 
 def prepare_start(
-    root: Path, resume_from: str, fingerprint: str, warn: Callable[[str], None]
+    root: Path, config: CheckpointConfig, fingerprint: str, warn: Callable[[str], None]
 ) -> Start:
     """Choose the checkpoint to start from and clear the way for those that will follow it.
 
@@ -35,7 +35,12 @@ def prepare_start(
     """
     root.mkdir(parents=True, exist_ok=True)
     commit.remove_leftovers(root)
-    source = _choose(root, resume_from, fingerprint, warn)
+    source = _choose(root, config, warn)
+    if source is not None and source[1].fingerprint != fingerprint:
+        raise ConfigError(
+            f"spec.checkpoint.uri {source[0]} was written with another model, method or data set; "
+            "use another folder, or set spec.checkpoint.resumeFrom to none"
+        )
     step = source[1].step if source else 0
     moved = commit.set_aside_newer(root, step)
     if moved:
@@ -48,23 +53,24 @@ def prepare_start(
 
 
 def _choose(
-    root: Path, resume_from: str, fingerprint: str, warn: Callable[[str], None]
+    root: Path, config: CheckpointConfig, warn: Callable[[str], None]
 ) -> tuple[Path, Manifest] | None:
-    if resume_from == "none":
-        return None
-    if resume_from == "auto":
-        source = commit.newest_verified(root, warn)
-    else:
-        folder = Path(resume_from).absolute()
+    """Return the named checkpoint, or the newest of the job's own where that is further on.
+
+    A later attempt must not fall back to where the job once began: neither to the folder that
+    `resumeFrom` names, nor, with `none`, to step 0.
+    """
+    own = named = None
+    if config.resume_from == "auto" or config.is_continued:
+        own = commit.newest_verified(root, warn)
+    if config.resume_from not in ("auto", "none"):
+        folder = Path(config.resume_from).absolute()
         if not folder.is_dir():
             raise ConfigError(
-                f"spec.checkpoint.resumeFrom {resume_from} is not a folder; name the folder of "
-                "one checkpoint (.../step-N), auto or none"
+                f"spec.checkpoint.resumeFrom {config.resume_from} is not a folder; name the "
+                "folder of one checkpoint (.../step-N), auto or none"
             )
-        source = folder, commit.verify(folder)
-    if source is not None and source[1].fingerprint != fingerprint:
-        raise ConfigError(
-            f"spec.checkpoint.uri {source[0]} was written with another model, method or data set; "
-            "use another folder, or set spec.checkpoint.resumeFrom to none"
-        )
-    return source
+        named = folder, commit.verify(folder)
+    if own is None or named is None:
+        return own or named
+    return own if own[1].step > named[1].step else named

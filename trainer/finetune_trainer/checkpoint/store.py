@@ -232,8 +232,7 @@ class CheckpointStore:
 
         def choose() -> Start | TrainerError:
             try:
-                resume_from = self._config.resume_from
-                return prepare_start(self._root, resume_from, self._fingerprint, self._warn)
+                return prepare_start(self._root, self._config, self._fingerprint, self._warn)
             except TrainerError as error:
                 return error  # keeps its class, and with it the exit code, on every rank
 
