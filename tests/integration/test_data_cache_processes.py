@@ -15,9 +15,10 @@ from text_fixtures import tiny_tokenizer
 # Each process says `ready`, waits for a line, prepares, and prints the data's hash. With `stall`
 # it stops for ever in the middle of tokenising, after it has said so.
 WORKER = """
-import sys, time
+import resource, sys, time
 from finetune_trainer.config import DataConfig, DatasetSource
 from finetune_trainer.data.sequences import prepare
+from finetune_trainer.errors import TrainerError
 from transformers import AutoTokenizer
 
 rows, model, cache, mode = sys.argv[1:]
@@ -35,7 +36,13 @@ Announcing.__name__ = type(loaded).__mro__[1].__name__
 config = DataConfig(train=DatasetSource(path=rows), cache_dir=cache, max_seq_len=64)
 print("ready", flush=True)
 sys.stdin.readline()
-print(prepare(config, config.train, loaded).fingerprint, flush=True)
+if mode == "full":
+    # As a full disk does, this refuses what is written beyond the first KiB of a file.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+try:
+    print(prepare(config, config.train, loaded).fingerprint, flush=True)
+except TrainerError as error:
+    print(error, flush=True)
 """
 
 
@@ -108,3 +115,16 @@ def test_a_process_killed_while_tokenising_is_replaced_by_the_one_that_waits(
     assert waiting.returncode == 0
     left = sorted(path.suffix for path in (tmp_path / "cache/tokens").iterdir())
     assert left == ["", ".lock"]
+
+
+def test_a_disk_that_is_full_is_a_sentence_and_commits_nothing(
+    workers: Workers, tmp_path: Path
+) -> None:
+    full = workers.start("full")
+    go(full)
+    said = full.communicate(timeout=60)[0].splitlines()[-1]
+    assert said == (
+        f"the token cache in {tmp_path}/cache cannot be written: File too large; "
+        "make room there, or choose another folder"
+    )
+    assert not [path for path in (tmp_path / "cache/tokens").iterdir() if path.suffix == ""]

@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("chatterbot_corpus", reason="needs the extra `demo`: make install")
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart" / "prepare.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "quickstart" / "prepare.py"
+MODEL = EXAMPLES / ".quickstart" / "model"
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +70,27 @@ def test_a_second_run_changes_nothing_and_leaves_nothing_behind(folder: Path) ->
     after = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert after == before
     assert sorted(after) == ["eval.jsonl", "train.jsonl"]
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not MODEL.exists(), reason="needs the model: make quickstart-assets")
+def test_the_converted_model_names_its_base_and_its_template_is_understood(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from finetune_trainer.config import DataConfig, DatasetSource
+    from finetune_trainer.data.encoding import RowEncoder
+    from finetune_trainer.data.source import Row
+
+    config = json.loads((MODEL / "config.json").read_text())
+    assert config["_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    data = DataConfig(train=DatasetSource(path="rows.jsonl"), cache_dir=str(tmp_path))
+    row = Row("rows.jsonl line 1", {"prompt": "Who?", "completion": "Nobody, naïve 😀."})
+    [encoded] = RowEncoder(data, tokenizer).encode([row])
+    labels = [token for token, mine in zip(encoded.tokens, encoded.is_label, strict=True) if mine]
+    assert tokenizer.decode(labels) == "Nobody, naïve 😀.<|im_end|>"
+    assert labels[-1] == tokenizer.eos_token_id
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who?"}], add_generation_prompt=True
+    )
+    assert encoded.tokens[: encoded.is_label.index(True)] == asked["input_ids"]

@@ -18,7 +18,7 @@ from finetune_trainer.config import DataConfig, DataReport, DatasetSource, LongR
 from finetune_trainer.data.encoding import Encoded, RowEncoder
 from finetune_trainer.data.source import Rows, open_rows
 from finetune_trainer.data.store import Sequence, StoredTokens, TokenStore
-from finetune_trainer.errors import DataError
+from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
@@ -74,6 +74,7 @@ def prepare(
         DataError: the rows are missing, malformed, or have nothing to learn.
         ConfigError: the format needs a chat template that the model does not have.
         OutputNotWritableError: the cache folder cannot be written.
+        TrainerError: the disk is full, or fails.
     """
     rows = open_rows(source, name=name, cache_dir=Path(config.cache_dir))
     store = TokenStore(Path(config.cache_dir), _cache_key(config, rows, tokenizer))
@@ -82,12 +83,7 @@ def prepare(
         with store.lock():
             stored = store.open()  # another process may have made it while this one waited
             if stored is None:
-                tally = _Tally()
-                store.write(_sequences(config, rows, RowEncoder(config, tokenizer), tally))
-                store.commit(tally.report(config, rows))
-                stored = store.open()
-    if stored is None:
-        raise OSError(f"the token cache in {config.cache_dir} does not read back as written")
+                stored = _tokenize(config, rows, RowEncoder(config, tokenizer), store)
     return TokenDataset(stored)
 
 
@@ -168,6 +164,27 @@ class _Tally:
                 f"{config.max_seq_len} tokens; raise spec.training.maxSeqLength, or set "
                 "spec.dataset.longRows to split"
             )
+
+
+def _tokenize(
+    config: DataConfig, rows: Rows, encoder: RowEncoder, store: TokenStore
+) -> StoredTokens:
+    tally = _Tally()
+    try:
+        store.write(_sequences(config, rows, encoder, tally))
+        store.commit(tally.report(config, rows))
+    except OSError as error:
+        raise TrainerError(
+            f"the token cache in {config.cache_dir} cannot be written: {error.strerror or error}; "
+            "make room there, or choose another folder"
+        ) from error
+    stored = store.open()
+    if stored is None:
+        raise TrainerError(
+            f"the token cache in {config.cache_dir} does not read back as it was written; "
+            "check the disk, or choose another folder"
+        )
+    return stored
 
 
 def _sequences(

@@ -136,16 +136,16 @@ class TokenStore:
             OutputNotWritableError: the cache folder cannot be made or written.
         """
         path = self._folder.with_name(f"{self._folder.name}.lock")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("w")
-        except OSError as error:
-            raise OutputNotWritableError(
-                f"the token cache {path.parent} cannot be written ({error.strerror}); "
-                "choose a folder that can"
-            ) from error
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise OutputNotWritableError(
+                    f"the token cache {path.parent} cannot be written and locked "
+                    f"({error.strerror}); choose a folder that can"
+                ) from error
             yield
 
     def _path(self, name: str, folder: Path | None = None) -> Path:
