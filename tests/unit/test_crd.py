@@ -72,6 +72,11 @@ def test_every_number_of_the_spec_has_both_bounds() -> None:
     assert unbounded == ["training.earlyStopping.minDelta"]
 
 
+def test_no_minimum_is_a_fraction_as_the_api_server_cuts_it_for_whole_values() -> None:
+    minimums = {path: node["minimum"] for path, node in nodes(schema()) if "minimum" in node}
+    assert {path for path, minimum in minimums.items() if minimum != int(minimum)} == set()
+
+
 def test_every_field_of_the_spec_has_a_description() -> None:
     fields = [
         (f"{path}.{key}", inner)

@@ -35,6 +35,10 @@ class Rule:
     detail: str | None = None
 
 
+ABOVE_ZERO = Rule("self > 0.0", "must be above 0")
+"""For a fraction; as a minimum of 0.001 the API server compares a whole 0 with 0, and takes it."""
+
+
 class ApiModel(BaseModel):
     """A frozen part of the resource: camelCase in JSON, unknown fields refused, rules beside it."""
 

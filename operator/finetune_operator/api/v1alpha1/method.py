@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.schema import ABOVE_ZERO, ApiModel, Rule
 
 
 class MethodType(StrEnum):
@@ -28,7 +28,7 @@ class LoraSpec(ApiModel):
     """Low-rank adapters (arXiv:2106.09685)."""
 
     r: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="Rank of the adapters.")
-    alpha: Annotated[float, Field(ge=0.001, le=65536)] = Field(
+    alpha: Annotated[float, Field(ge=0, le=65536), ABOVE_ZERO] = Field(
         32, description="Scale; the adapter adds alpha / r times its product."
     )
     dropout: Annotated[float, Field(ge=0, le=0.9)] = Field(

@@ -1,0 +1,331 @@
+"""The CRD on a real API server, and the proof that the checks made without one agree with it.
+
+Needs a cluster that may be written to: FINETUNE_TEST_KUBECONFIG names its kubeconfig. Objects are
+sent as the text of the file with fieldValidation=Strict and dryRun, so nothing is left behind but
+the CRD.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bad_manifests import BadManifest, bad_manifests
+from builders import manifest
+from finetune_operator.api.crd import crd_yaml, job_schema
+from finetune_operator.api.manifest import read_manifests
+from finetune_operator.api.openapi import Schema
+from finetune_operator.api.paths import FieldPath, Finding, show_path
+from finetune_operator.api.problems import Severity
+from finetune_operator.api.validate import check_manifest, check_object, defaulted
+
+KUBECONFIG = os.environ.get("FINETUNE_TEST_KUBECONFIG")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+JSON = "application/json"
+DRY = {"dryRun": "All"}
+JOBS = "/apis/finetune.dev/v1alpha1/namespaces/default/finetunejobs"
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the API server said."""
+
+    status: int
+    body: dict[str, Any]
+    warning: str | None
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.status in (200, 201)
+
+    @property
+    def message(self) -> str:
+        return str(self.body.get("message", ""))
+
+
+class ApiServer:
+    """Plain HTTP with the kubeconfig's certificates: the text goes out as it is written."""
+
+    def __init__(self, kubeconfig: str) -> None:
+        from kubernetes import client, config
+
+        configuration = client.Configuration()
+        config.load_kube_config(kubeconfig, client_configuration=configuration)
+        self._host = configuration.host
+        self._pool = client.ApiClient(configuration).rest_client.pool_manager
+
+    def send(
+        self, method: str, path: str, text: str = "", kind: str = "application/yaml", **query: str
+    ) -> Answer:
+        asked = "&".join(f"{key}={value}" for key, value in query.items())
+        headers = {"Content-Type": kind, "Accept": "application/json"}
+        url = f"{self._host}{path}?{asked}"
+        response = self._pool.request(method, url, body=text.encode(), headers=headers)
+        body = json.loads(response.data)
+        return Answer(response.status, body, response.headers.get("Warning"))
+
+    def create(self, text: str, kind: str = "application/yaml", **query: str) -> Answer:
+        return self.send("POST", JOBS, text, kind, fieldValidation="Strict", **query)
+
+    def update(self, name: str, value: dict[str, Any], **query: str) -> Answer:
+        path = f"{JOBS}/{name}"
+        version = self.send("GET", path).body["metadata"]["resourceVersion"]
+        metadata = value["metadata"] | {"resourceVersion": version}
+        text = json.dumps(value | {"metadata": metadata})
+        return self.send("PUT", path, text, JSON, fieldValidation="Strict", **query)
+
+
+@pytest.fixture(scope="module")
+def server() -> ApiServer:
+    assert KUBECONFIG is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised inside the client's own import
+        made = ApiServer(KUBECONFIG)
+    name = "finetunejobs.finetune.dev"
+    query = {"fieldManager": "tests", "force": "true", "fieldValidation": "Strict"}
+    kind = "application/apply-patch+yaml"
+    answer = made.send("PATCH", f"{CRDS}/{name}", crd_yaml(), kind, **query)
+    assert answer.is_accepted, answer.message
+    assert answer.warning is None
+    while not _is_established(made.send("GET", f"{CRDS}/{name}").body):
+        pass
+    while made.send("GET", JOBS).status != 200:
+        pass
+    return made
+
+
+def _is_established(crd: dict[str, Any]) -> bool:
+    conditions = {one["type"]: one["status"] for one in crd["status"].get("conditions", [])}
+    assert conditions.get("NonStructuralSchema") != "True"
+    return conditions.get("Established") == "True"
+
+
+@pytest.fixture
+def stored(server: ApiServer) -> Iterator[str]:
+    """The name of a job that is really stored."""
+    name = "stored"
+    answer = server.create(json.dumps(manifest(name=name)), JSON)
+    assert answer.is_accepted, answer.message
+    yield name
+    server.send("DELETE", f"{JOBS}/{name}")
+
+
+def test_the_crd_installs_with_what_kubectl_needs(server: ApiServer) -> None:
+    crd = server.send("GET", f"{CRDS}/finetunejobs.finetune.dev").body
+    assert crd["status"]["acceptedNames"]["shortNames"] == ["ftj"]
+    assert crd["status"]["storedVersions"] == ["v1alpha1"]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_example_is_accepted(server: ApiServer, file: Path) -> None:
+    answer = server.create(file.read_text(), **DRY)
+    assert answer.is_accepted, answer.message
+    assert answer.warning is None
+
+
+@pytest.mark.parametrize("bad", bad_manifests(), ids=lambda bad: bad.file.stem)
+def test_a_bad_manifest_is_refused_here_and_offline(server: ApiServer, bad: BadManifest) -> None:
+    answer = server.create(bad.file.read_text(), **DRY)
+    assert answer.status in (400, 422), answer
+    # of a label the server names only the map, of an unknown version the first unknown field
+    if bad.path not in ("metadata.labels.train", "apiVersion"):
+        assert bad.path.split(".")[-1] in answer.message
+    reading = read_manifests([str(bad.file)])
+    offline = [one for one in reading.problems if one.severity is Severity.ERROR]
+    for read in reading.manifests:
+        offline += check_manifest(read, with_unbuilt=False)
+    assert [bad.says in one.message for one in offline] == [True]
+
+
+# One construct of the models each: a value that fits it, and one that does not.
+CONSTRUCTS = [
+    pytest.param("model.baseName", "x", "", id="text with a shortest length"),
+    pytest.param("model.baseName", "é" * 512, "é" * 513, id="text with a longest length"),
+    pytest.param("backend.type", "my-plugin", "My_Plugin", id="text with a pattern"),
+    pytest.param("strategy.type", "zero3", "zero4", id="StrEnum"),
+    pytest.param("checkpoint.keep", 1000, 1001, id="whole number with bounds"),
+    pytest.param("checkpoint.keep", 1, 1.5, id="whole number, not a fraction"),
+    pytest.param("training.warmup", 0.25, -0.25, id="number with bounds"),
+    pytest.param("training.warmup", 3, "3", id="number without a point"),
+    pytest.param("suspend", True, "true", id="boolean"),
+    pytest.param("training.microBatchSize", "auto", "autos", id="number or word: the word"),
+    pytest.param("training.microBatchSize", 2, 0, id="number or word: the number"),
+    pytest.param("checkpoint.everySteps", None, False, id="optional is absent when null"),
+    pytest.param("checkpoint.keep", None, [], id="null takes the default"),
+    pytest.param("method.lora", {"r": 4}, {"rank": 4}, id="model in a model"),
+    pytest.param("method.lora.targetModules", ["a"], ["a"] * 65, id="list with a longest length"),
+    pytest.param("method.lora.targetModules", ["a"], [""], id="list of bounded text"),
+    pytest.param("restartPolicy.rules", [{"onClass": "a", "action": "Fail"}],
+                 [{"onClass": "a"}], id="list of models"),
+    pytest.param("restartPolicy.rules", [{"onExitCodes": [1], "action": "Fail"}],
+                 [{"onExitCodes": [0], "action": "Fail"}], id="optional list in a list"),
+    pytest.param("podTemplate.metadata.labels", {"a": "b"}, {"a": "b" * 64}, id="map of text"),
+    pytest.param("podTemplate.metadata.labels", {"a": None}, {"a": 1}, id="null in a map"),
+    pytest.param("podTemplate.spec", {"any": {"thing": [1, None]}}, [1], id="map of anything"),
+    pytest.param("model.source", "pvc://a/b", "/a/b", id="rule on a field"),
+    pytest.param("topology", {"nodes": 2, "minNodes": None}, {"maxNodes": 0}, id="rule on a model"),
+    pytest.param("training.epochs", None, 1, id="rule over two fields"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "good", "bad"), CONSTRUCTS)
+def test_a_construct_of_the_models_behaves_alike(
+    server: ApiServer, field: str, good: Any, bad: Any
+) -> None:
+    for value, fits in ((good, True), (bad, False)):
+        made = manifest()
+        _put(made["spec"], field.split("."), value)
+        answer = server.create(json.dumps(made), JSON, **DRY)
+        assert answer.is_accepted is fits, answer.message
+        assert (check_object(defaulted(made)) == []) is fits
+        if fits:
+            assert answer.body["spec"] == defaulted(made)["spec"]
+
+
+def _put(target: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        target = target.setdefault(part, {})
+    target[path[-1]] = value
+
+
+def test_a_new_job_shows_a_first_status_nobody_wrote(server: ApiServer, stored: str) -> None:
+    job = server.send("GET", f"{JOBS}/{stored}").body
+    assert job["status"] == defaulted(manifest())["status"]
+    assert {one["type"]: one["status"] for one in job["status"]["conditions"]} == {
+        "Ready": "Unknown",
+        "Reconciling": "True",
+    }
+
+
+def test_scale_changes_the_nodes_and_the_columns_show_the_job(
+    server: ApiServer, stored: str
+) -> None:
+    scale = server.send("GET", f"{JOBS}/{stored}/scale").body
+    assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (1, 0)
+    patch = json.dumps({"spec": {"replicas": 2}})
+    kind = "application/merge-patch+json"
+    assert server.send("PATCH", f"{JOBS}/{stored}/scale", patch, kind).is_accepted
+    assert server.send("GET", f"{JOBS}/{stored}").body["spec"]["topology"]["nodes"] == 2
+    refused = server.send("PATCH", f"{JOBS}/{stored}/scale", '{"spec": {"replicas": 3}}', kind)
+    assert "must be a multiple of nodes" in refused.message
+
+
+def test_status_is_written_apart_from_the_spec(server: ApiServer, stored: str) -> None:
+    patch = json.dumps({"status": {"phase": "Running"}, "spec": {"suspend": True}})
+    kind = "application/merge-patch+json"
+    assert server.send("PATCH", f"{JOBS}/{stored}/status", patch, kind).is_accepted
+    job = server.send("GET", f"{JOBS}/{stored}").body
+    assert (job["status"]["phase"], job["spec"]["suspend"]) == ("Running", False)
+    wrong = server.send("PATCH", f"{JOBS}/{stored}/status", '{"status": {"phase": "Nix"}}', kind)
+    assert wrong.status == 422
+
+
+UPDATES: list[dict[str, Any]] = [
+    {"suspend": True, "deadlines.activeSeconds": 5, "observability.metricsPort": 9999},
+    {"topology.nodes": 2, "restartPolicy.maxRestarts": 0, "ttlSecondsAfterFinished": 1},
+    {"training.seed": 1},
+    {"queue.name": "team"},
+    {"podTemplate.spec": {"nodeName": "n"}},
+    {"backend.local": {"threadsPerProcess": 1}},
+    {"backend.type": "other"},
+    {"managedBy": "other"},
+    {"topology.gpusPerNode": 1},
+    {"restartPolicy.backoff.maxSeconds": 5},
+]
+
+
+@pytest.mark.parametrize("overrides", UPDATES, ids=lambda one: " ".join(one))
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_an_update_has_the_same_verdict_offline(
+    server: ApiServer, stored: str, overrides: dict[str, Any], is_suspended: bool
+) -> None:
+    before = manifest(name=stored, suspend=is_suspended)
+    assert server.update(stored, before).is_accepted
+    after = manifest(name=stored, **{"suspend": is_suspended} | overrides)
+    answer = server.update(stored, after, **DRY)
+    findings = check_object(defaulted(after), defaulted(before))
+    assert answer.is_accepted is (findings == []), (answer.message, findings)
+    for finding in findings:
+        assert show_path(finding.path) in answer.message
+
+
+def _leaves(schema: Schema, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Schema]]:
+    for key, inner in schema.get("properties", {}).items():
+        yield (*path, key), inner
+        yield from _leaves(inner, (*path, key))
+
+
+LEAVES = list(_leaves(job_schema()["properties"]["spec"], ("spec",)))
+WORDS = ["", "a", "auto", "none", "hf://a/b", "file://./x", "local", "aks", "train", "A b\n", "é"]
+
+
+def _values(schema: Schema) -> st.SearchStrategy[Any]:
+    """Values at and around every bound of a leaf, and a few of other types."""
+    near: list[Any] = [None, True, "x", 0, 1, 1.5, [], {}, *schema.get("enum", [])]
+    for key in ("minimum", "maximum"):
+        if key in schema:
+            near += [schema[key] - 1, schema[key], schema[key] + 1]
+    if schema.get("type") == "string":
+        near += WORDS
+        near += ["x" * (schema["maxLength"] + extra) for extra in (0, 1) if "maxLength" in schema]
+    if "default" in schema:
+        near.append(schema["default"])
+    return st.sampled_from(near)
+
+
+CHANGES = st.lists(
+    st.sampled_from(LEAVES).flatmap(lambda leaf: st.tuples(st.just(leaf[0]), _values(leaf[1]))),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(changes=CHANGES)
+def test_verdict_and_defaults_are_the_same_for_any_manifest(
+    server: ApiServer, changes: list[tuple[FieldPath, Any]]
+) -> None:
+    made = manifest()
+    for path, value in changes:
+        target: Any = made
+        for part in path[:-1]:
+            if not isinstance(target.get(part), dict):
+                target[part] = {}
+            target = target[part]
+        target[path[-1]] = value
+    answer = server.create(json.dumps(made), JSON, **DRY)
+    findings: list[Finding] = check_object(defaulted(made))
+    assert answer.is_accepted is (findings == []), (answer.message, findings)
+    if answer.is_accepted:
+        assert answer.body["spec"] == defaulted(made)["spec"]
+        assert answer.body["status"] == defaulted(made)["status"]
+
+
+def test_ftctl_crd_is_what_kubectl_applies(server: ApiServer) -> None:
+    command = [sys.executable, "-m", "finetune_operator", "crd"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    query = {"fieldManager": "tests", "force": "true", "fieldValidation": "Strict", "dryRun": "All"}
+    kind = "application/apply-patch+yaml"
+    name = yaml.safe_load(text)["metadata"]["name"]
+    assert server.send("PATCH", f"{CRDS}/{name}", text, kind, **query).is_accepted
