@@ -1,0 +1,135 @@
+"""The commands that README and docs show: each is run, and its printed output compared."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune_operator.api.validate import load_job
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/tutorial.md")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One command of a page with the output the page shows; empty for any output."""
+
+    page: str
+    command: str
+    output: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.command}"
+
+
+def shown_commands() -> list[Shown]:
+    found = []
+    for page in PAGES:
+        for language, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+            if language == "console":
+                for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+                    command, _, output = part.partition("\n")
+                    found.append(Shown(page, command.partition("  #")[0].strip(), output.strip()))
+    return found
+
+
+COMMANDS = shown_commands()
+FTCTL = [shown for shown in COMMANDS if shown.command.startswith("ftctl ")]
+MAKE = [shown for shown in COMMANDS if shown.command.startswith("make ")]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the examples as they are in a fresh clone, and the quickstart's assets."""
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(
+        ROOT / "examples",
+        folder / "examples",
+        ignore=shutil.ignore_patterns("runs", ".quickstart", "__pycache__"),
+    )
+    assets = ROOT / "examples" / ".quickstart"
+    if not (assets / "model").is_dir():
+        pytest.skip("the quickstart's model is not there; run: make quickstart-assets")
+    (folder / "examples" / ".quickstart").symlink_to(assets)
+    return folder
+
+
+def test_every_shown_command_is_run_by_a_test_here() -> None:
+    assert {shown.command for shown in COMMANDS} == {shown.command for shown in [*FTCTL, *MAKE]}
+    assert "make run" in {shown.command for shown in MAKE}
+    assert FTCTL
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("shown", FTCTL, ids=str)
+def test_shown_command_works_and_prints_what_is_shown(shown: Shown, checkout: Path) -> None:
+    arguments = shown.command.split()[1:]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune_operator", *arguments],
+        cwd=checkout,
+        env={**os.environ, "XDG_CACHE_HOME": str(checkout / "cache")},
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if shown.output:
+        assert done.stdout.strip() == shown.output
+
+
+@pytest.mark.parametrize("shown", MAKE, ids=str)
+def test_shown_make_target_exists(shown: Shown) -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", *shown.command.split()[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_make_run_runs_the_quickstart_that_the_other_tests_check() -> None:
+    done = subprocess.run(["make", "--dry-run", "run"], cwd=ROOT, capture_output=True, text=True)
+
+    assert ".venv/bin/python examples/quickstart/prepare.py" in done.stdout
+    assert ".venv/bin/ftctl run examples/00-quickstart.yaml" in done.stdout
+
+
+def test_readme_manifest_is_the_quickstart(tmp_path: Path) -> None:
+    blocks = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    [manifest] = [text for language, text in blocks if language == "yaml"]
+    (tmp_path / "job.yaml").write_text(manifest)
+
+    shown, _ = load_job(tmp_path / "job.yaml")
+    shipped, _ = load_job(ROOT / "examples" / "00-quickstart.yaml")
+
+    assert shown.spec == shipped.spec
+    assert len(manifest.splitlines()) <= 14
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    broken = [
+        f"{page}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+        if not (ROOT / page).parent.joinpath(target).exists()
+    ]
+
+    assert broken == []
+
+
+def test_quickstart_opens_with_how_to_use_it() -> None:
+    text = (ROOT / "examples" / "00-quickstart.yaml").read_text(encoding="utf-8")
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+
+    for word in ("Run:", "Check:", "Logs:", "Clean:"):
+        assert any(word in line for line in comments)
+    assert yaml.safe_load(text)["kind"] == "FineTuneJob"
