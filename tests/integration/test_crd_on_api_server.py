@@ -77,7 +77,8 @@ class ApiServer:
         headers = {"Content-Type": kind, "Accept": "application/json"}
         url = f"{self._host}{path}?{asked}"
         response = self._pool.request(method, url, body=text.encode(), headers=headers)
-        body = json.loads(response.data)
+        is_json = response.headers.get("Content-Type") == "application/json"
+        body = json.loads(response.data) if is_json else {}  # a path not served yet answers in text
         return Answer(response.status, body, response.headers.get("Warning"))
 
     def create(self, text: str, kind: str = "application/yaml", **query: str) -> Answer:
@@ -111,7 +112,7 @@ def server() -> ApiServer:
 
 
 def _is_established(crd: dict[str, Any]) -> bool:
-    conditions = {one["type"]: one["status"] for one in crd["status"].get("conditions", [])}
+    conditions = {one["type"]: one["status"] for one in crd["status"].get("conditions") or []}
     assert conditions.get("NonStructuralSchema") != "True"
     return conditions.get("Established") == "True"
 
