@@ -156,6 +156,14 @@ def test_other_kinds_are_passed_over_with_a_note(tmp_path: Path) -> None:
     assert [one.line for one in reading.manifests] == [4]
 
 
+def test_the_record_of_a_run_is_no_manifest_of_its_folder(tmp_path: Path) -> None:
+    record = "apiVersion: finetune.dev/v1alpha1\nkind: FineTuneJob\nmetadata: {uid: u}\nstatus: {}"
+    reading = in_folder(tmp_path, a__yaml=JOB, job__yaml=record)
+    assert [Path(one.file).name for one in reading.manifests] == ["a.yaml"]
+    assert "record of a job" in reading.problems[0].message
+    assert len(read_manifests([str(tmp_path / "job.yaml")]).manifests) == 1
+
+
 def test_a_list_is_read_item_by_item(tmp_path: Path) -> None:
     text = (
         "apiVersion: v1\nkind: List\nitems:\n"

@@ -135,11 +135,20 @@ def _jobs_in(
             yield from _jobs_in(_item(document, index), file, is_from_folder)
     elif kind is None and is_from_folder:
         yield _note("passed over: it has no kind", file, document.line)
+    elif is_from_folder and _is_record(value):
+        yield _note("passed over: it is the record of a job, not a manifest", file, document.line)
     elif not isinstance(value, dict):
         message = f"is {show_value(value)}, which is no Kubernetes object"
         yield Problem("", message, file=file, line=document.line)
     else:
         yield _job_or_problem(document, value, file)
+
+
+def _is_record(value: Any) -> bool:
+    """Runs keep their job, with its uid and status, in a folder beside the manifest."""
+    if not isinstance(value, dict) or not isinstance(value.get("metadata"), dict):
+        return False
+    return "status" in value and "uid" in value["metadata"]
 
 
 def _item(document: YamlDocument, index: int) -> YamlDocument:
