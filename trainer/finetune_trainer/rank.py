@@ -46,7 +46,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     torch.set_num_threads(config.world.threads_per_process)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = _tokenize(config, tokenizer, telemetry)
-    plan = _plan(config, dataset)
+    plan = DataPlan.of(dataset, config)
     _tell_data(telemetry, plan, dataset, held_out)
     strategy = _load(config, world, telemetry)
     notes = _Notes(telemetry)
@@ -136,20 +136,6 @@ def _tell_data(
     telemetry.plan(plan.total_steps)
     for sentence in (s for report in reports if report is not None for s in report.warnings):
         telemetry.warn(sentence)
-
-
-def _plan(config: TrainConfig, dataset: TokenDataset) -> DataPlan:
-    training = config.training
-    return DataPlan.build(
-        dataset,
-        seed=training.seed,
-        max_seq_len=config.data.max_seq_len,
-        packing=config.data.packing,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        epochs=training.epochs,
-        max_steps=training.max_steps,
-    )
 
 
 def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> Strategy:

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from finetune_trainer.config import DataReport
+from finetune_trainer.config import DataReport, TrainConfig
 from finetune_trainer.data.packing import IntArray, Packs, best_fit, one_sequence_each
 
 Pack = tuple[int, ...]
@@ -113,6 +113,21 @@ class DataPlan:
             _composition=composition,
             _pack_tokens=pack_tokens,
             _pack_label_tokens=composition.sums(dataset.label_counts),
+        )
+
+    @classmethod
+    def of(cls, dataset: SequenceLengths, config: TrainConfig) -> Self:
+        """Lay out the run that `config` describes; see `build`."""
+        training = config.training
+        return cls.build(
+            dataset,
+            seed=training.seed,
+            max_seq_len=config.data.max_seq_len,
+            packing=config.data.packing,
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            epochs=training.epochs,
+            max_steps=training.max_steps,
         )
 
     def epoch(self, step: int) -> float:

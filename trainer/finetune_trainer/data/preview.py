@@ -86,17 +86,7 @@ def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, boo
 def _summary(
     config: TrainConfig, dataset: TokenDataset, held_out: TokenDataset | None
 ) -> dict[str, Any]:
-    training = config.training
-    plan = DataPlan.build(
-        dataset,
-        seed=training.seed,
-        max_seq_len=config.data.max_seq_len,
-        packing=config.data.packing,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        epochs=training.epochs,
-        max_steps=training.max_steps,
-    )
+    plan = DataPlan.of(dataset, config)
     summary: dict[str, Any] = {
         "report": plan.report(dataset.report).model_dump(mode="json", by_alias=True),
         "total_steps": plan.total_steps,
