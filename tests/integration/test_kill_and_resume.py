@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from builders import manifest
-from text_fixtures import tiny_model
 
+from builders import manifest
 from finetune_trainer.failpoints import POINTS
+from text_fixtures import tiny_model
 
 STEPS, SAVE_EVERY = 6, 2
 # A step other than the last, where a save, an evaluation or an update can be cut short.

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_fixtures import tiny_model
 from torch.nn import functional
 
 from finetune_trainer.config import (
@@ -24,6 +23,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
 from finetune_trainer.model.load import base_name, load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import IGNORE, CausalLoss, kept_positions
+from text_fixtures import tiny_model
 
 CPU = torch.device("cpu")
 

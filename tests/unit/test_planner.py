@@ -1,6 +1,6 @@
 import pytest
-from builders import job
 
+from builders import job
 from finetune_operator.api.problems import InvalidJobError
 from finetune_operator.api.v1alpha1.method import ActivationCheckpointing, StrategyType
 from finetune_operator.api.v1alpha1.training import Precision

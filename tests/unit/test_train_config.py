@@ -1,7 +1,7 @@
 import pytest
-from builders import job
 from pydantic import ValidationError
 
+from builders import job
 from finetune_operator.planner.plan import make_plan
 from finetune_operator.planner.train_config import Locations, derive_train_config
 from finetune_trainer.config import DatasetSource, TrainConfig
