@@ -26,10 +26,8 @@ def held(path: Path) -> Iterator[bool]:
     """Hold the lock inside the block; the value says whether it was free."""
     descriptor = opened(path)
     try:
-        is_mine = take(descriptor)
-        yield is_mine
-        if is_mine:
-            # Not by closing alone: a child between its fork and its exec has the descriptor too.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        yield take(descriptor)
     finally:
+        # Not by closing alone: a child between its fork and its exec has the descriptor too.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

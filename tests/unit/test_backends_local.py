@@ -1,0 +1,175 @@
+"""The local backend without processes: where things lie, what it refuses, what it would start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend_contract import planned
+from builders import job
+from finetune_operator.api.problems import Severity
+from finetune_operator.backends.base import Attempt, BackendContext
+from finetune_operator.backends.local.backend import LocalBackend
+from finetune_operator.backends.local.layout import BadUriError, file_path
+from finetune_trainer.config import TrainConfig
+
+
+def backend(folder: Path, **environ: str) -> LocalBackend:
+    context = BackendContext(folder, {"HOME": "/home/ada", **environ})
+    return LocalBackend(context, command=("train",), cores=4, gpus=lambda: 2)
+
+
+def findings(problems: Any, severity: Severity = Severity.ERROR) -> list[str]:
+    return [problem.path for problem in problems if problem.severity is severity]
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("file://./data/x.jsonl", "/work/data/x.jsonl"),
+        ("file://../x y", "/x y"),
+        ("file:///abs/x%20y", "/abs/x%20y"),
+    ],
+)
+def test_file_uris_are_taken_as_written(uri: str, expected: str) -> None:
+    assert file_path(uri, Path("/work")) == Path(expected)
+
+
+@pytest.mark.parametrize("uri", ["file://data/x", "file://~/x", "pvc://claim/x"])
+def test_a_uri_that_names_no_place_here_says_what_to_write(uri: str) -> None:
+    with pytest.raises(BadUriError, match=r"use file://\./"):
+        file_path(uri, Path("/work"))
+
+
+def test_the_request_holds_the_whole_configuration_and_one_process_a_node() -> None:
+    made = backend(Path("/m")).render(planned(topology={"nodes": 2}), Attempt(3))
+    attempt, config, *nodes = made.objects
+    folder = "/m/runs/default/tiny/attempts/3"
+    assert made.name == folder
+    assert attempt["content"]["uid"] == "uid-1-3"
+    parsed = TrainConfig.model_validate(config["content"])
+    assert parsed.world.world_size == 2
+    assert parsed.world.threads_per_process == 2
+    assert parsed.model.path == "/m/model"
+    assert parsed.checkpoint.dir == "/m/runs/default/tiny/checkpoints"
+    assert parsed.data.cache_dir == "/home/ada/.cache/finetune-operator/tokens"
+    assert nodes[1] == {
+        "kind": "Process",
+        "node": 1,
+        "command": ["train", f"{folder}/config.json"],
+        "environment": {
+            "FINETUNE_NODE_RANK": "1",
+            "FINETUNE_TERMINATION_PATH": f"{folder}/node-1.termination.json",
+        },
+        "log": f"{folder}/node-1.log",
+    }
+
+
+def test_nodes_of_one_machine_divide_the_gpus_that_may_be_used() -> None:
+    plan = planned(topology={"nodes": 2, "gpusPerNode": 2, "processesPerNode": None})
+    made = backend(Path("/m"), CUDA_VISIBLE_DEVICES="3,5,6,7").render(plan, Attempt(1))
+    seen = [node["environment"]["CUDA_VISIBLE_DEVICES"] for node in made.objects[2:]]
+    assert seen == ["3,5", "6,7"]
+
+
+def test_folders_follow_the_manifest_and_its_uris() -> None:
+    manifest = job(backend={"local": {"runDirectory": "here"}}, checkpoint={"uri": "file:///saved"})
+    folders = backend(Path("/m")).folders(manifest)
+    assert (folders.run, folders.checkpoint) == (Path("/m/here"), Path("/saved"))
+    assert folders.output == Path("/m/here/output")
+    assert folders.outside == (Path("/saved"),)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        ({"model": {"source": "pvc://claim/model"}}, "spec.model.source"),
+        ({"model": {"source": "file://model"}}, "spec.model.source"),
+        ({"dataset__source": "https://example.org/x.jsonl"}, "spec.dataset.source"),
+        ({"dataset__split": "test"}, "spec.dataset.split"),
+        ({"dataset__eval_split": "test"}, "spec.dataset.evalSplit"),
+        ({"checkpoint__uri": "hf://org/name"}, "spec.checkpoint.uri"),
+        ({"checkpoint__resume_from": "pvc://claim/step-3"}, "spec.checkpoint.resumeFrom"),
+        ({"output__uri": "azureml://models/x"}, "spec.output.uri"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_an_error(overrides: dict[str, Any], path: str) -> None:
+    assert findings(backend(Path("/m")).validate(job(**overrides))) == [path]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        ({"topology__instance_type": "Standard_X"}, "spec.topology.instanceType"),
+        ({"topology__rdma": "none"}, "spec.topology.rdma"),
+        ({"queue": {"name": "q"}}, "spec.queue"),
+        ({"ttl_seconds_after_finished": 5}, "spec.ttlSecondsAfterFinished"),
+        (
+            {"model__token_secret_ref": {"name": "hub", "key": "token"}},
+            "spec.model.tokenSecretRef",
+        ),
+    ],
+)
+def test_what_has_no_effect_here_is_a_warning(overrides: dict[str, Any], path: str) -> None:
+    problems = backend(Path("/m")).validate(job(**overrides))
+    assert findings(problems, Severity.WARNING) == [path]
+    assert findings(problems) == []
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A folder with everything that the built job names."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def test_complete_inputs_have_no_problem_and_checking_leaves_nothing_behind(inputs: Path) -> None:
+    before = sorted(inputs.rglob("*"))
+    assert list(backend(inputs).check_inputs(job())) == []
+    assert sorted(inputs.rglob("*")) == before
+
+
+def test_missing_inputs_are_named_with_field_and_path(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    manifest = job(dataset__source="file://./empty.jsonl", dataset__eval_source="file://./no.csv")
+    assert [str(problem) for problem in backend(tmp_path).check_inputs(manifest)] == [
+        f"spec.model.source file://./model: {tmp_path}/model has no config.json; name a folder "
+        "made by save_pretrained",
+        f"spec.dataset.source file://./empty.jsonl: {tmp_path}/empty.jsonl is empty; it needs at "
+        "least one row",
+        f"spec.dataset.evalSource file://./no.csv: {tmp_path}/no.csv does not exist; correct the "
+        "path",
+    ]
+
+
+def test_a_file_in_the_way_of_a_folder_is_found_before_anything_starts(inputs: Path) -> None:
+    (inputs / "taken").touch()
+    manifest = job(output__uri="file://./taken/out")
+    (problem,) = backend(inputs).check_inputs(manifest)
+    assert problem.path == "spec.output.uri"
+    assert f"{inputs}/taken is not a folder" in problem.message
+
+
+def test_a_file_in_the_way_of_the_run_directory_is_said_once(inputs: Path) -> None:
+    (inputs / "runs").touch()
+    assert findings(backend(inputs).check_inputs(job())) == ["spec.backend.local.runDirectory"]
+
+
+def test_gpus_that_are_not_there_are_an_error_with_both_counts(inputs: Path) -> None:
+    manifest = job(topology={"nodes": 2, "gpusPerNode": 2, "processesPerNode": None})
+    (problem,) = backend(inputs).check_inputs(manifest)
+    assert problem.path == "spec.topology.gpusPerNode"
+    assert "needs 4 GPUs, this machine offers 2" in problem.message
+    hidden = backend(inputs, CUDA_VISIBLE_DEVICES="0").check_inputs(
+        job(topology={"gpusPerNode": 2, "processesPerNode": None})
+    )
+    assert "offers 1" in hidden[0].message
+
+
+def test_more_processes_than_cores_is_a_warning(inputs: Path) -> None:
+    manifest = job(topology__processes_per_node=5)
+    problems = backend(inputs).check_inputs(manifest)
+    assert findings(problems, Severity.WARNING) == ["spec.topology.processesPerNode"]
