@@ -104,7 +104,8 @@ def test_a_posted_checkpoint_is_requested_from_the_loop(telemetry: Telemetry) ->
         ("POST", "/metrics", 405),
         ("POST", "/progress", 405),
         ("POST", "/elsewhere", 404),
-        ("DELETE", "/checkpoint", 501),
+        ("DELETE", "/checkpoint", 405),
+        ("PUT", "/elsewhere", 404),
     ],
 )
 def test_anything_else_is_refused_and_changes_nothing(

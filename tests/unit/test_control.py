@@ -82,6 +82,9 @@ def test_one_process_sees_its_own_votes_at_once() -> None:
             "WorkerLost",
             id="peer gone",
         ),
+        pytest.param(
+            ConnectionRefusedError("hub.example: Connection refused"), 1, "Error", id="host gone"
+        ),
         pytest.param(KeyError("x"), 1, "Error", id="a bug"),
         pytest.param(SystemExit(0), 1, "Error", id="sys.exit in a library"),
     ],

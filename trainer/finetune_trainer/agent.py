@@ -7,11 +7,10 @@ its worker environment, and leaves the watching to its caller. Used by `supervis
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from subprocess import Popen
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
@@ -29,11 +28,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from finetune_trainer.watch import Processes
+
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 # Ranks leave together, so nodes do too; this only bounds the wait for a node that was lost.
 _EXIT_BARRIER_SECONDS = 30.0
-
-Processes = Mapping[int, "Popen[bytes]"]
 
 
 @dataclass(frozen=True)

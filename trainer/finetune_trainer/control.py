@@ -21,14 +21,18 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Work
 
-# What gloo, NCCL and the store say when the process at the other end is gone.
+# What gloo, NCCL and the store say when the process at the other end is gone or does not answer.
 _LOST_PEER_PHRASES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
     "broken pipe",
-    "socket timeout",
+    "communicator was aborted",
+    "connectfullmesh failed",
+    "connection closed by peer",
+    "connection refused",
+    "connection reset by peer",
+    "failed to recv",
     "remote process exited",
+    "socket timeout",
+    "timed out waiting",
 )
 _OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "cuda out of memory")
 
@@ -153,7 +157,8 @@ def judge(error: BaseException) -> Verdict:
             f"out of memory: {_sentence(error)}; lower training.microBatchSize or "
             "data.maxSeqLen, or turn on strategy.activationCheckpointing",
         )
-    if isinstance(error, RuntimeError | OSError) and any(p in text for p in _LOST_PEER_PHRASES):
+    # torch raises RuntimeError for its peers; Python's ConnectionError is about some other host.
+    if isinstance(error, RuntimeError) and any(p in text for p in _LOST_PEER_PHRASES):
         return Verdict(
             FailureClass.WORKER_LOST,
             ExitCode.ERROR,

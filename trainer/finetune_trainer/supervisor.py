@@ -5,9 +5,7 @@ the operator starts the next attempt when every process of this one is gone.
 """
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
@@ -28,8 +26,6 @@ from finetune_trainer.config import (
 from finetune_trainer.control import StopSignal, Verdict, guard
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.last_words import (
-    EndedBy,
-    RankExit,
     agree,
     preempted_before_training,
     with_progress,
@@ -41,13 +37,11 @@ from finetune_trainer.report import (
     ENV_REPORT_DIR,
     ENV_STARTED,
     ENV_SUPERVISOR_PID,
-    read_report,
 )
+from finetune_trainer.watch import Watch
 
 NODE_ZERO_TIMEOUT_SECONDS = 600.0
-# Ranks notice a lost peer within milliseconds on gloo; NCCL may hang until it is killed.
-FAILURE_GRACE_SECONDS = 3.0
-_POLL_SECONDS = 0.05
+_SECONDS_BETWEEN_TRIES = 0.2
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ class Supervisor:
             is_out_of_memory=self._oom_kills() > oom_kills_before,
         )
 
-    def _launch(self, node: Node, folder: Path, watch: "Watch") -> None:
+    def _launch(self, node: Node, folder: Path, watch: Watch) -> None:
         from finetune_trainer.agent import NodeSpec, RankAgent  # imports torch: a second
 
         config = self._config
@@ -145,78 +139,6 @@ class Supervisor:
                 ENV_SUPERVISOR_PID: str(os.getpid()),
             }
         )
-
-
-class Watch:
-    """Sees the ranks of a node through to their end, and records how each one ended.
-
-    Told to stop, it passes SIGTERM on and gives the ranks the grace period to leave by
-    themselves. When one fails it ends the others soon, as no step can be finished without it.
-    Ranks that leave with 0 or 75 are waited for: the others are about to do the same.
-    """
-
-    def __init__(self, reports: Path, stop: StopSignal, grace_seconds: float) -> None:
-        """Prepare to watch.
-
-        Args:
-            reports: folder that the ranks leave their reports in.
-            stop: asks for a graceful stop.
-            grace_seconds: time the ranks then have.
-        """
-        self.exits: list[RankExit] = []
-        self._reports = reports
-        self._stop = stop
-        self._grace_seconds = grace_seconds
-        self._told_to_stop = False
-        self._deadline = float("inf")
-        self._deadline_is_for = EndedBy.ITSELF
-
-    def until_all_ended(self, processes: Mapping[int, "subprocess.Popen[bytes]"]) -> bool:
-        """Return when no process is left; True if none failed."""
-        running = dict(processes)
-        while True:
-            now = time.monotonic()
-            self._collect(running)
-            if not running:
-                break
-            if self._stop.requested and not self._told_to_stop:
-                self._told_to_stop = True
-                self._set_deadline(now + self._grace_seconds, EndedBy.END_OF_GRACE)
-                _signal_all(running, signal.SIGTERM)
-            if self._has_failed:
-                self._set_deadline(now + FAILURE_GRACE_SECONDS, EndedBy.FAILURE_OF_ANOTHER)
-            if now >= self._deadline:
-                _signal_all(running, signal.SIGKILL)
-            time.sleep(_POLL_SECONDS)
-        _kill_what_ranks_left_behind(processes)
-        return not self._has_failed
-
-    @property
-    def _has_failed(self) -> bool:
-        return any(e.outcome not in (ExitCode.DONE, ExitCode.PREEMPTED) for e in self.exits)
-
-    def _set_deadline(self, deadline: float, reason: EndedBy) -> None:
-        """Only ever move the deadline forward: a failure during the grace period shortens it."""
-        if deadline < self._deadline:
-            self._deadline, self._deadline_is_for = deadline, reason
-
-    def _collect(self, running: dict[int, "subprocess.Popen[bytes]"]) -> None:
-        for rank, process in list(running.items()):
-            code = process.poll()
-            if code is None:
-                continue
-            del running[rank]
-            was_killed = code == -signal.SIGKILL and time.monotonic() >= self._deadline
-            self.exits.append(
-                RankExit(
-                    rank=rank,
-                    code=code,
-                    time=time.time(),
-                    told_to_stop=self._told_to_stop,
-                    ended_by=self._deadline_is_for if was_killed else EndedBy.ITSELF,
-                    report=read_report(self._reports, rank),
-                )
-            )
 
 
 def read_node(config: TrainConfig, environ: Mapping[str, str]) -> Node:
@@ -270,7 +192,7 @@ def wait_for_node_zero(
                     f"{timeout_seconds:.0f} s ({error}); look at whether it was started, and "
                     "whether a network policy is in the way"
                 ) from error
-        time.sleep(4 * _POLL_SECONDS)
+        time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
 def say_last_words(
@@ -302,20 +224,3 @@ def say_last_words(
 def _explain(verdict: Verdict, trace: str) -> None:
     if verdict.exit_code == ExitCode.ERROR:
         print(trace, file=sys.stderr, flush=True)
-
-
-def _signal_all(running: Mapping[int, "subprocess.Popen[bytes]"], number: signal.Signals) -> None:
-    for process in running.values():
-        process.send_signal(number)
-
-
-def _kill_what_ranks_left_behind(processes: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
-    """Kill the children of ranks that died before they could end them.
-
-    Every rank leads a process group of its own.
-    """
-    for process in processes.values():
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # the usual case: nobody is left

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 _PORTS_TRIED = 20
 _MAX_BODY_BYTES = 1024
 _CONNECTION_TIMEOUT_SECONDS = 5.0
+_METHODS = {"/metrics": "GET", "/progress": "GET", "/checkpoint": "POST"}
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/progress":
             self._answer(HTTPStatus.OK, routes.progress().encode())
         else:
-            self._refuse(allowed="POST" if self.path == "/checkpoint" else None)
+            self._refuse()
 
     def do_POST(self) -> None:
         if self.path != "/checkpoint":
-            self._refuse(allowed="GET" if self.path in ("/metrics", "/progress") else None)
+            self._refuse()
             return
         length = self.headers.get("Content-Length", "0")
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
@@ -117,16 +118,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.routes.request_checkpoint()
         self._say(HTTPStatus.ACCEPTED, "a checkpoint will be saved at the next step boundary")
 
+    def do_PUT(self) -> None:
+        self._refuse()
+
+    def do_PATCH(self) -> None:
+        self._refuse()
+
+    def do_DELETE(self) -> None:
+        self._refuse()
+
     def log_message(self, format: str, *args: Any) -> None:
         # A line a scrape would bury the training log.
         return
 
-    def _refuse(self, *, allowed: str | None) -> None:
-        if allowed is None:
-            known = "GET /metrics, GET /progress, POST /checkpoint"
+    def _refuse(self) -> None:
+        method = _METHODS.get(self.path)
+        if method is None:
+            known = ", ".join(f"{method} {path}" for path, method in _METHODS.items())
             self._say(HTTPStatus.NOT_FOUND, f"nothing at {self.path}; there is {known}")
         else:
-            self._say(HTTPStatus.METHOD_NOT_ALLOWED, f"use {allowed}", allow=allowed)
+            self._say(HTTPStatus.METHOD_NOT_ALLOWED, f"use {method}", allow=method)
 
     def _say(self, status: HTTPStatus, message: str, *, allow: str | None = None) -> None:
         body = json.dumps({"message": message}).encode() + b"\n"

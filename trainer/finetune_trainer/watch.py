@@ -1,0 +1,112 @@
+"""Sees the ranks of a node through to their end, and records how each one ended.
+
+`supervisor` hands it the processes that torchrun's agent started. It decides who is ended when, and
+never what that means: that is `last_words`.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetune_trainer.config import ExitCode
+from finetune_trainer.control import StopSignal
+from finetune_trainer.last_words import EndedBy, RankExit
+from finetune_trainer.report import read_report
+
+# Ranks notice a lost peer within milliseconds on gloo; NCCL may hang until it is killed.
+FAILURE_GRACE_SECONDS = 3.0
+_POLL_SECONDS = 0.05
+
+Processes = Mapping[int, "subprocess.Popen[bytes]"]
+
+
+class Watch:
+    """The end of one attempt's ranks on this node.
+
+    Told to stop, it passes SIGTERM on and gives the ranks the grace period to leave by
+    themselves. When one fails it ends the others soon, as no step can be finished without it.
+    Ranks that leave with 0 or 75 are waited for: the others are about to do the same.
+    """
+
+    def __init__(self, reports: Path, stop: StopSignal, grace_seconds: float) -> None:
+        """Prepare to watch.
+
+        Args:
+            reports: folder that the ranks leave their reports in.
+            stop: asks for a graceful stop.
+            grace_seconds: time the ranks then have.
+        """
+        self.exits: list[RankExit] = []
+        self._reports = reports
+        self._stop = stop
+        self._grace_seconds = grace_seconds
+        self._told_to_stop = False
+        self._deadline = float("inf")
+        self._deadline_is_for = EndedBy.ITSELF
+
+    def until_all_ended(self, processes: Processes) -> bool:
+        """Return when no process is left; True if none failed."""
+        running = dict(processes)
+        while True:
+            now = time.monotonic()
+            self._collect(running)
+            if not running:
+                break
+            if self._stop.requested and not self._told_to_stop:
+                self._told_to_stop = True
+                self._set_deadline(now + self._grace_seconds, EndedBy.END_OF_GRACE)
+                _signal_all(running, signal.SIGTERM)
+            if self._has_failed:
+                self._set_deadline(now + FAILURE_GRACE_SECONDS, EndedBy.FAILURE_OF_ANOTHER)
+            if now >= self._deadline:
+                _signal_all(running, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+        _kill_what_ranks_left_behind(processes)
+        return not self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        return any(e.outcome not in (ExitCode.DONE, ExitCode.PREEMPTED) for e in self.exits)
+
+    def _set_deadline(self, deadline: float, reason: EndedBy) -> None:
+        """Only ever move the deadline forward: a failure during the grace period shortens it."""
+        if deadline < self._deadline:
+            self._deadline, self._deadline_is_for = deadline, reason
+
+    def _collect(self, running: dict[int, "subprocess.Popen[bytes]"]) -> None:
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del running[rank]
+            was_killed = code == -signal.SIGKILL and time.monotonic() >= self._deadline
+            self.exits.append(
+                RankExit(
+                    rank=rank,
+                    code=code,
+                    time=time.time(),
+                    told_to_stop=self._told_to_stop,
+                    ended_by=self._deadline_is_for if was_killed else EndedBy.ITSELF,
+                    report=read_report(self._reports, rank),
+                )
+            )
+
+
+def _signal_all(running: Processes, number: signal.Signals) -> None:
+    for process in running.values():
+        process.send_signal(number)
+
+
+def _kill_what_ranks_left_behind(processes: Processes) -> None:
+    """Kill the children of ranks that died before they could end them.
+
+    Every rank leads a process group of its own.
+    """
+    for process in processes.values():
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # the usual case: nobody is left
