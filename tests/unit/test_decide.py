@@ -210,6 +210,18 @@ def test_the_pending_deadline_counts_only_while_nothing_runs() -> None:
     assert life.condition("Failed") == ("True", "PendingDeadlineExceeded")
 
 
+@pytest.mark.parametrize(
+    "seen", [PENDING, running(3), lives(KILLED), lives(ended())], ids=lambda seen: seen.phase
+)
+def test_the_same_sight_later_changes_nothing(seen: Observation) -> None:
+    life = started()
+    life.see(seen)
+    before = life.status
+    life.wait(3600)
+    life.see(seen)
+    assert life.status == before
+
+
 def test_a_deadline_wakes_the_job_when_no_event_would() -> None:
     life = started(deadlines__active_seconds=100)
     life.wait(40)
