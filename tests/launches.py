@@ -30,7 +30,7 @@ def train_config(folder: Path, **changes: Any) -> TrainConfig:
         "method": {"type": "full"},
         "training": {"global_batch_size": 4, "max_steps": 10, "learning_rate": 1e-3},
         "checkpoint": {"dir": str(folder / "checkpoints")},
-        "output": {"dir": str(folder / "output")},
+        "output": {"dir": str(folder / "output"), "format": "merged"},
         "telemetry": {"metrics_port": 0},
         "run_dir": str(folder / "run"),
         "termination_path": str(folder / "termination.json"),

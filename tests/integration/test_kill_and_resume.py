@@ -4,29 +4,48 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from builders import manifest
+from finetune_trainer.config import Phase
 from finetune_trainer.failpoints import POINTS
 from text_fixtures import tiny_model
 
-STEPS, SAVE_EVERY = 6, 2
-# A step other than the last, where a save, an evaluation or an update can be cut short.
-AT_STEP = {
-    "first-step": 1,
-    "mid-accumulation": 4,
-    "before-optimizer": 4,
-    "after-optimizer": 4,
-    "saving": 4,
-    "before-manifest": 4,
-    "before-rename": 4,
-    "after-rename": 4,
-    "retention": 4,
-    "evaluating": 3,
-}
+STEPS, SAVE_EVERY = 12, 2
+# In the order a job comes by them. What an attempt that was killed had not committed is made
+# again by the next, which therefore still reaches the points behind.
+KILLS = (
+    "tokenizing",
+    "loading",
+    "evaluating@0",
+    "answering@0",
+    "first-step@1",
+    "mid-accumulation@2",
+    "before-optimizer@3",
+    "after-optimizer@4",
+    "saving@4",
+    "before-manifest@6",
+    "before-rename@6",
+    "after-rename@6",
+    "restoring",
+    "retention@10",
+    "evaluating@12",
+    "answering@12",
+    "exporting",
+    "before-export-rename",
+)
+KILLS_OF_TWO = (
+    "loading:rank=1",
+    "mid-accumulation@2:rank=1",
+    "saving@4:rank=1",
+    "before-rename@6:rank=0",
+    "evaluating@12:rank=1",
+    "exporting:rank=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +61,7 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-def write_manifest(inputs: Path, folder: Path, *, processes: int) -> Path:
+def write_manifest(inputs: Path, folder: Path, *, processes: int, restarts: int = 1) -> Path:
     wanted = manifest(
         name="tiny",
         **{
@@ -56,11 +75,11 @@ def write_manifest(inputs: Path, folder: Path, *, processes: int) -> Path:
                 "maxSeqLength": 64,
                 "maxSteps": STEPS,
                 "learningRate": 1e-2,
-                "evalEverySteps": 3,
+                "evalEverySteps": 6,
             },
             "topology.processesPerNode": processes,
             "checkpoint": {"everySteps": SAVE_EVERY},
-            "restartPolicy": {"maxRestarts": 1},
+            "restartPolicy": {"maxRestarts": restarts},
             "observability": {"samplePrompts": ["What is 1 plus 1?"]},
             "backend.local": {"threadsPerProcess": 1},
         },
@@ -76,16 +95,19 @@ def ftctl_run(path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"XDG_CACHE_HOME": str(path.parent / "cache")} | environ,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
     )
+
+
+def journal(path: Path) -> list[dict]:
+    log = path.parent / "runs" / "default" / "tiny" / "logs" / "rank-0.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def read_run(path: Path) -> tuple[dict[int, float], dict]:
     """Return the loss of each step, of the attempt that made it last, and the job's status."""
     run_dir = path.parent / "runs" / "default" / "tiny"
-    lines = (run_dir / "logs" / "rank-0.jsonl").read_text().splitlines()
-    steps = [entry for entry in map(json.loads, lines) if entry["event"] == "step"]
-    curve = {entry["step"]: entry["loss"] for entry in steps}
+    curve = {entry["step"]: entry["loss"] for entry in journal(path) if entry["event"] == "step"}
     return curve, json.loads((run_dir / "job.json").read_text())["status"]
 
 
@@ -102,63 +124,93 @@ def unbroken(inputs, tmp_path_factory) -> dict[int, dict[int, float]]:
     return curves
 
 
+def test_every_named_point_is_killed_at():
+    assert {kill.split("@")[0] for kill in KILLS} == set(POINTS)
+
+
 def test_one_and_two_ranks_train_on_the_same_loss_curve(unbroken):
     assert unbroken[2] == pytest.approx(unbroken[1], abs=2e-5)
 
 
+@pytest.mark.timeout(900)  # nineteen attempts, each of which imports torch anew
 @pytest.mark.parametrize(
-    ("point", "processes"),
-    [
-        *((point, 1) for point in POINTS if point != "restoring"),
-        ("loading", 2),
-        ("mid-accumulation", 2),
-        ("before-rename", 2),
-        ("exporting", 2),
-    ],
+    ("processes", "kills"),
+    [pytest.param(1, KILLS, id="one rank"), pytest.param(2, KILLS_OF_TWO, id="two ranks")],
 )
-def test_a_killed_worker_loses_no_step_beyond_the_last_commit(
-    point, processes, inputs, unbroken, tmp_path
+def test_workers_killed_at_every_point_lose_no_step_beyond_the_last_commit(
+    processes, kills, inputs, unbroken, tmp_path
 ):
-    path = write_manifest(inputs, tmp_path, processes=processes)
-    at = f"@{AT_STEP[point]}" if point in AT_STEP else ""
-    last_rank = f":rank={processes - 1}" if point in ("loading", "mid-accumulation") else ""
-    once = tmp_path / "killed"
+    """One job, killed at each point in turn; every attempt must find what the one before left."""
+    path = write_manifest(inputs, tmp_path, processes=processes, restarts=len(kills))
+    marks = tmp_path / "marks"
     finished = ftctl_run(
-        path,
-        FINETUNE_FAILPOINT=f"{point}{at}{last_rank}",
-        FINETUNE_FAILPOINT_ONCE=str(once),
+        path, FINETUNE_FAILPOINT=",".join(kills), FINETUNE_FAILPOINT_ONCE=str(marks)
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert once.exists(), "the point was never reached, so nothing was tested"
+    assert sorted(os.listdir(marks)) == sorted(kills), "a point was never reached"
     curve, status = read_run(path)
     assert curve == pytest.approx(unbroken[processes], abs=2e-5)
-    assert status["restarts"]["counted"] == 1
-    first, second = status["attempts"]
-    assert first["failureClass"] == "WorkerLost"
-    assert first["exitCode"] == 137
-    assert second["failureClass"] == "Completed"
-    assert (second.get("resumedStep") or 0) >= committed_before(point)
+    assert status["attempt"] == len(kills) + 1
+    assert status["restarts"]["counted"] == len(kills)
+    *killed, last = status["attempts"]
+    assert {(a["failureClass"], a["exitCode"]) for a in killed} == {("WorkerLost", 137)}
+    assert last["failureClass"] == "Completed"
+    for committed, resumed in commits_and_resumes(path):
+        assert resumed == committed
 
 
-def committed_before(point: str) -> int:
-    """Return the newest step that was surely committed when the point was reached."""
-    step = AT_STEP.get(point, STEPS if point.startswith(("exporting", "before-export")) else 0)
-    if point in ("after-rename", "retention", "exporting", "before-export-rename"):
-        return step
-    return max(0, (step - 1) // SAVE_EVERY * SAVE_EVERY - SAVE_EVERY)
+def commits_and_resumes(path: Path) -> list[tuple[int, int]]:
+    """Pair what each attempt started from with the newest commit the attempts before had told of.
+
+    A commit that was made but not told of yet when its attempt was killed counts as well.
+    """
+    pairs, told = [], 0
+    for entry in journal(path):
+        if entry["event"] == "checkpointed":
+            told = max(told, entry["checkpoint"]["step"])
+        if entry["event"] == "resumed":
+            pairs.append((max(told, entry["step"]), entry["step"]))
+    return pairs
 
 
-def test_a_worker_killed_while_restoring_starts_again_from_the_same_checkpoint(
-    inputs, unbroken, tmp_path
-):
+@pytest.mark.parametrize("moment", ["job.json", "Tokenizing", "Loading", "Training", "Done"])
+def test_a_killed_ftctl_adopts_what_still_runs(moment, inputs, unbroken, tmp_path):
     path = write_manifest(inputs, tmp_path, processes=1)
-    path.write_text(path.read_text().replace("maxRestarts: 1", "maxRestarts: 2"))
-    # No mark that the kill was made: the first attempt dies at step 5, and then every attempt
-    # that restores dies too, until the budget is used up.
-    finished = ftctl_run(
-        path, FINETUNE_FAILPOINT="mid-accumulation@5", FINETUNE_FAILPOINT_ONCE=str(tmp_path / "a")
-    )
+    with start_ftctl(path) as first:
+        wait_for(lambda: moment_reached(path, moment), first)
+        first.kill()
+    finished = ftctl_run(path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     curve, status = read_run(path)
     assert curve == pytest.approx(unbroken[1], abs=2e-5)
-    assert status["attempts"][1]["resumedStep"] == 4
+    assert status["attempt"] == 1
+    assert status["restarts"]["counted"] == 0
+
+
+def start_ftctl(path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "finetune_operator", "run", str(path)],
+        env=os.environ | {"XDG_CACHE_HOME": str(path.parent / "cache")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def moment_reached(path: Path, moment: str) -> bool:
+    """Tell whether the run has come to a phase of the trainer, or ftctl to its first write."""
+    run_dir = path.parent / "runs" / "default" / "tiny"
+    if moment == "job.json":
+        return (run_dir / "job.json").exists()
+    progress = run_dir / "progress.json"
+    phases = [str(phase) for phase in Phase]
+    if not progress.exists():
+        return False
+    return phases.index(json.loads(progress.read_text())["phase"]) >= phases.index(moment)
+
+
+def wait_for(happened, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert process.poll() is None, "ftctl ended before the moment came"
+        assert time.monotonic() < deadline, "the moment did not come within 120 s"
+        time.sleep(0.01)

@@ -26,19 +26,19 @@ def findings(problems: Any, severity: Severity = Severity.ERROR) -> list[str]:
 @pytest.mark.parametrize(
     ("uri", "expected"),
     [
-        ("file://./data/x.jsonl", "/work/data/x.jsonl"),
+        ("file://./data/x.jsonl", "/jobs/data/x.jsonl"),
         ("file://../x y", "/x y"),
         ("file:///abs/x%20y", "/abs/x%20y"),
     ],
 )
 def test_file_uris_are_taken_as_written(uri: str, expected: str) -> None:
-    assert file_path(uri, Path("/work")) == Path(expected)
+    assert file_path(uri, Path("/jobs")) == Path(expected)
 
 
 @pytest.mark.parametrize("uri", ["file://data/x", "file://~/x", "pvc://claim/x"])
 def test_a_uri_that_names_no_place_here_says_what_to_write(uri: str) -> None:
     with pytest.raises(BadUriError, match=r"use file://\./"):
-        file_path(uri, Path("/work"))
+        file_path(uri, Path("/jobs"))
 
 
 def test_the_request_holds_the_whole_configuration_and_one_process_a_node() -> None:

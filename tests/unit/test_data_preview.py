@@ -44,7 +44,7 @@ def previewed(
         method=MethodConfig(type="full"),
         training=TrainingConfig(global_batch_size=2, epochs=1, learning_rate=1e-4),
         checkpoint=CheckpointConfig(dir=str(folder)),
-        output=OutputConfig(dir=str(folder)),
+        output=OutputConfig(dir=str(folder), format="merged"),
         run_dir=str(folder),
         termination_path=str(folder / "termination.json"),
     )

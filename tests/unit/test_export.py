@@ -10,7 +10,7 @@ import yaml
 
 from export_fixtures import PROGRESS, export_config, trained_model
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.errors import TrainerError
 from finetune_trainer.export import export
 from finetune_trainer.merge import probe_logits
 from finetune_trainer.model.load import load_tokenizer
@@ -99,12 +99,6 @@ def test_a_fully_trained_model_is_written_whole(base: Path, tmp_path: Path) -> N
     model = trained_model(config)
     (folder,) = run_export(model, config)
     assert torch.equal(probe_logits(load_merged(folder)), probe_logits(model))
-
-
-def test_an_adapter_cannot_be_asked_of_full_fine_tuning(base: Path, tmp_path: Path) -> None:
-    config = export_config(base, tmp_path / "output", method="full", format="both")
-    with pytest.raises(ConfigError, match=r"spec.output.format both needs adapters"):
-        run_export(trained_model(config), config)
 
 
 def test_a_merge_keeps_the_type_of_a_narrow_base(base: Path, tmp_path: Path) -> None:

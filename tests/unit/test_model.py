@@ -50,7 +50,7 @@ def config(
             dropout=dropout,
         ),
         checkpoint=CheckpointConfig(dir="x"),
-        output=OutputConfig(dir="x"),
+        output=OutputConfig(dir="x", format="merged" if method == "full" else "adapter"),
         run_dir="x",
         termination_path="x",
     )

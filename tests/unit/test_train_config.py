@@ -59,3 +59,9 @@ def test_full_fine_tuning_exports_the_whole_model_and_lora_the_adapter():
 def test_a_job_without_an_interval_still_gets_checkpoints():
     assert derived().checkpoint.every_seconds == 600
     assert derived(checkpoint={"everySteps": 5}).checkpoint.every_seconds is None
+
+
+def test_train_config_refuses_an_adapter_of_full_fine_tuning():
+    text = derived(method={"type": "full"}).to_json().replace('"merged"', '"adapter"')
+    with pytest.raises(ValidationError, match=r"output\.format adapter needs method\.type lora"):
+        TrainConfig.model_validate_json(text)

@@ -277,6 +277,15 @@ class TrainConfig(ContractModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _full_fine_tuning_has_no_adapter(self) -> Self:
+        if self.method.type == "full" and self.output.format != "merged":
+            raise ValueError(
+                f"output.format {self.output.format} needs method.type lora; use merged for the "
+                "whole model"
+            )
+        return self
+
     @property
     def gradient_accumulation_steps(self) -> int:
         """Forward passes a rank makes for one optimizer step."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from finetune_trainer.config import Progress, TrainConfig
-from finetune_trainer.errors import ConfigError, OutputNotWritableError, TrainerError
+from finetune_trainer.errors import OutputNotWritableError, TrainerError
 from finetune_trainer.model.load import base_name
 from finetune_trainer.model_card import CardFacts, model_card
 from finetune_trainer.publish import open_staging, publish
@@ -84,7 +84,6 @@ def export(
     Raises:
         TrainerError: the adapter is empty, the merged model answers differently, or the output
             cannot be written.
-        ConfigError: an adapter is asked for where none was trained.
     """
     from safetensors import SafetensorError
 
@@ -125,11 +124,6 @@ def _parts(
     """Say what is written where; nothing is written or merged yet."""
     wanted = config.output.format
     if config.method.type == "full":
-        if wanted != "merged":
-            raise ConfigError(
-                f"spec.output.format {wanted} needs adapters, but spec.method.type is full; "
-                "use merged"
-            )
         return [_Part("model", "", lambda folder: _write_model(_whole(model), folder))]
 
     def write_adapter(folder: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from finetune_trainer.errors import ConfigError
 
-ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # NAME[@STEP][:rank=R]
-ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # a file that marks the kill as done
+ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # NAME[@STEP][:rank=R], several separated by commas
+ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # a folder of marks, one for each kill done
 
 FailPoint = Literal[
     "loading",
@@ -53,8 +53,9 @@ def reach(name: FailPoint, step: int = 0) -> None:
     """Kill this process with SIGKILL if the environment names this place, else do nothing.
 
     `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or
-    a rank, whoever comes first. When `FINETUNE_FAILPOINT_ONCE` names a file, the file is created
-    before the kill and no process dies once it exists, so the next attempt lives.
+    a rank, whoever comes first. Several places are separated by commas. When
+    `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills once: a mark is made there before
+    the kill, so the next attempt passes it.
 
     Raises:
         ConfigError: the environment names a place that does not exist.
@@ -62,11 +63,11 @@ def reach(name: FailPoint, step: int = 0) -> None:
     wanted = os.environ.get(ENV_FAILPOINT)
     if not wanted:
         return
-    target = _parse(wanted)
-    if target.name != name or target.step not in (None, step) or target.rank not in (None, _rank()):
-        return
-    if _claim_the_only_kill():
-        os.kill(os.getpid(), signal.SIGKILL)
+    for text in wanted.split(","):
+        target = _parse(text)
+        is_here = target.name == name and target.step in (None, step)
+        if is_here and target.rank in (None, _rank()) and _claim_the_only_kill(text):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _parse(text: str) -> _Target:
@@ -88,12 +89,13 @@ def _rank() -> int:
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
-def _claim_the_only_kill() -> bool:
-    path = os.environ.get(ENV_FAILPOINT_ONCE)
-    if not path:
+def _claim_the_only_kill(target: str) -> bool:
+    folder = os.environ.get(ENV_FAILPOINT_ONCE)
+    if not folder:
         return True
+    os.makedirs(folder, exist_ok=True)
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(os.path.join(folder, target), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False
     return True

@@ -5,7 +5,6 @@ exports; it starts no process and ends none.
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,15 @@ from torch import nn
 
 from finetune_trainer.answers import answer
 from finetune_trainer.checkpoint.store import CheckpointStore
-from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
+from finetune_trainer.config import (
+    ContractModel,
+    ExitCode,
+    FailureClass,
+    Phase,
+    SampleAnswer,
+    Termination,
+    TrainConfig,
+)
 from finetune_trainer.control import Agreement, StopSignal
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
@@ -49,7 +56,6 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     plan = DataPlan.of(dataset, config)
     _tell_data(telemetry, plan, dataset, held_out)
     strategy = _load(config, world, telemetry)
-    notes = _Notes(telemetry)
     run = Run(
         config=config,
         world=world,
@@ -68,10 +74,10 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         stop=stop,
         agreement=Agreement(world),
         evaluate=_evaluator(strategy, held_out, world),
-        notes=notes.write,
+        notes=partial(_notes, telemetry),
         pad_id=tokenizer.pad_token_id,
     )
-    first_step = _resume(run, notes)
+    first_step = _resume(run)
     if first_step == 0:
         if run.evaluate is not None:
             evaluate(run, 0)
@@ -90,28 +96,17 @@ def _evaluator(
     return partial(held_out_loss, strategy, held_out, world)
 
 
-class _Notes:
+class _Notes(ContractModel):
     """What a checkpoint remembers beside tensors, so that a resumed run reports the whole job."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
+    eval_loss_before: float | None = None
+    samples: tuple[SampleAnswer, ...] = ()
 
-    def write(self) -> dict[str, Any]:
-        """Return plain values; one JSON text, so that reading back needs no fixed set of keys."""
-        progress = self._telemetry.progress
-        known = {
-            "eval_loss_before": progress.eval_loss_before,
-            "answers_before": [[sample.prompt, sample.before] for sample in progress.samples],
-        }
-        return {"notes": json.dumps(known)}
 
-    def read(self, values: dict[str, Any]) -> None:
-        """Tell telemetry what an earlier attempt had found out."""
-        known = json.loads(values["notes"])
-        if known["eval_loss_before"] is not None:
-            self._telemetry.evaluated(0, known["eval_loss_before"], 0.0)
-        for prompt, before in known["answers_before"]:
-            self._telemetry.answered(prompt, before=before)
+def _notes(telemetry: Telemetry) -> dict[str, Any]:
+    progress = telemetry.progress
+    notes = _Notes(eval_loss_before=progress.eval_loss_before, samples=progress.samples)
+    return notes.model_dump(mode="json", by_alias=True)
 
 
 def _tokenize(
@@ -160,17 +155,20 @@ def _fingerprint(config: TrainConfig, plan: DataPlan) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def _resume(run: Run, notes: _Notes) -> int:
+def _resume(run: Run) -> int:
     """Read the newest committed checkpoint, if there is one; return the first step to make."""
-    state = run.strategy.state() | {"trainer": notes.write()}
+    state = run.strategy.state() | {"trainer": run.notes()}
     run.store.check_space(state)
     manifest = run.store.restore(state)
     if manifest is None:
         return 0
-    run.telemetry.resumed(manifest.step)
-    notes.read(state["trainer"])
-    if manifest.eval_loss is not None:
-        run.telemetry.evaluated(manifest.step, manifest.eval_loss, 0.0)
+    notes = _Notes.model_validate(state["trainer"])
+    run.telemetry.resumed(
+        manifest.step,
+        eval_loss_before=notes.eval_loss_before,
+        eval_loss=manifest.eval_loss,
+        samples=notes.samples,
+    )
     return manifest.step
 
 

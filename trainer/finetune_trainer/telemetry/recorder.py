@@ -117,12 +117,23 @@ class Telemetry:
             self.log("phase", phase=phase)
             self._update(phase=phase)
 
-    def resumed(self, step: int) -> None:
-        """Say that training goes on after `step`."""
+    def resumed(
+        self,
+        step: int,
+        *,
+        eval_loss_before: float | None = None,
+        eval_loss: float | None = None,
+        samples: Sequence[SampleAnswer] = (),
+    ) -> None:
+        """Say that training goes on after `step`, and what earlier attempts had found out."""
         self.log("resumed", step=step)
-        self._update(resumed_step=step, step=step)
-        if (board := self._open_tensorboard()) is not None:
-            board.purge(step + 1)
+        self._update(
+            resumed_step=step,
+            step=step,
+            eval_loss_before=eval_loss_before,
+            eval_loss=eval_loss,
+            samples=tuple(samples),
+        )
 
     def data(self, train: DataReport | None = None, eval: DataReport | None = None) -> None:
         """Say what became of the rows; None leaves what is known already."""
