@@ -32,7 +32,7 @@ KILLS = (
     "before-rename@6",
     "after-rename@6",
     "restoring",
-    "retention@10",
+    "retention@8",
     "evaluating@12",
     "answering@12",
     "exporting",
