@@ -1,5 +1,6 @@
 """Attach LoRA adapters through peft; the only file that imports it for training."""
 
+import warnings
 from typing import TYPE_CHECKING
 
 from finetune_trainer.config import LoraSettings
@@ -34,7 +35,10 @@ def attach_lora(model: "PreTrainedModel", settings: LoraSettings) -> "PeftModel"
         target_modules=list(settings.target_modules) or "all-linear",
     )
     try:
-        return get_peft_model(model, lora, autocast_adapter_dtype=True)
+        with warnings.catch_warnings():
+            # peft 0.21 asks transformers by a name that 5.23 calls deprecated; nobody can mend it.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return get_peft_model(model, lora, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ConfigError(f"method.lora.targetModules cannot be adapted: {error}") from error
 
