@@ -160,7 +160,7 @@ def test_a_missing_model_is_a_sentence(tmp_path):
     empty = tmp_path / "nothing"
     empty.mkdir()
     for load in (lambda c: load_model(c, CPU), lambda c: load_tokenizer(c.model)):
-        with pytest.raises(ConfigError, match=r"^model\.source: the (model|tokenizer) of"):
+        with pytest.raises(ConfigError, match=r"^spec\.model\.source: the (model|tokenizer) of"):
             load(config(empty))
 
 

@@ -154,8 +154,8 @@ def judge(error: BaseException) -> Verdict:
         return Verdict(
             FailureClass.OUT_OF_MEMORY,
             ExitCode.KILLED,
-            f"out of memory: {_sentence(error)}; lower training.microBatchSize or "
-            "data.maxSeqLen, or turn on strategy.activationCheckpointing",
+            f"out of memory: {_sentence(error)}; lower spec.training.microBatchSize or "
+            "spec.training.maxSeqLength, or set spec.strategy.activationCheckpointing to full",
         )
     # torch raises RuntimeError for its peers; Python's ConnectionError is about some other host.
     if isinstance(error, RuntimeError) and any(p in text for p in _LOST_PEER_PHRASES):

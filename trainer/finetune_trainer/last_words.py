@@ -153,7 +153,7 @@ def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
             exit_.rank,
             ExitCode.KILLED,
             f"rank {exit_.rank} was told to stop, did not leave within its grace period and was "
-            "killed; raise spec.deadlines.terminationGrace or lower spec.checkpoint.everySteps",
+            "killed; raise spec.deadlines.terminationGraceSeconds",
         )
     if exit_.code == -signal.SIGTERM and exit_.told_to_stop:
         return None
@@ -174,7 +174,7 @@ def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:
         return _termination(exit_.rank, ExitCode.KILLED, message)
     message = (
         f"rank {exit_.rank} was killed as the memory limit was reached; lower "
-        "training.microBatchSize or maxSeqLength, or give the node more memory"
+        "spec.training.microBatchSize or maxSeqLength, or give the node more memory"
     )
     killed = _termination(exit_.rank, ExitCode.KILLED, message)
     return killed.model_copy(update={"failure_class": FailureClass.OUT_OF_MEMORY})

@@ -179,5 +179,5 @@ def _refuse_non_finite(run: Run, step: int, loss: float) -> None:
     rows = sorted(index for pack in run.plan.packs(step) for index in pack)
     raise NonFiniteLossError(
         f"the loss of step {step + 1} is {loss} (sequences {rows[0]} to {rows[-1]} of the token "
-        "cache among others); lower training.learningRate or use another precision"
+        "cache among others); lower spec.training.learningRate or use another precision"
     )

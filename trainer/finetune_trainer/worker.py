@@ -65,10 +65,14 @@ def run_rank(
             return _load(entry)(config, world, stop, telemetry)
 
     def on_error(verdict: Verdict, trace: str) -> None:
-        if verdict.exit_code == ExitCode.ERROR and not verdict.is_collateral:
+        is_unexpected = verdict.exit_code == ExitCode.ERROR and not verdict.is_collateral
+        if is_unexpected:
             print(trace, file=sys.stderr, flush=True)
         if telemetry is not None:
-            telemetry.log("failed", reason=verdict.failure_class, trace=trace)
+            details = {"trace": trace} if is_unexpected else {}
+            telemetry.log(
+                "failed", reason=verdict.failure_class, message=verdict.message, **details
+            )
 
     termination, verdict = guard(work, on_error=on_error)
     if verdict is not None and verdict.is_own_fault:

@@ -24,8 +24,8 @@ def attach_lora(model: "PreTrainedModel", settings: LoraSettings) -> "PeftModel"
     missing = [name for name in settings.target_modules if not _matches(model, name)]
     if missing:
         raise ConfigError(
-            f"method.lora.targetModules {', '.join(missing)} match no linear layer of the model; "
-            f"it has {', '.join(_linear_names(model))}"
+            f"spec.method.lora.targetModules {', '.join(missing)} match no linear layer of the "
+            f"model; it has {', '.join(_linear_names(model))}"
         )
     lora = LoraConfig(
         task_type="CAUSAL_LM",
@@ -40,7 +40,7 @@ def attach_lora(model: "PreTrainedModel", settings: LoraSettings) -> "PeftModel"
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             return get_peft_model(model, lora, autocast_adapter_dtype=True)
     except ValueError as error:
-        raise ConfigError(f"method.lora.targetModules cannot be adapted: {error}") from error
+        raise ConfigError(f"spec.method.lora.targetModules cannot be adapted: {error}") from error
 
 
 def _linear_names(model: "PreTrainedModel") -> list[str]:

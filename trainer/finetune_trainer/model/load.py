@@ -117,8 +117,8 @@ def _set_dropout(settings: object, dropout: float | None) -> None:
     present = [name for name in _DROPOUT_FIELDS if hasattr(settings, name)]
     if not present:
         raise ConfigError(
-            f"training.dropout {dropout} has no effect: this model has no dropout of its own; "
-            "remove it (method.lora.dropout acts on adapters)"
+            f"spec.training.dropout {dropout} has no effect: this model has no dropout of its own; "
+            "remove it (spec.method.lora.dropout acts on adapters)"
         )
     for name in present:
         setattr(settings, name, dropout)
@@ -127,6 +127,6 @@ def _set_dropout(settings: object, dropout: float | None) -> None:
 def _cannot_load(part: str, config: ModelConfig, error: Exception) -> ConfigError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ConfigError(
-        f"model.source: the {part} of {config.path} cannot be loaded ({reason}); check the name, "
-        "the revision and, for a gated model, the token"
+        f"spec.model.source: the {part} of {config.path} cannot be loaded ({reason}); check "
+        "the name, the revision and, for a gated model, the token"
     )
