@@ -12,9 +12,9 @@ from export_fixtures import PROGRESS, export_config, trained_model
 from finetune_trainer.config import JobRef
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
 from finetune_trainer.export import check_writable, export
+from finetune_trainer.export.publish import open_staging, publish
 from finetune_trainer.failpoints import ENV_FAILPOINT
 from finetune_trainer.model.load import load_tokenizer
-from finetune_trainer.publish import open_staging, publish
 from text_fixtures import tiny_model
 
 

@@ -12,7 +12,7 @@ from export_fixtures import PROGRESS, export_config, trained_model
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.export import export
-from finetune_trainer.merge import probe_logits
+from finetune_trainer.export.merge import probe_logits
 from finetune_trainer.model.load import load_tokenizer
 from text_fixtures import CHATML_TEMPLATE, tiny_model
 
@@ -157,7 +157,7 @@ def test_a_merge_that_changes_the_answers_is_not_exported(base: Path, tmp_path: 
 def test_an_adapter_without_tensors_is_not_exported(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from finetune_trainer.export import check_adapter
+    from finetune_trainer.export.output import check_adapter
 
     for tensors in ({}, {"q.lora_A.weight": torch.empty(0), "q.lora_B.weight": torch.empty(0)}):
         save_file(tensors, tmp_path / "adapter_model.safetensors")

@@ -7,7 +7,7 @@ import pytest
 from finetune_trainer.config import JobRef
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.export import check_writable
-from finetune_trainer.publish import RECORD, open_staging, publish
+from finetune_trainer.export.publish import RECORD, open_staging, publish
 
 
 def publish_files(output: Path, **files: str) -> None:

@@ -13,7 +13,7 @@ from finetune_trainer.config import (
     SampleAnswer,
     Termination,
 )
-from finetune_trainer.last_words import (
+from finetune_trainer.launch.last_words import (
     MAX_TERMINATION_BYTES,
     EndedBy,
     RankExit,
@@ -21,7 +21,7 @@ from finetune_trainer.last_words import (
     with_progress,
     write_termination,
 )
-from finetune_trainer.report import RankReport
+from finetune_trainer.launch.report import RankReport
 
 CLASSES = {
     0: FailureClass.COMPLETED,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
-from finetune_trainer.oom import count_oom_kills
-from finetune_trainer.supervisor import Node, read_node, wait_for_node_zero
-from finetune_trainer.worker import run_rank
+from finetune_trainer.launch.oom import count_oom_kills
+from finetune_trainer.launch.supervisor import Node, read_node, wait_for_node_zero
+from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.world import Launch, broadcast_object, open_world, read_launch
 from launches import train_config
 

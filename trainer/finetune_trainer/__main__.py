@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination, TrainConfig
 from finetune_trainer.control import leave
-from finetune_trainer.report import DEFAULT_ENTRY
-from finetune_trainer.supervisor import Supervisor, say_last_words
+from finetune_trainer.launch.report import DEFAULT_ENTRY
+from finetune_trainer.launch.supervisor import Supervisor, say_last_words
 from finetune_trainer.world import launched_by_another
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
 
 def _be_a_rank(config: TrainConfig, entry: str) -> int:
     """Do one rank's work; rank 0 speaks for all, as no supervisor of ours is there to do so."""
-    from finetune_trainer.worker import run_rank  # imports what a supervisor has no use for
+    from finetune_trainer.launch.worker import run_rank  # imports what a supervisor has no use for
 
     report = run_rank(config, entry)
     if report.rank == 0:

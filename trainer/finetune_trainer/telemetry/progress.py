@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune_trainer.config import Progress
-from finetune_trainer.report import replace_text
+from finetune_trainer.files import replace_text
 
 FILE_NAME = "progress.json"
 _SECONDS_BETWEEN_STEPS = 1.0

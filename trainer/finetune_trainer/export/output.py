@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
+from finetune_trainer.export.model_card import CardFacts, model_card
+from finetune_trainer.export.publish import open_staging, publish
 from finetune_trainer.model.load import base_name
-from finetune_trainer.model_card import CardFacts, model_card
-from finetune_trainer.publish import open_staging, publish
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -130,7 +130,7 @@ def _parts(
         _write_adapter(cast("PeftModel", model), folder, base)
 
     def write_merged(folder: Path) -> None:
-        from finetune_trainer.merge import merged_copy
+        from finetune_trainer.export.merge import merged_copy
 
         _write_model(merged_copy(cast("PeftModel", model), warn), folder)
 
@@ -147,7 +147,7 @@ def _parts(
 
 
 def _whole(model: "nn.Module") -> "PreTrainedModel":
-    from finetune_trainer.merge import probe_logits
+    from finetune_trainer.export.merge import probe_logits
 
     probe_logits(model)  # refuses a model that has broken down
     return cast("PreTrainedModel", model)

@@ -1,7 +1,7 @@
 """One rank, from its first instruction to its exit code.
 
-`python -m finetune_trainer.worker CONFIG ENTRY` is what the supervisor starts once per process;
-under a foreign launcher `__main__` calls `run_rank` itself. The work is done by ENTRY
+`python -m finetune_trainer.launch.worker CONFIG ENTRY` is what the supervisor starts once per
+process; under a foreign launcher `__main__` calls `run_rank` itself. The work is done by ENTRY
 (`finetune_trainer.rank:run`); this module gives it a world and reports how it ended.
 """
 
@@ -18,7 +18,7 @@ from typing import NoReturn, cast
 from finetune_trainer.config import ExitCode, Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal, Verdict, guard, leave
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
-from finetune_trainer.report import (
+from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
     ENV_STARTED,

@@ -3,10 +3,10 @@
 Used by `supervisor` and `worker` alone; a foreign launcher sets none of this.
 """
 
-import os
 from pathlib import Path
 
 from finetune_trainer.config import ContractModel, Termination
+from finetune_trainer.files import replace_text
 
 ENV_REPORT_DIR = "FINETUNE_REPORT_DIR"  # private folder the reports go to
 ENV_STARTED = "FINETUNE_STARTED"  # when the supervisor's process started, seconds since the epoch
@@ -35,16 +35,3 @@ def read_report(folder: Path, rank: int) -> RankReport | None:
     """Return the report that a rank left, or None when it left none."""
     path = folder / f"rank-{rank}.json"
     return RankReport.read(path) if path.exists() else None
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text at once: written beside it, then renamed over it.
-
-    No fsync: this is for news, which readers must be able to miss, not for checkpoints.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from finetune_trainer.config import ExitCode
 from finetune_trainer.control import StopSignal
-from finetune_trainer.last_words import EndedBy, RankExit
-from finetune_trainer.report import read_report
+from finetune_trainer.launch.last_words import EndedBy, RankExit
+from finetune_trainer.launch.report import read_report
 
 # Ranks notice a lost peer within milliseconds on gloo; NCCL may hang until it is killed.
 FAILURE_GRACE_SECONDS = 3.0

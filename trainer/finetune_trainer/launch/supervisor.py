@@ -25,20 +25,20 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import StopSignal, Verdict, guard
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.last_words import (
+from finetune_trainer.launch.last_words import (
     agree,
     preempted_before_training,
     with_progress,
     write_termination,
 )
-from finetune_trainer.oom import count_oom_kills
-from finetune_trainer.report import (
+from finetune_trainer.launch.oom import count_oom_kills
+from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
     ENV_STARTED,
     ENV_SUPERVISOR_PID,
 )
-from finetune_trainer.watch import Watch
+from finetune_trainer.launch.watch import Watch
 
 NODE_ZERO_TIMEOUT_SECONDS = 600.0
 _SECONDS_BETWEEN_TRIES = 0.2
@@ -112,7 +112,7 @@ class Supervisor:
         )
 
     def _launch(self, node: Node, folder: Path, watch: Watch) -> None:
-        from finetune_trainer.agent import NodeSpec, RankAgent  # imports torch: a second
+        from finetune_trainer.launch.agent import NodeSpec, RankAgent  # imports torch: a second
 
         config = self._config
         spec = NodeSpec(
@@ -122,7 +122,7 @@ class Supervisor:
             nproc_per_node=config.world.nproc_per_node,
             host=node.host,
             port=node.port,
-            arguments=("-m", "finetune_trainer.worker", str(self._config_path), self._entry),
+            arguments=("-m", "finetune_trainer.launch.worker", str(self._config_path), self._entry),
             log_dir=folder / "agent",
         )
         RankAgent(spec, watch.until_all_ended).run()

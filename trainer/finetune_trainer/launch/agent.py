@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from finetune_trainer.watch import Processes
+from finetune_trainer.launch.watch import Processes
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 # Ranks leave together, so nodes do too; this only bounds the wait for a node that was lost.

@@ -19,7 +19,8 @@ from finetune_trainer.config import (
     SampleAnswer,
     Termination,
 )
-from finetune_trainer.report import RankReport, replace_text
+from finetune_trainer.files import replace_text
+from finetune_trainer.launch.report import RankReport
 
 MAX_TERMINATION_BYTES = 4096  # what Kubernetes reads of a termination message
 
