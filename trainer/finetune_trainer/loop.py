@@ -109,6 +109,7 @@ def _boundary(run: Run, step: int) -> None:
     eval_loss = None
     if run.evaluate is not None and (is_last or (every and step % every == 0)):
         eval_loss = evaluate(run, step)
+        run.telemetry.phase(Phase.SAVING if is_last else Phase.TRAINING)
     wants_save = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
     agreed = run.agreement.exchange(stop=run.stop.requested, save=wants_save)
     if agreed.save or agreed.stop or is_last or run.store.is_due(step):
@@ -128,7 +129,6 @@ def evaluate(run: Run, step: int) -> float:
     began = perf_counter()
     loss = run.evaluate()
     run.telemetry.evaluated(step, loss, perf_counter() - began)
-    run.telemetry.phase(Phase.TRAINING)
     return loss
 
 
