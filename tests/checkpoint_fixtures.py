@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from finetune_trainer.checkpoint.commit import Fingerprint
 from finetune_trainer.checkpoint.store import CheckpointStore
-from finetune_trainer.config import CheckpointConfig
+from finetune_trainer.config import CheckpointConfig, JobRef
 
 State = dict[str, Any]
 TIMEOUT_SECONDS = 60
+JOB = JobRef(name="tiny", uid="uid-1")
+FINGERPRINT = Fingerprint(model="a model", method="lora", data="rows", order="seed 1")
 
 
 def make_state(step: int, *, size: int = 16) -> State:
@@ -38,7 +41,8 @@ def make_state(step: int, *, size: int = 16) -> State:
 def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) -> CheckpointStore:
     """Return the store of a single process; keyword arguments go to the store or its config."""
     warn = (warnings if warnings is not None else []).append
-    own = {"rank": 0, "world_size": 1, "group": None, "fingerprint": "a model", "warn": warn}
+    own = {"rank": 0, "world_size": 1, "group": None, "warn": warn}
+    own |= {"job": JOB, "fingerprint": FINGERPRINT}
     arguments = {name: changes.pop(name, value) for name, value in own.items()}
     return CheckpointStore(
         CheckpointConfig(dir=str(folder), **changes),

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from checkpoint_fixtures import State, make_state, open_store, run_processes, tensors_differ
+from checkpoint_fixtures import (
+    FINGERPRINT,
+    State,
+    make_state,
+    open_store,
+    run_processes,
+    tensors_differ,
+)
 from finetune_trainer.checkpoint.commit import verify
 from finetune_trainer.errors import CheckpointError, ConfigError
 
@@ -96,8 +103,9 @@ def test_when_one_rank_cannot_write_both_know_and_training_goes_on(tmp_path: Pat
 
 def refuse_another_run(group: "ProcessGroup", root: Path) -> None:
     rank = int(os.environ["RANK"])
-    store = open_store(root, rank=rank, world_size=2, group=group, fingerprint="another model")
-    with pytest.raises(ConfigError, match="another model, method or data set"):
+    other = FINGERPRINT.model_copy(update={"model": "another model"})
+    store = open_store(root, rank=rank, world_size=2, group=group, fingerprint=other)
+    with pytest.raises(ConfigError, match=r"with another model \(spec\.model\)"):
         store.restore(make_state(0))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_fixtures import make_state, open_store, tensors_differ
+from checkpoint_fixtures import FINGERPRINT, JOB, make_state, open_store, tensors_differ
 from finetune_trainer.checkpoint.commit import (
     MANIFEST,
     FileDigest,
@@ -34,7 +34,8 @@ def committed(root: Path, step: int, *, eval_loss: float | None = None) -> Path:
         step=step,
         world_size=1,
         time=1000.0,
-        fingerprint="a model",
+        job=JOB,
+        fingerprint=FINGERPRINT,
         eval_loss=eval_loss,
         files={"data": digest_file(tmp / "data")},
     )

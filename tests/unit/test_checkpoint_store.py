@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_fixtures import State, make_state, open_store, tensors_differ
+from checkpoint_fixtures import FINGERPRINT, JOB, State, make_state, open_store, tensors_differ
 from finetune_trainer.checkpoint.commit import ledger
+from finetune_trainer.config import JobRef
 from finetune_trainer.errors import CheckpointError, ConfigError
 
 
@@ -189,11 +190,93 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     assert reason in str(caught.value)
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        pytest.param({"model"}, "model (spec.model)", id="model"),
+        pytest.param({"method"}, "method (spec.method)", id="method"),
+        pytest.param(
+            {"data", "order"},
+            "data set (spec.dataset, spec.training.maxSeqLength)",
+            id="data, and the order with them",
+        ),
+        pytest.param(
+            {"order"},
+            "order of the data (spec.training.seed, globalBatchSize, maxSeqLength, packing)",
+            id="order alone",
+        ),
+        pytest.param(
+            {"method", "model", "data", "order"},
+            "method (spec.method) and another model (spec.model)",
+            id="everything",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused_with_what_differs(
+    tmp_path: Path, changed: set[str], named: str
+) -> None:
+    root = tmp_path / "own"
+    save(root, 1)
+    other = FINGERPRINT.model_copy(update=dict.fromkeys(changed, "other"))
+
+    with pytest.raises(ConfigError) as caught:
+        open_store(root, fingerprint=other).restore(make_state(0))
+    assert str(caught.value) == (
+        f"{root}/step-1 was written by this job with another {named}; set that back, set another "
+        "spec.checkpoint.uri, or start anew with ftctl run --fresh"
+    )
+    assert [ref.step for ref in ledger(root)] == [1]
+
+    elsewhere = open_store(
+        tmp_path / "elsewhere", resume_from=str(root / "step-1"), fingerprint=other
+    )
+    with pytest.raises(ConfigError) as caught:
+        elsewhere.restore(make_state(0))
+    assert str(caught.value).startswith(
+        f"spec.checkpoint.resumeFrom {root}/step-1 was written with another {named}; "
+    )
+    assert "spec.checkpoint.uri" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_continued", [False, True])
+@pytest.mark.parametrize("resume_from", ["auto", "none", "step-1"])
+def test_checkpoints_of_another_job_are_refused_and_left_as_they_are(
+    tmp_path: Path, resume_from: str, is_continued: bool
+) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "step-3.tmp").mkdir()  # the other job may be writing it now
+    if resume_from == "step-1":
+        resume_from = str(tmp_path / resume_from)
+    store = open_store(
+        tmp_path,
+        job=JobRef(name="other", uid="uid-2"),
+        resume_from=resume_from,
+        is_continued=is_continued,
+    )
+    with pytest.raises(ConfigError) as caught:
+        store.restore(make_state(0))
+    assert str(caught.value) == (
+        f"spec.checkpoint.uri {tmp_path} holds step-2 of the job default/tiny (uid uid-1), not of "
+        "this one (uid uid-2); set another spec.checkpoint.uri, and to start from that "
+        f"checkpoint on purpose also spec.checkpoint.resumeFrom file://{tmp_path}/step-2"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-3.tmp"]
+
+
+def test_a_job_may_start_from_a_checkpoint_of_another_one_that_it_names(tmp_path: Path) -> None:
+    save(tmp_path / "other", 3)
+    resume_from = str(tmp_path / "other" / "step-3")
+    job = JobRef(name="next", uid="uid-2")
+    state = make_state(0)
+    open_store(tmp_path / "own", job=job, resume_from=resume_from).restore(state)
+    assert tensors_differ(state, make_state(3)) == []
+
+
+def test_a_later_attempt_of_the_same_job_is_no_other_job(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(ConfigError, match="another model, method or data set"):
-        open_store(tmp_path, fingerprint="another model").restore(make_state(0))
-    assert [ref.step for ref in ledger(tmp_path)] == [1]
+    state = make_state(0)
+    open_store(tmp_path, job=JOB.model_copy(update={"attempt": 2})).restore(state)
+    assert tensors_differ(state, make_state(1)) == []
 
 
 def test_resume_from_none_starts_anew_and_sets_aside_what_was_there(tmp_path: Path) -> None:

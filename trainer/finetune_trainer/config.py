@@ -71,7 +71,10 @@ class ContractModel(BaseModel):
 
 
 class JobRef(ContractModel):
-    """Which job and which attempt this is; for logs, metrics and the model card."""
+    """Which job and which attempt this is; for logs, metrics, the model card and checkpoints.
+
+    A checkpoint belongs to the job of its `uid`: a job of the same name is another one.
+    """
 
     namespace: str = "default"
     name: str

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from finetune_trainer.answers import answer
+from finetune_trainer.checkpoint.commit import Fingerprint
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.config import (
     ContractModel,
@@ -67,7 +68,8 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
             rank=world.rank,
             world_size=world.world_size,
             group=world.checkpoint_group,
-            fingerprint=_fingerprint(config, plan),
+            job=config.job,
+            fingerprint=_fingerprint(config, dataset, plan),
             warn=telemetry.warn,
         ),
         telemetry=telemetry,
@@ -148,11 +150,15 @@ def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> Strategy:
     return strategy
 
 
-def _fingerprint(config: TrainConfig, plan: DataPlan) -> str:
-    """Identify what a checkpoint can be continued as: model, method and the order of data."""
+def _fingerprint(config: TrainConfig, dataset: TokenDataset, plan: DataPlan) -> Fingerprint:
+    """Identify what a checkpoint can be continued as: model, method, data and their order."""
     method = config.method.model_dump_json()
-    parts = f"{model_fingerprint(config.model)}|{method}|{plan.fingerprint}"
-    return hashlib.sha256(parts.encode()).hexdigest()
+    return Fingerprint(
+        model=model_fingerprint(config.model),
+        method=hashlib.sha256(method.encode()).hexdigest(),
+        data=dataset.fingerprint,
+        order=plan.fingerprint,
+    )
 
 
 def _resume(run: Run) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from finetune_trainer.config import CheckpointRef, ContractModel
+from finetune_trainer.config import CheckpointRef, ContractModel, JobRef
 from finetune_trainer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -29,13 +29,42 @@ class FileDigest(ContractModel):
     sha256: str
 
 
+class Fingerprint(ContractModel):
+    """What a run trains, part by part; a checkpoint is gone on from only where all are equal."""
+
+    model: str = Field(description="Identifies the base model.")
+    method: str = Field(description="Identifies the trained parameters.")
+    data: str = Field(description="Identifies all tokens and labels.")
+    order: str = Field(description="Identifies which of the data each step trains on.")
+
+    def difference(self, other: "Fingerprint") -> str:
+        """Name what differs, and the fields that decide it; empty where nothing does.
+
+        The tokens follow from the model's tokenizer, and the order from the tokens: of these the
+        first that differs is named, as the others differ with it.
+        """
+        parts = []
+        if self.method != other.method:
+            parts.append("method (spec.method)")
+        if self.model != other.model:
+            parts.append("model (spec.model)")
+        elif self.data != other.data:
+            parts.append("data set (spec.dataset, spec.training.maxSeqLength)")
+        elif self.order != other.order:
+            parts.append(
+                "order of the data (spec.training.seed, globalBatchSize, maxSeqLength, packing)"
+            )
+        return " and another ".join(parts)
+
+
 class Manifest(ContractModel):
     """The commit record of one checkpoint, written last."""
 
+    job: JobRef = Field(description="The job and the attempt that wrote it.")
     step: int = Field(description="Optimizer steps that are in it.")
     world_size: int = Field(description="Ranks that wrote it.")
     time: float = Field(description="When it was written, seconds since the epoch.")
-    fingerprint: str = Field(description="Identifies model, method and data of the run.")
+    fingerprint: Fingerprint
     eval_loss: float | None = None
     files: dict[str, FileDigest] = Field(description="By path relative to the folder.")
     digest: str = Field("", description="Hash of this record itself, without this field.")
@@ -169,15 +198,20 @@ def newest_verified(root: Path, warn: Callable[[str], None]) -> tuple[Path, Mani
     return None
 
 
-def ledger(root: Path) -> list[CheckpointRef]:
-    """List the committed checkpoints in `root`, newest first, by their manifests alone."""
-    refs = []
+def manifests(root: Path) -> list[tuple[Path, Manifest]]:
+    """List the committed checkpoints in `root`, newest first; the files in them are not read."""
+    found = []
     for _, folder in _steps(root):
         try:
-            refs.append(reference(folder, read_manifest(folder)))
+            found.append((folder, read_manifest(folder)))
         except CheckpointError:
             continue  # not committed, or damaged: `newest_verified` says so when it matters
-    return refs
+    return found
+
+
+def ledger(root: Path) -> list[CheckpointRef]:
+    """List the committed checkpoints in `root`, newest first, by their manifests alone."""
+    return [reference(folder, manifest) for folder, manifest in manifests(root)]
 
 
 def reference(folder: Path, manifest: Manifest) -> CheckpointRef:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finetune_trainer.checkpoint import commit
-from finetune_trainer.checkpoint.commit import Manifest
+from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best
-from finetune_trainer.config import CheckpointConfig, CheckpointRef
+from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import ConfigError
 
 
@@ -23,24 +23,27 @@ class Start(NamedTuple):
 
 
 def prepare_start(
-    root: Path, config: CheckpointConfig, fingerprint: str, warn: Callable[[str], None]
+    root: Path,
+    config: CheckpointConfig,
+    job: JobRef,
+    fingerprint: Fingerprint,
+    warn: Callable[[str], None],
 ) -> Start:
     """Choose the checkpoint to start from and clear the way for those that will follow it.
 
     Leftovers of a killed process are deleted, checkpoints beyond the chosen step set aside.
 
     Raises:
-        ConfigError: the checkpoint belongs to another run, or there is no such folder.
+        ConfigError: the folder holds checkpoints of another job, the one to start from was
+            written with another model, method, data set or order, or it is not there.
         CheckpointError: the folder that was named is damaged.
     """
+    _refuse_another_job(root, job)
     root.mkdir(parents=True, exist_ok=True)
     commit.remove_leftovers(root)
     source = _choose(root, config, warn)
-    if source is not None and source[1].fingerprint != fingerprint:
-        raise ConfigError(
-            f"spec.checkpoint.uri {source[0]} was written with another model, method or data set; "
-            "use another folder, or set spec.checkpoint.resumeFrom to none"
-        )
+    if source is not None:
+        _refuse_other_training(*source, root, fingerprint)
     step = source[1].step if source else 0
     moved = commit.set_aside_newer(root, step)
     if moved:
@@ -50,6 +53,40 @@ def prepare_start(
         )
     refs = commit.ledger(root)
     return Start(source, next((ref for ref in refs if ref.step == step), None), best(refs))
+
+
+def _refuse_another_job(root: Path, job: JobRef) -> None:
+    """Refuse a folder in which another job keeps its checkpoints, whatever `resumeFrom` says.
+
+    Gone on from by chance they would make this job finish with the other's weights, and set aside
+    or deleted by retention they would be lost to their owner.
+    """
+    for folder, manifest in commit.manifests(root):
+        owner = manifest.job
+        if owner.uid != job.uid:
+            raise ConfigError(
+                f"spec.checkpoint.uri {root} holds {folder.name} of the job "
+                f"{owner.namespace}/{owner.name} (uid {owner.uid}), not of this one (uid "
+                f"{job.uid}); set another spec.checkpoint.uri, and to start from that checkpoint "
+                f"on purpose also spec.checkpoint.resumeFrom file://{folder}"
+            )
+
+
+def _refuse_other_training(
+    folder: Path, manifest: Manifest, root: Path, fingerprint: Fingerprint
+) -> None:
+    difference = manifest.fingerprint.difference(fingerprint)
+    if not difference:
+        return
+    if folder.parent == root:
+        raise ConfigError(
+            f"{folder} was written by this job with another {difference}; set that back, set "
+            "another spec.checkpoint.uri, or start anew with ftctl run --fresh"
+        )
+    raise ConfigError(
+        f"spec.checkpoint.resumeFrom {folder} was written with another {difference}; set that "
+        "as it was there, or spec.checkpoint.resumeFrom to another checkpoint, auto or none"
+    )
 
 
 def _choose(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from finetune_trainer.checkpoint import commit
 from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank
-from finetune_trainer.checkpoint.commit import Manifest
+from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best, retire
 from finetune_trainer.checkpoint.shards import (
     Snapshot,
@@ -27,7 +27,7 @@ from finetune_trainer.checkpoint.shards import (
     write_shards,
 )
 from finetune_trainer.checkpoint.start import Start, prepare_start
-from finetune_trainer.config import CheckpointConfig, CheckpointRef
+from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import CheckpointError, ConfigError, TrainerError
 from finetune_trainer.failpoints import reach
 
@@ -63,7 +63,8 @@ class CheckpointStore:
         rank: int,
         world_size: int,
         group: "ProcessGroup | None",
-        fingerprint: str,
+        job: JobRef,
+        fingerprint: Fingerprint,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -74,7 +75,8 @@ class CheckpointStore:
             rank: This process.
             world_size: All processes.
             group: A gloo group of its own over all ranks; None for one process.
-            fingerprint: Identifies model, method and data; another one is refused on restore.
+            job: Whose checkpoints they are; those of another one are refused on restore.
+            fingerprint: Identifies what is trained; another one is refused on restore.
             warn: Receives a sentence on rank 0 for each thing that went wrong and was survived.
             clock: Seconds since the epoch, written into manifests.
         """
@@ -85,6 +87,7 @@ class CheckpointStore:
         self._rank = rank
         self._world_size = world_size
         self._group = group
+        self._job = job
         self._fingerprint = fingerprint
         self._warn = warn if rank == 0 else _say_nothing
         self._clock = clock
@@ -141,6 +144,7 @@ class CheckpointStore:
         copy = self._snapshot.take(tensors)
         trainer = json.dumps(state.get(TRAINER_SECTION, {}))
         draft = Manifest(
+            job=self._job,
             step=step,
             world_size=self._world_size,
             time=self._clock(),
@@ -186,7 +190,8 @@ class CheckpointStore:
             Its manifest, or None when training starts at step 0.
 
         Raises:
-            ConfigError: the checkpoint belongs to another run, or the named folder has none.
+            ConfigError: the folder holds checkpoints of another job, the one to start from does
+                not belong to this training, or it is not there.
             CheckpointError: the folder that was named is damaged, or does not fit `state`.
         """
         source, self.last, self.best = self._agree_on_start()
@@ -232,7 +237,9 @@ class CheckpointStore:
 
         def choose() -> Start | TrainerError:
             try:
-                return prepare_start(self._root, self._config, self._fingerprint, self._warn)
+                return prepare_start(
+                    self._root, self._config, self._job, self._fingerprint, self._warn
+                )
             except TrainerError as error:
                 return error  # keeps its class, and with it the exit code, on every rank
 
@@ -345,8 +352,8 @@ def _make_anew(folder: Path) -> None:
 
 
 def _bytes_of_checkpoints(root: Path) -> int:
-    manifests = [commit.read_manifest(Path(ref.path)) for ref in commit.ledger(root)]
-    return sum(digest.size for manifest in manifests for digest in manifest.files.values())
+    found = commit.manifests(root)
+    return sum(digest.size for _, manifest in found for digest in manifest.files.values())
 
 
 def _say_nothing(_: str) -> None:
