@@ -158,6 +158,75 @@ def test_a_file_in_the_way_of_the_run_directory_is_said_once(inputs: Path) -> No
     assert findings(backend(inputs).check_inputs(job())) == ["spec.backend.local.runDirectory"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "field", "sentence"),
+    [
+        ({"output__uri": "file://./model"}, "spec.output.uri", "is spec.model.source itself"),
+        ({"output__uri": "file://./link"}, "spec.output.uri", "is spec.model.source itself"),
+        ({"output__uri": "file://./model/out"}, "spec.output.uri", "lies inside spec.model.source"),
+        ({"checkpoint__uri": "file://."}, "spec.checkpoint.uri", "holds the manifest"),
+        ({"checkpoint__uri": "file://./.."}, "spec.checkpoint.uri", "holds the manifest"),
+        (
+            {"backend": {"local": {"runDirectory": "."}}},
+            "spec.backend.local.runDirectory",
+            "holds the manifest",
+        ),
+        (
+            {"backend": {"local": {"runDirectory": "data"}}},
+            "spec.backend.local.runDirectory",
+            "holds spec.dataset.evalSource",
+        ),
+        (
+            {"checkpoint": {"uri": "file://./old/step-5", "resumeFrom": "file://./old/step-5"}},
+            "spec.checkpoint.uri",
+            "is spec.checkpoint.resumeFrom itself",
+        ),
+        (
+            {"checkpoint": {"resumeFrom": "file://./old/step-5"}, "output__uri": "file://./old"},
+            "spec.output.uri",
+            "holds spec.checkpoint.resumeFrom",
+        ),
+        (
+            {"output__uri": "file://./runs/default/tiny/checkpoints"},
+            "spec.output.uri",
+            "is also the folder of spec.checkpoint.uri",
+        ),
+        (
+            {"checkpoint__uri": "file://./saved", "output__uri": "file://./saved/step-7"},
+            "spec.output.uri",
+            "lies inside step-7 of spec.checkpoint.uri",
+        ),
+    ],
+)
+def test_a_run_never_shares_a_folder_with_what_it_reads(
+    inputs: Path, overrides: dict[str, Any], field: str, sentence: str
+) -> None:
+    (inputs / "link").symlink_to("model")
+    (inputs / "data").mkdir()
+    (inputs / "data" / "eval.jsonl").write_text("{}\n")
+    (inputs / "old" / "step-5").mkdir(parents=True)
+    manifest = job(dataset__eval_source="file://./data/eval.jsonl", **overrides)
+    (problem,) = backend(inputs).check_inputs(manifest)
+    assert problem.path == field
+    assert sentence in problem.message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"checkpoint": {"uri": "file://./old", "resumeFrom": "file://./old/step-5"}},
+        {"checkpoint__uri": "file://./out/checkpoints", "output__uri": "file://./out"},
+        {"checkpoint__uri": "file://./all", "output__uri": "file://./all/model"},
+        {"output__uri": "file://./model-tuned", "checkpoint__uri": "file://./manifest"},
+    ],
+)
+def test_folders_of_a_run_may_hold_each_other_and_the_checkpoint_to_start_from(
+    inputs: Path, overrides: dict[str, Any]
+) -> None:
+    (inputs / "old" / "step-5").mkdir(parents=True)
+    assert list(backend(inputs).check_inputs(job(**overrides))) == []
+
+
 def test_gpus_that_are_not_there_are_an_error_with_both_counts(inputs: Path) -> None:
     manifest = job(topology={"nodes": 2, "gpusPerNode": 2, "processesPerNode": None})
     (problem,) = backend(inputs).check_inputs(manifest)

@@ -14,6 +14,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.topology import Capacity, Placement, Rdma
 from finetune_operator.backends.local import layout
 from finetune_operator.backends.local.layout import BadUriError
+from finetune_operator.backends.local.overlaps import overlaps
 from finetune_operator.backends.local.render import visible_gpus
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -106,6 +107,7 @@ def missing(
         *_data(job, manifest_dir),
         *_checkpoint(job, manifest_dir),
         *_folders(job, manifest_dir),
+        *overlaps(job, manifest_dir),
         *_processors(job, environ, cores, gpus),
     ]
 

@@ -1,0 +1,86 @@
+"""Folders that a run writes, against what it reads: none may be the other, or lie in it.
+
+A run replaces what it exported before, deletes old checkpoints and moves finished runs aside, so a
+folder that it shares with the base model, the rows or the manifest is a folder the user may lose.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.local import layout
+
+_RUN = "spec.backend.local.runDirectory"
+_CHECKPOINT = "spec.checkpoint.uri"
+_OUTPUT = "spec.output.uri"
+_RESUME = "spec.checkpoint.resumeFrom"
+
+
+def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    """Yield one problem for each folder of the run that touches what is not the run's.
+
+    Links are followed, as two names of one folder are one folder.
+    """
+    made = layout.folders_of(job, manifest_dir)
+    folders = {_RUN: made.run, _CHECKPOINT: made.checkpoint, _OUTPUT: made.output}
+    folders = {field: path.resolve() for field, path in folders.items()}
+    read, base = _read(job, manifest_dir), manifest_dir.resolve()
+    for field, folder in folders.items():
+        if field != _RUN and field not in _named(job):
+            continue  # below the run directory, and refused with it
+        if folder in (base, *base.parents):
+            complaint = "holds the manifest"
+        else:
+            complaint = _against_read(folder, read, folders[_CHECKPOINT])
+        complaint = complaint or _against_own(field, folders)
+        if complaint:
+            yield Problem(field, f"{folder} {complaint}; choose a folder apart from it")
+
+
+def _named(job: FineTuneJob) -> set[str]:
+    uris = {_CHECKPOINT: job.spec.checkpoint.uri, _OUTPUT: job.spec.output.uri}
+    return {field for field, uri in uris.items() if uri is not None}
+
+
+def _read(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
+    """Return the files and folders that the run reads on this machine, by field."""
+    spec = job.spec
+    uris = {
+        "spec.model.source": spec.model.source,
+        "spec.dataset.source": spec.dataset.source,
+        "spec.dataset.evalSource": spec.dataset.eval_source,
+        _RESUME: spec.checkpoint.resume_from,
+    }
+    return {
+        field: layout.file_path(uri, manifest_dir).resolve()
+        for field, uri in uris.items()
+        if uri is not None and uri.startswith(layout.FILE)
+    }
+
+
+def _against_read(folder: Path, read: dict[str, Path], checkpoint: Path) -> str:
+    for what, place in read.items():
+        if folder == place:
+            return f"is {what} itself"
+        if folder in place.parents:
+            # A checkpoint to start from may be one of the job's own.
+            if what != _RESUME or place.parent != checkpoint:
+                return f"holds {what}"
+        elif place in folder.parents:
+            return f"lies inside {what}"
+    return ""
+
+
+def _against_own(field: str, folders: dict[str, Path]) -> str:
+    """Folders of one run may hold each other, but each has its own name for what it deletes."""
+    folder = folders[field]
+    for other, place in folders.items():
+        if other != field and folder == place:
+            return f"is also the folder of {other}"
+    checkpoint = folders[_CHECKPOINT]
+    if field == _OUTPUT and checkpoint in folder.parents:
+        name = folder.relative_to(checkpoint).parts[0]
+        if name.startswith("step-"):
+            return f"lies inside {name} of {_CHECKPOINT}, which is deleted when it is old"
+    return ""
