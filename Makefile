@@ -24,10 +24,9 @@ install: $(VENV)/.installed  ## Create .venv and install everything a CPU machin
 run: install quickstart-assets  ## Fine-tune a real model on this machine (EXAMPLE=FILE for another)
 	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
 
-# Integration tests start processes of their own: they share one worker (tests/conftest.py), so
-# they never compete with each other, while the unit tests run beside them.
+# A file's tests run one after the other on one worker (docs/decisions/0003-one-pytest-run.md).
 test: install quickstart-assets  ## Run every test this machine can run (PYTEST_ARGS="-k words")
-	$(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: install  ## Lint, types, import contracts, dependencies, generated files up to date
 	$(BIN)/ruff check

@@ -127,6 +127,8 @@ class Telemetry:
     ) -> None:
         """Say that training goes on after `step`, and what earlier attempts had found out."""
         self.log("resumed", step=step)
+        if (board := self._open_tensorboard()) is not None:
+            board.purge(step + 1)
         self._update(
             resumed_step=step,
             step=step,
