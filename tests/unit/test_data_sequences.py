@@ -219,6 +219,16 @@ def test_rows_without_labels_are_left_out_counted_and_told(tmp_path: Path, token
     )
 
 
+def test_a_row_with_an_empty_answer_is_one_without_labels(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\nHi?,Yes.\nHo?,\n")
+    report = prepared(config(path), tokenizer).report
+    assert (report.rows, report.sequences, report.rows_without_labels) == (2, 1, 1)
+    assert report.warnings == (
+        f"spec.dataset.source {path}: 1 of 2 rows (50.0 %) have no label token and are left out",
+    )
+
+
 def test_one_row_in_two_hundred_without_labels_is_counted_without_a_warning(
     tmp_path: Path, tokenizer: Any
 ) -> None:

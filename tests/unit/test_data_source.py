@@ -107,6 +107,12 @@ def test_blank_lines_are_passed_over_but_counted(tmp_path: Path) -> None:
     ]
 
 
+def test_a_character_that_is_escaped_in_two_halves_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "hi \\ud83d\\ude00"}\n')
+    assert values(path) == [{"text": "hi 😀"}]
+
+
 def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl")
     before = opened(path).fingerprint()
@@ -134,6 +140,36 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"text": "\xff"}\n',
             "line 2 is not UTF-8 text; convert the file",
             id="another encoding",
+        ),
+        pytest.param(
+            "rows.jsonl",
+            b'{"text": "a"}\n{"text": ["hi \\ud83d"]}\n',
+            "line 2 holds half of a character (\\ud83d); correct or delete the row",
+            id="half of a character",
+        ),
+        pytest.param(
+            "rows.json",
+            b'[{"text": "a"}, {"text": "hi \\ud83d"}]',
+            "row 2 holds half of a character (\\ud83d); correct or delete the row",
+            id="half of a character in an array",
+        ),
+        pytest.param(
+            "rows.jsonl",
+            b'{"text": "a"}\n' + b"[" * 100_000,
+            "line 2 cannot be read: nested too deeply; correct or delete it",
+            id="a line of brackets",
+        ),
+        pytest.param(
+            "rows.json",
+            b"[" * 100_000,
+            "cannot be read: nested too deeply; correct or delete it",
+            id="a file of brackets",
+        ),
+        pytest.param(
+            "rows.jsonl",
+            b'{"text": "a"}\n{"n": ' + b"9" * 5000 + b"}",
+            "line 2 cannot be read: Exceeds the limit (4300 digits) for integer string conversion",
+            id="a number of 5000 digits",
         ),
         pytest.param(
             "rows.json",

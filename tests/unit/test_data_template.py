@@ -207,6 +207,55 @@ def test_answers_inside_a_prompt_are_examples_and_not_learned(encoder: Any) -> N
 
 
 @pytest.mark.parametrize(
+    ("template", "data_format", "row"),
+    [
+        pytest.param(
+            CHATML_TEMPLATE, DataFormat.CHAT, {"prompt": "Hi", "completion": ""}, id="completion"
+        ),
+        pytest.param(
+            CHATML_TEMPLATE,
+            DataFormat.CHAT,
+            {"messages": [DIALOGUE[0], {"role": "assistant", "content": " \n"}]},
+            id="white space",
+        ),
+        pytest.param(
+            MARKED.replace("{% endgeneration %}", "<|im_end|>{% endgeneration %}"),
+            DataFormat.CHAT,
+            {"prompt": "Hi", "completion": ""},
+            id="marks around the stop token",
+        ),
+        pytest.param(
+            None,
+            DataFormat.INSTRUCTION,
+            {"instruction": "Add", "output": ""},
+            id="paragraphs",
+        ),
+        pytest.param(None, DataFormat.TEXT, {"text": ""}, id="text"),
+    ],
+)
+def test_an_empty_answer_is_not_learned_by_its_stop_token_alone(
+    encoder: Any, template: str | None, data_format: DataFormat, row: dict[str, Any]
+) -> None:
+    assert encoder(template, data_format).learned(**row) == []
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, MARKED])
+def test_an_empty_answer_among_others_is_passed_over(encoder: Any, template: str) -> None:
+    empty = {"role": "assistant", "content": ""}
+    learned = encoder(template).learned(messages=[DIALOGUE[0], empty, *DIALOGUE[2:]])
+    assert learned == [" Also one, naïve 😀. <|im_end|>"]
+
+
+def test_an_answer_that_is_a_call_needs_no_content(encoder: Any) -> None:
+    calling = CHATML_TEMPLATE.replace(
+        "message['content']",
+        "message.content + (message.tool_calls[0].name if message.tool_calls else '')",
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look_up"}]}
+    assert encoder(calling).learned(messages=[DIALOGUE[0], call]) == ["look_up<|im_end|>"]
+
+
+@pytest.mark.parametrize(
     ("row", "columns"),
     [
         pytest.param({"messages": DIALOGUE[:2]}, {}, id="messages"),
@@ -346,6 +395,53 @@ def test_chat_without_a_template_says_what_to_do(encoder: Any) -> None:
             "rows.jsonl line 1: column 'messages' turn 1 has the role 'wizard'; use one of "
             "system, developer, user, human, assistant, gpt, model, tool, observation",
             id="an unknown role",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
+            {"messages": [{"role": ["user"], "content": "a"}]},
+            {},
+            "rows.jsonl line 1: column 'messages' turn 1 has the role ['user']; use one of "
+            "system, developer, user, human, assistant, gpt, model, tool, observation",
+            id="a role that is a list",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
+            {"messages": [DIALOGUE[0], {"role": "assistant", "text": "yo"}]},
+            {},
+            "rows.jsonl line 1: column 'messages' turn 2 has no text: it has role, text, and "
+            "neither content nor value; write its text as content, or delete the row",
+            id="a misspelt key",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
+            {"conversations": [{"from": "gpt", "value": None}]},
+            {},
+            "rows.jsonl line 1: column 'conversations' turn 1 has no text: it has from, value "
+            "(null), and neither content nor value; write its text as content, or delete the row",
+            id="null content",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
+            {"messages": [{"role": "user", "content": False}]},
+            {},
+            "rows.jsonl line 1: column 'messages' turn 1 holds a truth value; only text can be "
+            "trained on",
+            id="a truth value as content",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
+            {"messages": [{"role": "user", "content": 0}]},
+            {},
+            "rows.jsonl line 1: column 'messages' turn 1 holds int 0; only text can be trained on",
+            id="zero as content",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]},
+            {},
+            "rows.jsonl line 1: column 'messages' turn 1 has a part without text; write the text "
+            "of each part as text",
+            id="a misspelt key in a part",
         ),
         pytest.param(
             DataFormat.CHAT,

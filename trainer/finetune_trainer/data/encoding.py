@@ -66,11 +66,10 @@ class RowEncoder:
     def _draft(self, row: Row) -> Encoded | Rendered:
         example = read_example(row, self._config.format, self._config.columns)
         if isinstance(example, PlainText):
-            return Rendered(example.text, ((0, len(example.text)),), needs_stop=True)
+            return _ending_in(example.text, "")
         if self._template is None:
             return _without_template(example)
-        prompt = example.messages[: example.first_trained]
-        if self._template.has_marks and all(turn["role"] != "assistant" for turn in prompt):
+        if self._template.has_marks and example.learned() == example.answers():
             return Encoded(*self._template.marked_tokens(example, row.where))
         return self._template.render(example, row.where)
 
@@ -128,8 +127,14 @@ def _begin_tokens(tokenizer: Any) -> list[int]:
 def _without_template(conversation: Conversation) -> Rendered:
     """Lay out an instruction and its answer as paragraphs, for a model that knows no turns."""
     *asked, answer = (message["content"] for message in conversation.messages)
-    prompt = "\n\n".join(asked) + "\n\n"
+    return _ending_in(answer, "\n\n".join(asked) + "\n\n")
+
+
+def _ending_in(answer: str, prompt: str) -> Rendered:
+    """Learn the answer and the end after it; nothing where it is empty, not even the end."""
     text = prompt + answer
+    if not answer.strip():
+        return Rendered(text, (), needs_stop=False)
     return Rendered(text, ((len(prompt), len(text)),), needs_stop=True)
 
 

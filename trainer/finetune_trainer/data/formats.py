@@ -35,6 +35,22 @@ class Conversation:
     messages: tuple[Message, ...]
     first_trained: int = 0
 
+    def answers(self) -> list[int]:
+        """Return the index of every assistant turn, learned or not."""
+        return [turn for turn, said in enumerate(self.messages) if said["role"] == "assistant"]
+
+    def learned(self) -> list[int]:
+        """Return the index of every turn that is learned.
+
+        One that says nothing is not: its stop token alone would teach the model to be silent.
+        """
+        return [
+            turn
+            for turn in self.answers()
+            if turn >= self.first_trained
+            and (self.messages[turn]["content"].strip() or self.messages[turn].get("tool_calls"))
+        ]
+
 
 @dataclass(frozen=True)
 class PlainText:
@@ -138,10 +154,21 @@ class _RowReader:
             raise DataError(f"{where} holds {_kind(item)}, not an object with role and content")
         message = {key: value for key, value in item.items() if value is not None}
         said_by = message.pop("role", None) or message.pop("from", None)
-        content = message.pop("content", None) or message.pop("value", None) or ""
-        if said_by not in ROLES:
+        if not isinstance(said_by, str) or said_by not in ROLES:
             raise DataError(f"{where} has the role {said_by!r}; use one of {', '.join(ROLES)}")
-        return {"role": ROLES[said_by], "content": _flatten(content, where), **message}
+        role = ROLES[said_by]
+        key = next((key for key in ("content", "value") if key in message), None)
+        if key is not None:
+            content = _flatten(message.pop(key), where)
+        elif role == "assistant" and message.get("tool_calls"):
+            content = ""  # the calls are what it says
+        else:
+            keys = (key if value is not None else f"{key} (null)" for key, value in item.items())
+            raise DataError(
+                f"{where} has no text: it has {', '.join(keys)}, and neither content nor value; "
+                "write its text as content, or delete the row"
+            )
+        return {"role": role, "content": content, **message}
 
 
 def _instruction(reader: _RowReader) -> Conversation:
@@ -171,7 +198,10 @@ def _flatten(content: Any, where: str) -> str:
     is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     if not is_parts or any(part.get("type", "text") != "text" for part in content):
         raise DataError(f"{where} holds {_kind(content)}; only text can be trained on")
-    return "".join(part.get("text") or "" for part in content)
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{where} has a part without text; write the text of each part as text")
+    return "".join(texts)
 
 
 def _kind(value: Any) -> str:

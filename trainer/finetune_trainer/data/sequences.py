@@ -22,7 +22,7 @@ from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
-CACHE_VERSION = 1  # raise it whenever the same rows would give other tokens or labels
+CACHE_VERSION = 2  # raise it whenever the same rows would give other tokens or labels
 FEW_ROWS_WITHOUT_LABELS = 0.01
 
 

@@ -186,12 +186,9 @@ def _line_rows(file: Path, field: str) -> Iterator[Row]:
                     f"{field} {where} is not JSON: {error.msg} at column {error.colno}; "
                     "correct or delete the line"
                 ) from error
-            if not isinstance(values, dict):
-                raise DataError(
-                    f"{field} {where} is a JSON {type(values).__name__}; a row must be an object "
-                    "with named columns"
-                )
-            yield _row(where, values)
+            except (ValueError, RecursionError) as error:
+                raise _unreadable(f"{field} {where}", error) from error
+            yield _json_row(where, values, field)
 
 
 def _array_rows(file: Path, field: str) -> Iterator[Row]:
@@ -203,14 +200,35 @@ def _array_rows(file: Path, field: str) -> Iterator[Row]:
         raise DataError(
             f"{field} {file} line {error.lineno} is not JSON: {error.msg}; correct the file"
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(f"{field} {file}", error) from error
     for number, values in enumerate(items, start=1):
-        where = f"{file} row {number}"
-        if not isinstance(values, dict):
-            raise DataError(
-                f"{field} {where} is a JSON {type(values).__name__}; a row must be an object "
-                "with named columns"
-            )
-        yield _row(where, values)
+        yield _json_row(f"{file} row {number}", values, field)
+
+
+def _json_row(where: str, values: Any, field: str) -> Row:
+    if not isinstance(values, dict):
+        raise DataError(
+            f"{field} {where} is a JSON {type(values).__name__}; a row must be an object "
+            "with named columns"
+        )
+    try:
+        # An escape such as \\ud83d alone is half of a character, which no tokenizer takes.
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(
+            f"{field} {where} holds half of a character ({half}); correct or delete the row"
+        ) from error
+    except RecursionError as error:
+        raise _unreadable(f"{field} {where}", error) from error
+    return _row(where, values)
+
+
+def _unreadable(place: str, error: Exception) -> DataError:
+    """Say why text that may be JSON is refused by the reader."""
+    reason = "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
+    return DataError(f"{place} cannot be read: {reason}; correct or delete it")
 
 
 def _is_array(file: Path) -> bool:

@@ -101,9 +101,7 @@ class ChatTemplate:
         messages = conversation.messages
         text = self._apply(messages, where)
         spans = []
-        for turn in range(conversation.first_trained, len(messages)):
-            if messages[turn]["role"] != "assistant":
-                continue
+        for turn in conversation.learned():
             span = self._place_by_prefix(text, messages, turn) or self._place_by_marker(
                 text, messages, turn
             )
