@@ -50,7 +50,7 @@ def run(
         )
 
     folders = backend.folders(manifest)
-    with JobStore(folders.run, folders.outside) as store:
+    with JobStore(folders.run, folders.checkpoint) as store:
         return asyncio.run(both(store))
 
 
@@ -162,6 +162,41 @@ def test_a_complete_job_is_moved_aside_with_its_outside_checkpoints(tmp_path: Pa
     assert second.status.attempts[0].resumed_step is None
     assert JobStore(run_dir(tmp_path).with_name("tiny.1")).load() == first
     assert (tmp_path / "saved.1" / "step-2").is_dir()
+    assert not (tmp_path / "saved.2").exists()
+
+
+def test_only_checkpoints_are_moved_out_of_a_folder_that_holds_other_things(
+    tmp_path: Path,
+) -> None:
+    backend = local_backend(tmp_path, {"*": {"steps": 2, "save_every": 2}})
+    manifest = job(checkpoint__uri="file://./mine")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    run(backend, manifest)
+    (mine / "step-1.aside").mkdir()
+    run(backend, manifest)
+    assert sorted(path.name for path in mine.iterdir()) == ["step-2", "thesis.tex"]
+    moved = sorted(path.name for path in (tmp_path / "mine.1").iterdir())
+    assert moved == ["step-1.aside", "step-2"]
+
+
+def test_a_folder_of_somebody_else_is_no_run_directory(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    manifest = job(backend={"local": {"runDirectory": "mine"}})
+    for fresh in (False, True):
+        with pytest.raises(StoreError, match=r"holds thesis.tex and no job.json"):
+            run(local_backend(tmp_path), manifest, fresh=fresh)
+    assert [path.name for path in mine.iterdir()] == ["thesis.tex"]
+
+
+def test_an_empty_folder_becomes_the_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    backend = local_backend(tmp_path, {"*": {"steps": 1}})
+    done = run(backend, job(backend={"local": {"runDirectory": "here"}}))
+    assert done.status.phase is JobPhase.SUCCEEDED
 
 
 def test_fresh_ends_what_still_runs_before_it_moves_it_aside(tmp_path: Path) -> None:
@@ -194,6 +229,8 @@ def test_fresh_ends_what_still_runs_before_it_moves_it_aside(tmp_path: Path) -> 
         ({"dataset__source": "file://./other.jsonl"}, "spec.dataset"),
         ({"training__seed": 7}, "spec.training.seed"),
         ({"method": {"type": "full"}}, "spec.method"),
+        ({"checkpoint__uri": "file://./elsewhere"}, "spec.checkpoint.uri"),
+        ({"checkpoint__resume_from": "file://./old/step-1"}, "spec.checkpoint.resumeFrom"),
     ],
 )
 def test_another_training_is_refused_while_the_old_one_is_unfinished(
@@ -206,6 +243,21 @@ def test_another_training_is_refused_while_the_old_one_is_unfinished(
     assert caught.value.problems[0].path == field
     done = run(backend, job(training__learning_rate=5e-5))
     assert done.status.phase is JobPhase.SUCCEEDED
+
+
+def test_what_is_promised_is_what_the_checkpoint_folder_holds(tmp_path: Path) -> None:
+    backend = local_backend(tmp_path, {"1": {"steps": 1000}})
+    stopped = run(backend, job(), on_change=at_step(2, lambda stop: stop.request()))
+    assert stopped.status.checkpoint.last is not None
+    step = stopped.status.checkpoint.last.step
+
+    def note() -> str:
+        with JobStore(run_dir(tmp_path)) as store:
+            return asyncio.run(open_job(job(), backend, store)).note
+
+    assert note() == f"going on with attempt 2, from the checkpoint of step {step}"
+    (run_dir(tmp_path) / "checkpoints" / f"step-{step}").rename(tmp_path / "gone")
+    assert note() == "going on with attempt 2, from the first step, as there is no checkpoint"
 
 
 def test_a_run_directory_of_another_job_is_refused(tmp_path: Path) -> None:

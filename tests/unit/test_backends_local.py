@@ -77,7 +77,6 @@ def test_folders_follow_the_manifest_and_its_uris() -> None:
     folders = backend(Path("/m")).folders(manifest)
     assert (folders.run, folders.checkpoint) == (Path("/m/here"), Path("/saved"))
     assert folders.output == Path("/m/here/output")
-    assert folders.outside == (Path("/saved"),)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def run(
     target = open_target(file, backend, runs_here=True)
     target.refuse(target.backend.check_inputs(target.job))
     console = Console(highlight=False)
-    with JobStore(target.folders.run, target.folders.outside) as store:
+    with JobStore(target.folders.run, target.folders.checkpoint) as store:
         job, last = asyncio.run(_follow(target, store, console, fresh=fresh, plain=plain))
     _conclude(console, target, job, last, time.monotonic() - start)
 

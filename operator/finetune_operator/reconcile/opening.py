@@ -27,8 +27,11 @@ _FROZEN = (
     "training.maxSteps",
     "training.packing",
     "training.seed",
+    "checkpoint.uri",
+    "checkpoint.resumeFrom",
 )
-"""Fields that decide what is learned in which order; a checkpoint is of no use under others."""
+"""Fields that decide what is learned in which order, and where what was learned is looked for; a
+checkpoint is of no use under others."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ async def open_job(
         return _new(manifest, store, new_uid, f"moved the old run to {store.move_aside()}")
     if stored is None:
         note = ""
-        if fresh and any(path.exists() for path in store.outside):
+        if fresh and store.outside():
             note = f"moved the old run to {store.move_aside()}"
         return _new(manifest, store, new_uid, note)
     if fresh:
@@ -116,7 +119,7 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore, clock: C
     status = stored.status
     lives = attempts.current(status) is not None
     changed = _changed(stored.spec, manifest.spec)
-    if changed and (lives or status.checkpoint.last is not None or store.has_checkpoint()):
+    if changed and (lives or status.checkpoint.last is not None or store.newest_step() is not None):
         names = ", ".join(changed)
         message = (
             f"differs from the unfinished run in {store.run_dir} ({names}); restore the old "
@@ -131,17 +134,27 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore, clock: C
     )
     job = manifest.model_copy(update={"metadata": metadata, "status": status})
     store.save(job)
-    return OpenedJob(job, _note(job, lives, other_spec=generation != stored.metadata.generation))
-
-
-def _note(job: FineTuneJob, lives: bool, *, other_spec: bool) -> str:
     if lives:
-        late = "; changes of the manifest take effect with the next attempt" if other_spec else ""
-        return f"attempt {job.status.attempt} is not over; going on with it{late}"
-    last = job.status.checkpoint.last
-    start = f"from the checkpoint of step {last.step}" if last else "from its newest checkpoint"
+        return OpenedJob(job, _note_of_living(job, generation != stored.metadata.generation))
+    return OpenedJob(job, _note(job, store.newest_step()))
+
+
+def _note_of_living(job: FineTuneJob, is_changed: bool) -> str:
+    late = "; changes of the manifest take effect with the next attempt" if is_changed else ""
+    return f"attempt {job.status.attempt} is not over; going on with it{late}"
+
+
+def _note(job: FineTuneJob, newest: int | None) -> str:
+    """Promise what the checkpoint folder holds; the status may tell of one that is gone."""
     if not job.status.attempt:
         return "going on with the job that was opened before"
+    named = job.spec.checkpoint.resume_from
+    if newest is not None:
+        start = f"from the checkpoint of step {newest}"
+    elif named in ("auto", "none"):
+        start = "from the first step, as there is no checkpoint"
+    else:
+        start = f"from {named}"
     return f"going on with attempt {job.status.attempt + 1}, {start}"
 
 

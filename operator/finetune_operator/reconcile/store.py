@@ -6,8 +6,8 @@ a job; the kernel's lock on `job.lock` says so and goes when that process ends, 
 
 import fcntl
 import os
+import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,6 +16,10 @@ from pydantic import ValidationError
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.errors import FineTuneError
+
+# A committed checkpoint, one being written, and one that a run went back behind.
+_CHECKPOINT = re.compile(r"step-(\d+)(\.tmp|\.aside(-\d+)?)?")
+_BEFORE_THE_FIRST_SAVE = {"job.lock", "job.json.tmp"}
 
 
 class StoreError(FineTuneError):
@@ -34,13 +38,12 @@ class JobStore:
 
     Args:
         run_dir: Folder of everything the run writes.
-        outside: Folders of the run that are elsewhere (`checkpoint.uri`); they are moved aside
-            together with the run directory.
+        checkpoints: Folder of the run's checkpoints; by default the one in the run directory.
     """
 
-    def __init__(self, run_dir: Path, outside: Sequence[Path] = ()) -> None:
+    def __init__(self, run_dir: Path, checkpoints: Path | None = None) -> None:
         self.run_dir = run_dir
-        self.outside = tuple(outside)
+        self.checkpoints = checkpoints or run_dir / "checkpoints"
         self._lock: int | None = None
 
     @property
@@ -53,7 +56,7 @@ class JobStore:
 
         Raises:
             JobLockedError: another process holds it.
-            StoreError: the run directory cannot be made.
+            StoreError: the run directory cannot be made, or holds files of somebody else.
         """
         self._lock = self._acquire()
         return self
@@ -102,28 +105,41 @@ class JobStore:
         finally:
             os.close(folder)
 
-    def has_checkpoint(self) -> bool:
-        """Say whether a checkpoint of this run may exist, so that changing the data would mix."""
-        folders = [self.run_dir / "checkpoints", *self.outside]
-        return any(True for folder in folders for _ in folder.glob("step-*"))
+    def newest_step(self) -> int | None:
+        """Return the step of the newest committed checkpoint; its content is not read."""
+        found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
+        return max((int(name[1]) for name in found if name and not name[2]), default=None)
+
+    def outside(self) -> list[Path]:
+        """Return the folders of the run that do not lie in its directory.
+
+        The folder that `checkpoint.uri` names may hold other things: only checkpoints are the
+        run's.
+        """
+        if self.run_dir in self.checkpoints.parents:
+            return []
+        found = self.checkpoints.glob("step-*")
+        return sorted(path for path in found if _CHECKPOINT.fullmatch(path.name))
 
     def move_aside(self) -> Path:
         """Rename the run directory to NAME.1, NAME.2, ... and start an empty one; keep the lock.
 
-        Folders outside of it follow with the same number. Nothing is deleted.
+        Checkpoints outside of it go to a folder with the same number. Nothing is deleted.
 
         Returns:
             Where the old run directory is now.
         """
-        folders = [self.run_dir, *(path for path in self.outside if path.exists())]
-        number = 1
+        outside, number = self.outside(), 1
+        folders = [self.run_dir, *([self.checkpoints] if outside else [])]
         while any(_numbered(folder, number).exists() for folder in folders):
             number += 1
         # The run directory goes last: until it does, a crash leaves a job that runs again and
         # moves the rest then.
-        for folder in reversed(folders):
-            if folder.exists():
-                shutil.move(folder, _numbered(folder, number))
+        for folder in outside:
+            target = _numbered(self.checkpoints, number)
+            target.mkdir(exist_ok=True)
+            shutil.move(folder, target / folder.name)
+        shutil.move(self.run_dir, _numbered(self.run_dir, number))
         old, self._lock = self._lock, None
         self._lock = self._acquire()
         if old is not None:
@@ -132,6 +148,7 @@ class JobStore:
 
     def _acquire(self) -> int:
         """Lock the file that is at the path now; an opened one may have been moved aside since."""
+        self._refuse_files_of_others()
         path = self.run_dir / "job.lock"
         while True:
             try:
@@ -148,6 +165,17 @@ class JobStore:
                 os.pwrite(lock, str(os.getpid()).encode(), 0)
                 return lock
             os.close(lock)
+
+    def _refuse_files_of_others(self) -> None:
+        """A folder that no job was saved in is not ours to fill, and later to move."""
+        if not self.run_dir.is_dir() or self.path.exists():
+            return
+        others = {path.name for path in self.run_dir.iterdir()} - _BEFORE_THE_FIRST_SAVE
+        if others:
+            raise StoreError(
+                f"spec.backend.local.runDirectory {self.run_dir} holds {min(others)} and no "
+                "job.json, so it is no run's; choose an empty or a new folder"
+            )
 
     def _lock_or_say_whose(self, lock: int) -> None:
         try:

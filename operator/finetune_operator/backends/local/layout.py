@@ -78,12 +78,6 @@ class Folders:
     checkpoint: Path
     output: Path
 
-    @property
-    def outside(self) -> tuple[Path, ...]:
-        """Folders of the run's state that are not below `run`; the output is the user's."""
-        inside = self.run in self.checkpoint.parents
-        return () if inside else (self.checkpoint,)
-
 
 def folders_of(job: FineTuneJob, manifest_dir: Path) -> Folders:
     """Return where the job's files are.
