@@ -1,15 +1,19 @@
 """Loading, adapters and the loss, on a real two-layer model."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional
 
 from finetune_trainer.config import (
     CheckpointConfig,
     DataConfig,
     DatasetSource,
+    FailureClass,
     JobRef,
     LoraSettings,
     MethodConfig,
@@ -19,6 +23,7 @@ from finetune_trainer.config import (
     TrainConfig,
     TrainingConfig,
 )
+from finetune_trainer.control import judge
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
 from finetune_trainer.model.load import base_name, load_model, load_tokenizer, model_fingerprint
@@ -162,6 +167,52 @@ def test_a_missing_model_is_a_sentence(tmp_path):
     for load in (lambda c: load_model(c, CPU), lambda c: load_tokenizer(c.model)):
         with pytest.raises(ConfigError, match=r"^spec\.model\.source: the (model|tokenizer) of"):
             load(config(empty))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "part", "reason"),
+    [
+        pytest.param(
+            "model.safetensors",
+            "junk",
+            "model",
+            "SafetensorError: Error while deserializing header: header too small",
+            id="weights",
+        ),
+        pytest.param("tokenizer.json", "{}", "tokenizer", "KeyError: 'added_tokens'", id="key"),
+        pytest.param(
+            "tokenizer_config.json",
+            "[]",
+            "tokenizer",
+            "AttributeError: 'list' object has no attribute 'get'",
+            id="a list where an object belongs",
+        ),
+    ],
+)
+def test_a_damaged_model_is_a_mistake_in_the_configuration(
+    folder, tmp_path, file, content, part, reason
+):
+    damaged = shutil.copytree(folder, tmp_path / "model")
+    (damaged / file).write_text(content)
+    load = {"model": lambda c: load_model(c, CPU), "tokenizer": lambda c: load_tokenizer(c.model)}[
+        part
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load(config(damaged))
+    assert str(caught.value) == (
+        f"spec.model.source: the {part} of {damaged} cannot be loaded ({reason}); check the name, "
+        "the revision, that its files are whole and, for a gated model, the token"
+    )
+
+
+def test_want_of_memory_while_loading_is_told_as_such(folder, tmp_path):
+    huge = shutil.copytree(folder, tmp_path / "model")
+    settings = json.loads((huge / "config.json").read_text())
+    (huge / "config.json").write_text(json.dumps(settings | {"vocab_size": 10**13}))
+    save_file({}, huge / "model.safetensors", {"format": "pt"})  # so all of it is made anew
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        load_model(config(huge), CPU)
+    assert judge(caught.value).failure_class is FailureClass.OUT_OF_MEMORY
 
 
 def test_the_base_name_is_one_that_another_machine_can_use(folder, tmp_path):

@@ -150,7 +150,7 @@ def judge(error: BaseException) -> Verdict:
     if isinstance(error, TrainerError):
         return Verdict(error.failure_class, error.exit_code, _sentence(error))
     text = str(error).lower()
-    if _is_out_of_memory(error, text):
+    if is_out_of_memory(error):
         return Verdict(
             FailureClass.OUT_OF_MEMORY,
             ExitCode.KILLED,
@@ -170,6 +170,17 @@ def judge(error: BaseException) -> Verdict:
         ExitCode.ERROR,
         f"{type(error).__name__}: {_sentence(error)}; the traceback is in the rank's log",
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of this machine or of its GPU."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")  # not imported yet: then it is not torch's error
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(p in text for p in _OUT_OF_MEMORY_PHRASES)
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
@@ -211,15 +222,6 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _is_out_of_memory(error: BaseException, text: str) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")  # not imported yet: then it is not torch's error
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(p in text for p in _OUT_OF_MEMORY_PHRASES)
 
 
 def _sentence(error: BaseException) -> str:

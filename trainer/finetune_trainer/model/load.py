@@ -5,11 +5,14 @@ Called by `rank`. Knows nothing of strategies: it returns an unwrapped model on 
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_trainer.config import ModelConfig, TrainConfig
-from finetune_trainer.errors import ConfigError
+from finetune_trainer.control import is_out_of_memory
+from finetune_trainer.errors import ConfigError, TrainerError
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +37,10 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    try:
+    with _explained("tokenizer", config):
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise _cannot_load("tokenizer", config, error) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -61,7 +62,7 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
     disable_progress_bar()  # one bar a rank would be interleaved with what the run tells
     narrow = config.method.type == "lora" and config.training.precision == "bf16"
     source = config.model
-    try:
+    with _explained("model", source):
         settings = AutoConfig.from_pretrained(
             source.path, revision=source.revision or "main", trust_remote_code=False
         )
@@ -75,8 +76,6 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (OSError, ValueError) as error:
-        raise _cannot_load("model", source, error) from error
     if config.strategy.activation_checkpointing == "full":
         # Non-reentrant recomputation works with frozen inputs and under DDP's hooks.
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -124,9 +123,25 @@ def _set_dropout(settings: object, dropout: float | None) -> None:
         setattr(settings, name, dropout)
 
 
-def _cannot_load(part: str, config: ModelConfig, error: Exception) -> ConfigError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return ConfigError(
-        f"spec.model.source: the {part} of {config.path} cannot be loaded ({reason}); check "
-        "the name, the revision and, for a gated model, the token"
-    )
+@contextmanager
+def _explained(part: str, config: ModelConfig) -> Iterator[None]:
+    """Turn whatever a library raises while it reads the model into a sentence.
+
+    A damaged file shows as an error of any kind (of safetensors, a missing key, a wrong type), and
+    the next attempt would meet it again. Want of memory is another matter, and told as such.
+    """
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        if lines and not isinstance(error, (OSError, ValueError)):
+            reason = f"{type(error).__name__}: {reason}"  # a missing key says no more than its name
+        raise ConfigError(
+            f"spec.model.source: the {part} of {config.path} cannot be loaded ({reason}); check "
+            "the name, the revision, that its files are whole and, for a gated model, the token"
+        ) from error
