@@ -138,7 +138,7 @@ def test_a_taken_port_is_a_warning_and_the_next_one_serves(
         finally:
             telemetry.close()
     (warning,) = telemetry.progress.warnings
-    assert f"telemetry.metricsPort {port} on 127.0.0.1 cannot be used" in warning
+    assert f"spec.observability.metricsPort {port} on 127.0.0.1 cannot be used" in warning
     assert warning in capsys.readouterr().err
 
 
@@ -151,7 +151,10 @@ def test_twenty_taken_ports_are_a_warning_and_training_goes_on(tmp_path: Path) -
         telemetry.step(step(1))
         telemetry.close()
     assert telemetry.progress.metrics_url is None
-    assert "no metrics are served" in telemetry.progress.warnings[0]
+    assert telemetry.progress.warnings[0] == (
+        f"spec.observability.metricsPort {first} to {first + 19} on 127.0.0.1 cannot be used "
+        "(Address already in use); no metrics are served; choose another port"
+    )
 
 
 def test_port_0_serves_nothing(tmp_path: Path) -> None:

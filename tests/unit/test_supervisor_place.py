@@ -171,10 +171,23 @@ def test_no_control_group_means_no_out_of_memory_kills(tmp_path: Path) -> None:
     assert count_oom_kills(tmp_path, tmp_path / "cgroup") == 0
 
 
+def test_a_missing_gpu_is_named_by_the_field_that_asks_for_it(tmp_path: Path) -> None:
+    config = train_config(tmp_path, world={"device": "cuda", "nproc_per_node": 1})
+    ninety_ninth = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "99", "LOCAL_WORLD_SIZE": "1"}
+    last_words = run_rank(config, "rank_entries:finish", environ=ninety_ninth).termination
+    assert last_words.exit_code == 78
+    assert last_words.message.startswith(
+        "spec.topology.gpusPerNode 1: there is no GPU 99 on this node, "
+    )
+    assert "world." not in last_words.message
+
+
 def test_a_run_directory_that_cannot_be_written_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     run_dir = tmp_path / "file" / "run"
     config = train_config(tmp_path, world={"nproc_per_node": 1}, run_dir=str(run_dir))
     last_words = run_rank(config, "rank_entries:finish", environ={}).termination
     assert (last_words.exit_code, last_words.rank) == (78, 0)
-    assert last_words.message.startswith(f"runDir {run_dir} cannot be written (Not a directory")
+    assert last_words.message.startswith(
+        f"the run directory {run_dir} cannot be written (Not a directory"
+    )

@@ -176,7 +176,7 @@ class MethodConfig(ContractModel):
     @model_validator(mode="after")
     def _lora_goes_with_its_type(self) -> Self:
         if (self.type == "lora") != (self.lora is not None):
-            raise ValueError("lora settings go with method type lora, and only with it")
+            raise ValueError("spec.method.lora goes with spec.method.type lora, and only with it")
         return self
 
 
@@ -213,7 +213,9 @@ class TrainingConfig(ContractModel):
     @model_validator(mode="after")
     def _epochs_xor_max_steps(self) -> Self:
         if (self.epochs is None) == (self.max_steps is None):
-            raise ValueError("exactly one of epochs and maxSteps must be set")
+            raise ValueError(
+                "exactly one of spec.training.epochs and spec.training.maxSteps must be set"
+            )
         return self
 
 
@@ -274,8 +276,8 @@ class TrainConfig(ContractModel):
         divisor = self.world.world_size * self.training.micro_batch_size
         if self.training.global_batch_size % divisor:
             raise ValueError(
-                f"training.globalBatchSize {self.training.global_batch_size} is not a multiple of "
-                f"{divisor} ({self.world.world_size} ranks x micro-batch "
+                f"spec.training.globalBatchSize {self.training.global_batch_size} is not a "
+                f"multiple of {divisor} ({self.world.world_size} ranks x micro-batch "
                 f"{self.training.micro_batch_size})"
             )
         return self
@@ -284,8 +286,8 @@ class TrainConfig(ContractModel):
     def _full_fine_tuning_has_no_adapter(self) -> Self:
         if self.method.type == "full" and self.output.format != "merged":
             raise ValueError(
-                f"output.format {self.output.format} needs method.type lora; use merged for the "
-                "whole model"
+                f"spec.output.format {self.output.format} needs spec.method.type lora; use merged "
+                "for the whole model"
             )
         return self
 

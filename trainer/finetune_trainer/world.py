@@ -129,7 +129,7 @@ def check_world_size(config: TrainConfig, launch: Launch | None) -> None:
     if actual != expected:
         launcher = launch.launcher if launch else "no launcher (a single process)"
         raise WorldSizeError(
-            f"world: {launcher} started {actual} rank(s), but the configuration asks for "
+            f"spec.topology: {launcher} started {actual} rank(s), but the configuration asks for "
             f"{expected} ({config.world.nnodes} node(s) x {config.world.nproc_per_node} "
             "process(es)); start `python -m finetune_trainer` once per node, or give the "
             f"launcher {expected} processes"
@@ -226,8 +226,9 @@ def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     num_gpus = torch.cuda.device_count()
     if launch.local_rank >= num_gpus:
         raise ConfigError(
-            f"world.device cuda needs GPU {launch.local_rank} on this node, but {num_gpus} "
-            "are visible; lower world.nprocPerNode or use world.device cpu"
+            f"spec.topology.gpusPerNode {config.world.nproc_per_node}: there is no GPU "
+            f"{launch.local_rank} on this node, {num_gpus} are visible; lower "
+            "spec.topology.gpusPerNode, or set it to 0 to train without GPUs"
         )
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)

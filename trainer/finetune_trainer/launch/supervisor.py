@@ -153,15 +153,15 @@ def read_node(config: TrainConfig, environ: Mapping[str, str]) -> Node:
     text = environ.get(ENV_NODE_RANK, environ.get("JOB_COMPLETION_INDEX", ""))
     if not text.isdecimal() or int(text) >= nnodes:
         raise ConfigError(
-            f"{ENV_NODE_RANK} is {text!r}; with world.nnodes {nnodes} it must be 0 to {nnodes - 1} "
-            "(JOB_COMPLETION_INDEX serves as well)"
+            f"{ENV_NODE_RANK} is {text!r}; with spec.topology.nodes {nnodes} it must be 0 to "
+            f"{nnodes - 1} (JOB_COMPLETION_INDEX serves as well)"
         )
     endpoint = environ.get(ENV_RDZV_ENDPOINT, "")
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(
-            f"{ENV_RDZV_ENDPOINT} is {endpoint!r}; with world.nnodes {nnodes} it must be HOST:PORT "
-            "of node 0"
+            f"{ENV_RDZV_ENDPOINT} is {endpoint!r}; with spec.topology.nodes {nnodes} it must be "
+            "HOST:PORT of node 0"
         )
     return Node(rank=int(text), host=host.strip("[]"), port=int(port))
 

@@ -111,8 +111,8 @@ def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, s
         )
     except OSError as error:
         raise OutputNotWritableError(
-            f"runDir {config.run_dir} cannot be written ({error.strerror}: {error.filename}); "
-            "choose a folder that this process may write into"
+            f"the run directory {config.run_dir} cannot be written ({error.strerror}: "
+            f"{error.filename}); choose a folder that this process may write into"
         ) from error
 
 

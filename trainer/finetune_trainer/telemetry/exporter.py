@@ -173,13 +173,13 @@ def _bind(host: str, port: int, routes: Routes, warn: Callable[[str], None]) -> 
             continue
         if problem is not None:
             warn(
-                f"telemetry.metricsPort {port} on {host} cannot be used ({problem.strerror}); "
-                f"serving on {candidate} instead"
+                f"spec.observability.metricsPort {port} on {host} cannot be used "
+                f"({problem.strerror}); serving on {candidate} instead"
             )
         return server
     reason = problem.strerror if problem else "no port left"
     warn(
-        f"telemetry.metricsPort {port} to {last - 1} on {host} cannot be used ({reason}); "
-        "no metrics are served; choose another port or metricsHost"
+        f"spec.observability.metricsPort {port} to {last - 1} on {host} cannot be used ({reason}); "
+        "no metrics are served; choose another port"
     )
     return None
