@@ -1,9 +1,10 @@
 import math
+import re
 
 import pytest
 
 from finetune_trainer.config import TrainingConfig
-from finetune_trainer.schedule import learning_rate
+from finetune_trainer.schedule import learning_rate, warmup_warning
 
 
 def rates(total=10, **settings):
@@ -34,3 +35,22 @@ def test_cosine_schedule_follows_half_a_cosine():
 )
 def test_warm_up_is_a_share_below_one_and_a_count_from_one(warmup, first):
     assert rates(schedule="constant", warmup=warmup)[0] == pytest.approx(first)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "part"),
+    [
+        pytest.param(500, 4, "warmup 500 takes all 4 steps, so the .* to 0.8 % of", id="longer"),
+        pytest.param(4, 4, "warmup 4 takes all 4 steps, so the .* to 100.0 % of", id="as long"),
+        pytest.param(0.9, 4, "warmup 0.9 takes all 4 steps", id="a share, rounded up"),
+        pytest.param(3, 4, None, id="shorter"),
+        pytest.param(0.1, 1, None, id="one step at the full rate"),
+        pytest.param(0, 4, None, id="none"),
+    ],
+)
+def test_a_warm_up_that_takes_all_steps_is_worth_a_warning(warmup, total, part):
+    training = TrainingConfig(
+        global_batch_size=1, max_steps=total, learning_rate=1.0, warmup=warmup
+    )
+    warning = warmup_warning(training, total)
+    assert (warning is None) if part is None else re.search(part, warning)

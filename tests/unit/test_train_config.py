@@ -47,8 +47,20 @@ def test_train_config_refuses_an_unknown_key_by_name():
 
 def test_train_config_refuses_a_batch_its_world_cannot_share():
     text = derived().to_json().replace('"nprocPerNode": 1', '"nprocPerNode": 3')
-    with pytest.raises(ValidationError, match=r"spec\.training\.globalBatchSize 4 is not a multiple of 3"):
+    with pytest.raises(
+        ValidationError, match=r"spec\.training\.globalBatchSize 4 is not a multiple of 3"
+    ):
         TrainConfig.model_validate_json(text)
+
+
+def test_train_config_refuses_a_fraction_of_a_warm_up_step():
+    text = derived(training={"warmup": 5}).to_json()
+    assert TrainConfig.model_validate_json(text).training.warmup == 5
+    broken = text.replace('"warmup": 5.0', '"warmup": 5.5')
+    with pytest.raises(
+        ValidationError, match=r"spec\.training\.warmup 5\.5 is neither .* use 5 or 6"
+    ):
+        TrainConfig.model_validate_json(broken)
 
 
 def test_full_fine_tuning_exports_the_whole_model_and_lora_the_adapter():
@@ -63,5 +75,7 @@ def test_a_job_without_an_interval_still_gets_checkpoints():
 
 def test_train_config_refuses_an_adapter_of_full_fine_tuning():
     text = derived(method={"type": "full"}).to_json().replace('"merged"', '"adapter"')
-    with pytest.raises(ValidationError, match=r"spec\.output\.format adapter needs spec\.method\.type"):
+    with pytest.raises(
+        ValidationError, match=r"spec\.output\.format adapter needs spec\.method\.type"
+    ):
         TrainConfig.model_validate_json(text)

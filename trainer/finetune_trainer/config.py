@@ -211,6 +211,15 @@ class TrainingConfig(ContractModel):
     eval_every_steps: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
+    def _steps_of_warmup_are_whole(self) -> Self:
+        if self.warmup >= 1 and not self.warmup.is_integer():
+            raise ValueError(
+                f"spec.training.warmup {self.warmup} is neither a share of the steps (below 1) nor "
+                f"a whole number of them; use {int(self.warmup)} or {int(self.warmup) + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _epochs_xor_max_steps(self) -> Self:
         if (self.epochs is None) == (self.max_steps is None):
             raise ValueError(

@@ -34,6 +34,7 @@ from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, report_commit, train
 from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.strategies import create
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import Telemetry
@@ -55,7 +56,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = _tokenize(config, tokenizer, telemetry)
     plan = DataPlan.of(dataset, config)
-    _tell_data(telemetry, plan, dataset, held_out)
+    _tell_data(config, telemetry, plan, dataset, held_out)
     strategy = _load(config, world, telemetry)
     run = Run(
         config=config,
@@ -125,7 +126,11 @@ def _tokenize(
 
 
 def _tell_data(
-    telemetry: Telemetry, plan: DataPlan, dataset: TokenDataset, held_out: TokenDataset | None
+    config: TrainConfig,
+    telemetry: Telemetry,
+    plan: DataPlan,
+    dataset: TokenDataset,
+    held_out: TokenDataset | None,
 ) -> None:
     """Report what became of the rows, and how many steps they make."""
     reports = [plan.report(dataset.report), held_out.report if held_out is not None else None]
@@ -133,6 +138,9 @@ def _tell_data(
     telemetry.plan(plan.total_steps)
     for sentence in (s for report in reports if report is not None for s in report.warnings):
         telemetry.warn(sentence)
+    rising = warmup_warning(config.training, plan.total_steps)
+    if rising is not None:
+        telemetry.warn(rising)
 
 
 def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> Strategy:

@@ -22,6 +22,18 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
     return training.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def warmup_warning(training: TrainingConfig, total_steps: int) -> str | None:
+    """Return a sentence where the rate is still rising at the end, None where it is not."""
+    steps = warmup_steps(training, total_steps)
+    if steps < total_steps or steps <= 1:  # a single step is made at the full rate
+        return None
+    return (
+        f"spec.training.warmup {training.warmup:g} takes all {total_steps} steps, so the learning "
+        f"rate only rises, to {100 * total_steps / steps:.1f} % of spec.training.learningRate; "
+        "lower it or train longer"
+    )
+
+
 def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
     """Return the number of warm-up steps; a share of all steps is rounded up."""
     if training.warmup < 1:

@@ -1,0 +1,68 @@
+"""One rank alone, from its first check to the exported model, on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune_trainer.config import Phase, TrainConfig
+from finetune_trainer.control import StopSignal
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.rank import run
+from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.world import World
+from launches import train_config
+from text_fixtures import tiny_model
+
+ALONE = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+def config(folder: Path, model: Path, **changes: object) -> TrainConfig:
+    rows = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(4)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "world": {"nproc_per_node": 1},
+        "model": {"path": str(model)},
+        "method": {"type": "lora", "lora": {"r": 2}},
+        "output": {"format": "adapter"},
+        "training": {"global_batch_size": 1, "max_steps": 2, "learning_rate": 1e-3},
+    } | changes
+    return train_config(folder, **changes)
+
+
+def train(made: TrainConfig) -> Telemetry:
+    telemetry = Telemetry(made, rank=0, world_size=1)
+    try:
+        run(made, ALONE, StopSignal(), telemetry)
+    finally:
+        telemetry.close()
+    return telemetry
+
+
+def test_a_job_never_finishes_with_the_weights_of_another(tmp_path: Path, model: Path) -> None:
+    train(config(tmp_path, model))
+    output = tmp_path / "other"
+    other = config(
+        tmp_path,
+        model,
+        job={"name": "other", "uid": "u-2"},
+        training={"global_batch_size": 1, "max_steps": 2, "learning_rate": 5e-3},
+        output={"dir": str(output), "format": "adapter"},
+    )
+    with pytest.raises(ConfigError, match=r"holds step-2 of the job default/tiny \(uid u-1\)"):
+        train(other)
+    assert list(output.iterdir()) == []
+
+
+def test_a_warm_up_over_all_steps_is_told(tmp_path: Path, model: Path) -> None:
+    training = {"global_batch_size": 1, "max_steps": 2, "learning_rate": 1e-3, "warmup": 500}
+    telemetry = train(config(tmp_path, model, training=training))
+    [warning] = [text for text in telemetry.progress.warnings if "warmup" in text]
+    assert warning.startswith("spec.training.warmup 500 takes all 2 steps")
+    assert telemetry.progress.phase is Phase.DONE
