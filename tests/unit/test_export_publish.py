@@ -58,6 +58,33 @@ def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "weights").write_text("mine")
+    with pytest.raises(OutputNotWritableError) as caught:
+        publish_files(output, config="new", weights="new")
+    assert str(caught.value) == (
+        f"spec.output.uri {output} holds weights, which no earlier export wrote and this one would "
+        "replace; move it away or set another spec.output.uri"
+    )
+    assert contents(output) == {"weights": "mine"}
+
+
+def test_files_that_were_moved_in_before_a_failure_are_ours_to_replace(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "notes").write_text("mine")
+    (output / "z").write_text("a file where a folder is needed")
+    with pytest.raises(OSError, match="File exists"):
+        publish_files(output, a="old", z__config="old")
+    assert contents(output) == {"a": "old", "notes": "mine", "z": "a file where a folder is needed"}
+
+    (output / "z").unlink()
+    publish_files(output, a="new", z__config="new")
+    assert contents(output) == {"a": "new", "notes": "mine", "z/config": "new"}
+
+
 def test_an_export_that_was_being_replaced_comes_back_when_the_new_one_never_came(
     tmp_path: Path,
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from finetune_trainer.config import Phase, TrainConfig
 from finetune_trainer.control import StopSignal
-from finetune_trainer.errors import ConfigError
+from finetune_trainer.errors import ConfigError, OutputNotWritableError
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -66,3 +66,32 @@ def test_a_warm_up_over_all_steps_is_told(tmp_path: Path, model: Path) -> None:
     [warning] = [text for text in telemetry.progress.warnings if "warmup" in text]
     assert warning.startswith("spec.training.warmup 500 takes all 2 steps")
     assert telemetry.progress.phase is Phase.DONE
+
+
+@pytest.mark.parametrize(
+    ("output_format", "name"),
+    [("adapter", "README.md"), ("merged", "config.json"), ("both", "merged/model.safetensors")],
+)
+def test_a_file_in_the_output_that_is_not_ours_is_refused_before_training(
+    tmp_path: Path, model: Path, output_format: str, name: str
+) -> None:
+    made = config(tmp_path, model, output={"format": output_format})
+    mine = tmp_path / "output" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    telemetry = Telemetry(made, rank=0, world_size=1)
+    with pytest.raises(OutputNotWritableError, match=f"holds {name}, which no earlier export"):
+        run(made, ALONE, StopSignal(), telemetry)
+    telemetry.close()
+    assert telemetry.progress.phase is Phase.STARTING
+    assert mine.read_text() == "mine"
+
+
+def test_an_earlier_export_of_ours_is_replaced_and_other_files_stay(
+    tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "notes.md").write_text("mine")
+    train(config(tmp_path, model))
+    train(config(tmp_path, model))  # resumes after the last step, and exports once more
+    assert (tmp_path / "output" / "notes.md").read_text() == "mine"

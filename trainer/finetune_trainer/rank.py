@@ -29,7 +29,7 @@ from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.evaluation import held_out_loss
-from finetune_trainer.export import check_writable, export
+from finetune_trainer.export import check_replaceable, check_writable, export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, report_commit, train
 from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
@@ -52,6 +52,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     """
     if world.rank == 0:
         check_writable(config.run_dir, config.checkpoint.dir, config.output.dir)
+        check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = _tokenize(config, tokenizer, telemetry)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
 from finetune_trainer.export.model_card import CardFacts, model_card
-from finetune_trainer.export.publish import open_staging, publish
+from finetune_trainer.export.publish import open_staging, publish, refuse_foreign
 from finetune_trainer.model.load import base_name
 
 if TYPE_CHECKING:
@@ -26,12 +26,28 @@ if TYPE_CHECKING:
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
+Kind = Literal["adapter", "model"]
+# What an export may write of each kind; which of it exactly is known when it is written.
+_BESIDE = (
+    "README.md",
+    "added_tokens.json",
+    "chat_template*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer*",
+    "vocab*",
+)
+_PATTERNS: dict[Kind, tuple[str, ...]] = {
+    "adapter": (*_BESIDE, ADAPTER_FILE, ADAPTER_CONFIG),
+    "model": (*_BESIDE, "config.json", "generation_config.json", "model*.safetensors*"),
+}
+
 
 @dataclass(frozen=True)
 class _Part:
     """One folder of the output."""
 
-    kind: Literal["adapter", "model"]
+    kind: Kind
     folder: str  # below output.dir
     write: Callable[[Path], None]
 
@@ -61,6 +77,25 @@ def check_writable(*dirs: str) -> None:
             ) from error
 
 
+def check_replaceable(config: TrainConfig) -> None:
+    """Refuse an output folder in which the export would replace a file of somebody else.
+
+    It goes by the names of what is mostly written; `export` itself checks every file again.
+
+    Raises:
+        OutputNotWritableError: names the folder and the file.
+    """
+    output = Path(config.output.dir).absolute()
+    found = (
+        path
+        for kind, folder in _layout(config)
+        for pattern in _PATTERNS[kind]
+        for path in (output / folder).glob(pattern)
+        if not path.is_dir()
+    )
+    refuse_foreign(output, [path.relative_to(output).as_posix() for path in found])
+
+
 def export(
     model: "nn.Module",
     tokenizer: "PreTrainedTokenizerBase",
@@ -84,6 +119,7 @@ def export(
     Raises:
         TrainerError: the adapter is empty, the merged model answers differently, or the output
             cannot be written.
+        OutputNotWritableError: a file of somebody else would be replaced.
     """
     from safetensors import SafetensorError
 
@@ -118,32 +154,30 @@ def export(
     return tuple(str(output / part.folder) for part in parts)
 
 
+def _layout(config: TrainConfig) -> list[tuple[Kind, str]]:
+    """Say which kinds are exported, and to which folders below `output.dir`."""
+    if config.output.format == "both":
+        return [("adapter", "adapter"), ("model", "merged")]
+    return [("adapter" if config.output.format == "adapter" else "model", "")]
+
+
 def _parts(
     model: "nn.Module", config: TrainConfig, base: str, warn: Callable[[str], None]
 ) -> list[_Part]:
     """Say what is written where; nothing is written or merged yet."""
-    wanted = config.output.format
-    if config.method.type == "full":
-        return [_Part("model", "", lambda folder: _write_model(_whole(model), folder))]
 
     def write_adapter(folder: Path) -> None:
         _write_adapter(cast("PeftModel", model), folder, base)
 
-    def write_merged(folder: Path) -> None:
+    def write_model(folder: Path) -> None:
         from finetune_trainer.export.merge import merged_copy
 
-        _write_model(merged_copy(cast("PeftModel", model), warn), folder)
+        is_whole = config.method.type == "full"
+        whole = _whole(model) if is_whole else merged_copy(cast("PeftModel", model), warn)
+        _write_model(whole, folder)
 
-    if wanted == "both":
-        return [
-            _Part("adapter", "adapter", write_adapter),
-            _Part("model", "merged", write_merged),
-        ]
-    return [
-        _Part("adapter", "", write_adapter)
-        if wanted == "adapter"
-        else _Part("model", "", write_merged)
-    ]
+    writers: dict[Kind, Callable[[Path], None]] = {"adapter": write_adapter, "model": write_model}
+    return [_Part(kind, folder, writers[kind]) for kind, folder in _layout(config)]
 
 
 def _whole(model: "nn.Module") -> "PreTrainedModel":

@@ -1,18 +1,21 @@
 """Put a finished folder in place of an older one, so that a crash never leaves neither.
 
 `export` calls it. Everything is written into a staging folder on the same file system first, and
-only what an earlier export wrote is ever deleted.
+only what an earlier export wrote is ever replaced or deleted.
 """
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from finetune_trainer.checkpoint.commit import payload_files, sync_entry, sync_tree
 from finetune_trainer.config import ContractModel, JobRef
+from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.failpoints import reach
+from finetune_trainer.files import replace_text
 
 RECORD = "finetune-export.json"
 
@@ -23,6 +26,27 @@ class ExportRecord(ContractModel):
     job: JobRef
     step: int
     files: tuple[str, ...]
+    is_whole: bool = Field(True, description="False while files are moved in one by one.")
+
+
+def refuse_foreign(output: Path, names: Iterable[str]) -> None:
+    """Refuse to replace a file in `output` that no earlier export recorded.
+
+    Args:
+        output: The folder of the output.
+        names: Paths relative to it that an export would write; most need not be there.
+
+    Raises:
+        OutputNotWritableError: names the first such file.
+    """
+    record = _record(output)
+    ours = {RECORD, *(record.files if record else ())}
+    foreign = sorted(name for name in names if name not in ours and os.path.lexists(output / name))
+    if foreign:
+        raise OutputNotWritableError(
+            f"spec.output.uri {output} holds {foreign[0]}, which no earlier export wrote and this "
+            "one would replace; move it away or set another spec.output.uri"
+        )
 
 
 def open_staging(output: Path) -> Path:
@@ -50,9 +74,14 @@ def publish(staged: Path, output: Path, job: JobRef, step: int) -> None:
     """Make `staged` durable and put it where `output` is; `staged` is gone afterwards.
 
     An older export is replaced as a whole. A folder that also holds other files keeps them: the
-    new files are moved in one by one, and the record, which is the sign of a whole one, last.
+    new files are moved in one by one, and the record of the whole one last.
+
+    Raises:
+        OutputNotWritableError: `output` holds a file of the same name that is not ours.
+        OSError: the disk is full or fails.
     """
     files = tuple(name for name in payload_files(staged) if name != RECORD)
+    refuse_foreign(output, files)
     (staged / RECORD).write_text(ExportRecord(job=job, step=step, files=files).to_json())
     sync_tree(staged)
     reach("before-export-rename", step)
@@ -73,15 +102,17 @@ def _replace(staged: Path, output: Path) -> None:
 
 
 def _move_in(staged: Path, output: Path) -> None:
-    new = _record(staged)
+    new = ExportRecord.read(staged / RECORD)
     old = _record(output)
-    (output / RECORD).unlink(missing_ok=True)
-    stale = set(old.files if old else ()) - set(new.files if new else ())
-    for name in payload_files(staged):
-        if name != RECORD:
-            target = output / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (staged / name).replace(target)
+    stale = set(old.files if old else ()) - set(new.files)
+    # Killed on the way, all that lies there by then is still known as ours by the next attempt.
+    half = new.model_copy(update={"files": (*new.files, *sorted(stale)), "is_whole": False})
+    replace_text(output / RECORD, half.to_json())
+    sync_entry(output / RECORD)
+    for name in new.files:
+        target = output / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).replace(target)
     for name in stale:
         (output / name).unlink(missing_ok=True)
     (staged / RECORD).replace(output / RECORD)
