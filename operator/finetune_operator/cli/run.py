@@ -157,9 +157,12 @@ def _conclude(
         console.print(Text(failed.message if failed else ""), soft_wrap=True)
         console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {again}"))
         raise typer.Exit(EXIT_FAILED)
-    at = last.progress.checkpoint
+    # Not the progress of the last attempt, which may have ended before it said anything.
+    at = job.status.checkpoint.last
     kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
     console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
+    if target.job.spec.suspend:
+        console.print(Text("spec.suspend is true; set it to false to go on"))
     console.print(Text(f"Go on with: {again}"))
     raise typer.Exit(EXIT_STOPPED)
 
