@@ -74,7 +74,10 @@ def check_manifest(manifest: Manifest, *, with_unbuilt: bool = True) -> list[Pro
     if with_unbuilt:
         wrong = {finding.path for finding in findings}
         findings += [found for found in check_built(value) if found.path not in wrong]
-    problems = [*manifest.problems, *(_problem(finding, manifest) for finding in findings)]
+    # What is said of a value that could not be read would be said of what stands in for it.
+    unread = {problem.path for problem in manifest.problems}
+    found = (_problem(finding, manifest) for finding in findings)
+    problems = [*manifest.problems, *(one for one in found if one.path not in unread)]
     if "status" in manifest.value:
         message = "is written by the controller; what stands here is ignored"
         place = manifest.line_of(("status",))
@@ -110,6 +113,8 @@ def load_job(path: Path | str, *, backend: str | None = None) -> tuple[FineTuneJ
     Raises:
         InvalidJobError: the file cannot be read, does not hold exactly one job, or has problems.
     """
+    if Path(path).is_dir():
+        raise InvalidJobError([Problem("", "is a folder; name one manifest file", file=str(path))])
     reading = read_manifests([str(path)])
     errors = _errors(reading.problems)
     if errors:

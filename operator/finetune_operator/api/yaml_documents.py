@@ -180,7 +180,7 @@ class _Builder:
             return text
         if _NOT_JSON.fullmatch(text):
             self._problem(path, f"{text} is not a number that can be sent; write one", node)
-            return 0
+            return text
         return plain_scalar(text)
 
 

@@ -93,6 +93,13 @@ class FineTuneJobSpec(ApiModel):
             field="output.format",
         ),
         Rule(
+            "!has(self.training.evalEverySteps) || has(self.dataset.evalSource) || "
+            "has(self.dataset.evalSplit)",
+            "has no effect without held-out rows; set dataset.evalSource or dataset.evalSplit, or "
+            "remove it",
+            field="training.evalEverySteps",
+        ),
+        Rule(
             "self.capacity == 'onDemand' || has(self.checkpoint.uri)",
             "needs checkpoint.uri, else an eviction loses the work; set it",
             field="capacity",

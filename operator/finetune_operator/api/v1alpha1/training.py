@@ -50,13 +50,13 @@ class TrainingSpec(ApiModel):
     max_seq_length: Annotated[int, Field(ge=8, le=1_048_576)] = Field(
         2048, description="Longest sequence, in tokens; also the length of a pack."
     )
-    epochs: Annotated[float, Field(ge=0, le=10_000), ABOVE_ZERO] | None = Field(
+    epochs: Annotated[float, Field(le=10_000), ABOVE_ZERO] | None = Field(
         None, description="Passes over the data set; exactly one of epochs and maxSteps."
     )
     max_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="Optimizer steps; exactly one of epochs and maxSteps."
     )
-    learning_rate: Annotated[float, Field(ge=0, le=10), ABOVE_ZERO] = Field(
+    learning_rate: Annotated[float, Field(le=10), ABOVE_ZERO] = Field(
         description="Peak learning rate, a number such as 2e-4."
     )
     schedule: Schedule = Field(
