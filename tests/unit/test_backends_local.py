@@ -85,8 +85,6 @@ def test_folders_follow_the_manifest_and_its_uris() -> None:
         ({"model": {"source": "pvc://claim/model"}}, "spec.model.source"),
         ({"model": {"source": "file://model"}}, "spec.model.source"),
         ({"dataset__source": "https://example.org/x.jsonl"}, "spec.dataset.source"),
-        ({"dataset__split": "test"}, "spec.dataset.split"),
-        ({"dataset__eval_split": "test"}, "spec.dataset.evalSplit"),
         ({"checkpoint__uri": "hf://org/name"}, "spec.checkpoint.uri"),
         ({"checkpoint__resume_from": "pvc://claim/step-3"}, "spec.checkpoint.resumeFrom"),
         ({"output__uri": "azureml://models/x"}, "spec.output.uri"),
@@ -94,25 +92,6 @@ def test_folders_follow_the_manifest_and_its_uris() -> None:
 )
 def test_what_this_machine_cannot_do_is_an_error(overrides: dict[str, Any], path: str) -> None:
     assert findings(backend(Path("/m")).validate(job(**overrides))) == [path]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "path"),
-    [
-        ({"topology__instance_type": "Standard_X"}, "spec.topology.instanceType"),
-        ({"topology__rdma": "none"}, "spec.topology.rdma"),
-        ({"queue": {"name": "q"}}, "spec.queue"),
-        ({"ttl_seconds_after_finished": 5}, "spec.ttlSecondsAfterFinished"),
-        (
-            {"model__token_secret_ref": {"name": "hub", "key": "token"}},
-            "spec.model.tokenSecretRef",
-        ),
-    ],
-)
-def test_what_has_no_effect_here_is_a_warning(overrides: dict[str, Any], path: str) -> None:
-    problems = backend(Path("/m")).validate(job(**overrides))
-    assert findings(problems, Severity.WARNING) == [path]
-    assert findings(problems) == []
 
 
 @pytest.fixture

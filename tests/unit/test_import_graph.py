@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +115,15 @@ def test_no_module_imports_itself_over_others() -> None:
 
 def test_a_cycle_is_found() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_the_import_contract_names_every_part_of_the_trainer_but_its_config() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [contract] = [
+        one
+        for one in settings["tool"]["importlinter"]["contracts"]
+        if "only the trainer's contract" in one["name"]
+    ]
+    parts = {".".join(name.split(".")[:2]) for name in modules() if "finetune_trainer." in name}
+    forbidden = {name for name in contract["forbidden_modules"] if "finetune_trainer." in name}
+    assert forbidden == parts - {"finetune_trainer.config"}

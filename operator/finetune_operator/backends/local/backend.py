@@ -70,7 +70,7 @@ class LocalBackend:
         return layout.folders_of(job, self._context.manifest_dir)
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what this machine cannot do, and as warnings what has no effect on it."""
+        """List the places named by the job that cannot be on this machine."""
         return checks.unsupported(job, self._context.manifest_dir)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.api.v1alpha1.topology import Capacity, Placement, Rdma
 from finetune_operator.backends.local import layout
 from finetune_operator.backends.local.layout import BadUriError
 from finetune_operator.backends.local.overlaps import overlaps
@@ -21,8 +20,11 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
-    """Return what the local backend cannot do, and as warnings what has no effect on it."""
-    return [*_uris(job, manifest_dir), *_splits(job), *_without_effect(job)]
+    """Return the places that the job names and that cannot be on this machine.
+
+    What the API's own rules refuse, and what no backend acts on yet, is not repeated here.
+    """
+    return list(_uris(job, manifest_dir))
 
 
 def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
@@ -49,44 +51,6 @@ def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
             layout.file_path(uri, manifest_dir)
         except BadUriError as error:
             yield Problem(path, str(error))
-
-
-def _splits(job: FineTuneJob) -> Iterator[Problem]:
-    dataset = job.spec.dataset
-    if not layout.is_on_hub(dataset.source) and dataset.split != "train":
-        yield Problem(
-            "spec.dataset.split",
-            f"{dataset.split} does not exist: a file has only train; remove it",
-        )
-    held_out = dataset.eval_source or dataset.source
-    if dataset.eval_split not in (None, "train") and not layout.is_on_hub(held_out):
-        yield Problem(
-            "spec.dataset.evalSplit",
-            f"{dataset.eval_split} does not exist: a file has only train; put the held-out rows "
-            "into a file of their own and name it in evalSource",
-        )
-
-
-def _without_effect(job: FineTuneJob) -> Iterator[Problem]:
-    spec, topology = job.spec, job.spec.topology
-    idle = {
-        "spec.capacity": spec.capacity is not Capacity.ON_DEMAND,
-        "spec.queue": spec.queue is not None,
-        "spec.podTemplate": spec.pod_template is not None,
-        "spec.ttlSecondsAfterFinished": spec.ttl_seconds_after_finished is not None,
-        "spec.topology.minNodes": topology.min_nodes is not None,
-        "spec.topology.maxNodes": topology.max_nodes is not None,
-        "spec.topology.instanceType": topology.instance_type is not None,
-        "spec.topology.rdma": topology.rdma is not Rdma.AUTO,
-        "spec.topology.placement": topology.placement is not Placement.PACK,
-    }
-    for path, is_set in idle.items():
-        if is_set:
-            message = "has no effect on the local backend; remove it"
-            yield Problem(path, message, Severity.WARNING)
-    if spec.model.token_secret_ref is not None:
-        message = "is not read on this machine; the token in HF_TOKEN is used"
-        yield Problem("spec.model.tokenSecretRef", message, Severity.WARNING)
 
 
 def missing(
