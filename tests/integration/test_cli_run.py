@@ -159,6 +159,7 @@ def test_logs_are_found_by_manifest_name_and_folder(complete: tuple[Path, str]) 
     [
         pytest.param(["other"], "no run of a job called other below", id="unknown name"),
         pytest.param(["other.yaml"], "other.yaml does not exist", id="missing file"),
+        pytest.param(["."], ". is no run directory, as it holds no job.json", id="other folder"),
         pytest.param(["tiny", "--previous"], "no attempt before the first", id="no previous"),
     ],
 )
@@ -232,6 +233,22 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_pat
         again.interrupt()
         again.interrupt()
         assert again.wait() == 130
+    with started("run", file.name, folder=tmp_path) as third:
+        third.read_until(r"  (Res|S)tarting$")  # before the attempt has said anything
+        third.interrupt()
+        third.interrupt()
+        assert third.wait() == 130
+    assert re.search(r"Stopped .*; the checkpoint of step \d+ is kept", "\n".join(third.lines))
+
+
+def test_a_job_suspended_by_its_manifest_says_what_to_change(tmp_path: Path) -> None:
+    file = write_project(tmp_path, suspend=True)
+
+    done = ftctl("run", file.name, folder=tmp_path)
+
+    assert "spec.suspend is true; set it to false to go on" in done.stdout
+    assert "there is no checkpoint yet" in done.stdout
+    assert done.returncode == 130
 
 
 def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
@@ -312,6 +329,16 @@ def test_run_refuses_before_anything_starts(
     assert re.search(rf"job\.yaml:\d+: .*{re.escape(sentence)}", done.stderr)
     assert done.returncode == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "preview", "render"])
+def test_a_backend_that_nobody_installed_is_said_to_be_that(tmp_path: Path, command: str) -> None:
+    file = write_project(tmp_path)
+
+    done = ftctl(command, file.name, "--backend", "nope", folder=tmp_path)
+
+    assert "nope is not installed (available: local)" in done.stderr
+    assert done.returncode == 1
 
 
 def test_run_on_this_machine_takes_the_place_of_another_backend(tmp_path: Path) -> None:

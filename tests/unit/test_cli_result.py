@@ -55,10 +55,13 @@ def test_outcome_without_held_out_rows_tells_the_training_loss() -> None:
     assert "held-out" not in text
 
 
-def test_loading_lines_are_never_wrapped() -> None:
+def test_what_is_to_be_copied_is_never_wrapped() -> None:
     folder = Path("/a/" + "very-long-folder-name/" * 8)
 
-    assert f'AutoTokenizer.from_pretrained("{folder}")' in printed(outcome(model=folder), width=40)
+    text = printed(outcome(model=folder), width=40)
+
+    assert f'AutoTokenizer.from_pretrained("{folder}")' in text
+    assert ["adapter", str(folder)] in [line.split() for line in text.splitlines()]
 
 
 @pytest.mark.parametrize(

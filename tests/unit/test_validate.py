@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from builders import job, manifest
+from finetune_operator import __version__
 from finetune_operator.api.manifest import Manifest
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.problems import InvalidJobError, Problem
@@ -89,7 +90,13 @@ def test_an_unbuilt_field_exists_and_its_default_is_built(entry: Any) -> None:
         ({"strategy__activationCheckpointing": "selective"}, "spec.strategy.activationCh"),
         ({"method__type": "qlora"}, "spec.method.type"),
         ({"training__precision": "fp16"}, "spec.training.precision"),
-        ({"training": {"earlyStopping": {}, "evalEverySteps": 5}}, "spec.training.earlyStopping"),
+        (
+            {
+                "training": {"earlyStopping": {}, "evalEverySteps": 5},
+                "dataset__evalSource": "file://./eval.jsonl",
+            },
+            "spec.training.earlyStopping",
+        ),
         ({"topology__maxNodes": 2}, "spec.topology.maxNodes"),
         ({"topology__instanceType": "Standard_A"}, "spec.topology.instanceType"),
         ({"topology__rdma": "required"}, "spec.topology.rdma"),
@@ -111,6 +118,22 @@ def test_an_unbuilt_field_exists_and_its_default_is_built(entry: Any) -> None:
 def test_what_nothing_acts_on_yet_is_named(overrides: dict[str, Any], field: str) -> None:
     found = problems(**overrides)
     assert [line for line in found if line.startswith(field) and "is not built yet; " in line]
+
+
+@pytest.mark.parametrize("number", [".inf", "-.inf", ".nan"])
+def test_a_number_that_json_lacks_is_one_problem(tmp_path: Path, number: str) -> None:
+    file = write(tmp_path, manifest(training__learningRate="NUMBER"))
+    file.write_text(file.read_text().replace("NUMBER", number))
+    code, output = ftctl("validate", "-f", file)
+    assert code == 1
+    [line] = [line for line in output.splitlines() if "learningRate" in line]
+    assert f"spec.training.learningRate {number} is not a number that can be sent" in line
+
+
+def test_a_folder_is_no_manifest_to_run(tmp_path: Path) -> None:
+    write(tmp_path, manifest())
+    with pytest.raises(InvalidJobError, match="is a folder; name one manifest file"):
+        load_job(tmp_path)
 
 
 def test_the_resource_itself_accepts_what_is_not_built_yet() -> None:
@@ -248,6 +271,11 @@ def test_load_job_refuses(tmp_path: Path, values: list[dict[str, Any]], says: st
         load_job(write(tmp_path, *values))
     assert says in str(refused.value)
     assert refused.value.problems
+
+
+def test_ftctl_tells_its_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"ftctl {__version__}\n")
 
 
 def test_ftctl_prints_an_error_and_no_traceback(tmp_path: Path) -> None:

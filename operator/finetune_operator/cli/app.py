@@ -7,11 +7,12 @@ when it is called, so that `ftctl --help` loads neither pydantic nor a backend.
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from finetune_operator import __version__
 from finetune_operator.errors import FineTuneError
 
 
@@ -61,6 +62,21 @@ def _listed_only() -> None:
     """Stand in for a command in help; `LazyGroup` never calls it."""
 
 
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"ftctl {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_version, help="Print the version."),
+    ] = False,
+) -> None:
+    """Take the options of `ftctl` itself; each acts in its own callback."""
+
+
 def _make_app() -> typer.Typer:
     made = typer.Typer(
         name="ftctl",
@@ -69,7 +85,7 @@ def _make_app() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    made.callback()(_listed_only)
+    made.callback()(_options)
     for name, lazy in COMMANDS.items():
         made.command(name, help=lazy.summary)(_listed_only)
     return made

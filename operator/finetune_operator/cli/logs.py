@@ -64,6 +64,11 @@ def _run_directory(job: str) -> Path:
     """
     path = Path(job)
     if path.is_dir():
+        if not JobStore(path).path.exists():
+            raise FineTuneError(
+                f"{job} is no run directory, as it holds no job.json; name a manifest, a run "
+                "directory or a job"
+            )
         return path.resolve()
     if path.is_file():
         manifest, where = load_job(path)

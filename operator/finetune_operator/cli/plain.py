@@ -1,4 +1,7 @@
-"""`ftctl run` as lines, for a log file or a pipe: every event once, progress now and then."""
+"""`ftctl run` as lines, for a log file or a pipe: an event at most once, progress now and then.
+
+Of checkpoints and evaluations the newest of each look is told: the logs of rank 0 have them all.
+"""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -10,7 +13,7 @@ LINE_SECONDS = 5.0
 
 
 class PlainScreen:
-    """Writes a line for each change of phase and each event, and of steps at most one in 5 s.
+    """Writes a line for each change of phase and each event seen, and of steps at most one in 5 s.
 
     Args:
         out: Where lines go.

@@ -48,7 +48,9 @@ def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
     """Print what changed, the sample answers, the folder and how to load it."""
-    console.print(_figures(outcome))
+    for label, value in _figures(outcome):
+        # No table: it would fold the folder, which is to be copied, where it is long.
+        console.print(Text.assemble((f"{label:<16}", "dim"), value), soft_wrap=True)
     for sample in outcome.progress.samples:
         console.print()
         console.print(_answers(sample))
@@ -64,21 +66,19 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _figures(outcome: Outcome) -> Table:
+def _figures(outcome: Outcome) -> list[tuple[str, str]]:
     progress = outcome.progress
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+    rows = []
     if progress.eval_loss is not None and progress.eval_loss_before is not None:
-        table.add_row("held-out loss", change(progress.eval_loss_before, progress.eval_loss))
+        rows.append(("held-out loss", change(progress.eval_loss_before, progress.eval_loss)))
     elif progress.loss is not None:
-        table.add_row("training loss", f"{progress.loss:.3f}")
+        rows.append(("training loss", f"{progress.loss:.3f}"))
     if progress.total_steps is not None:
-        table.add_row("steps", f"{progress.step} of {progress.total_steps}")
+        rows.append(("steps", f"{progress.step} of {progress.total_steps}"))
     if progress.tokens_per_second is not None:
-        table.add_row("tokens/s", f"{progress.tokens_per_second:,.0f}")
-    table.add_row("adapter" if outcome.is_adapter else "model", _shown(outcome.model))
-    return table
+        rows.append(("tokens/s", f"{progress.tokens_per_second:,.0f}"))
+    rows.append(("adapter" if outcome.is_adapter else "model", _shown(outcome.model)))
+    return rows
 
 
 def change(before: float, after: float) -> str:

@@ -79,6 +79,8 @@ def open_target(file: Path, backend: str | None = None, *, runs_here: bool = Fal
         InvalidJobError: the manifest is refused, by the API's rules, the planner or the backend.
         UnknownBackendError: the backend is not installed.
     """
+    if backend is not None:
+        registry.load(backend)  # refused by its name, before the manifest is read with it
     job, manifest = load_job(file, backend=backend)
     chosen = job.spec.backend.type
     if runs_here and chosen != "local":
