@@ -120,6 +120,14 @@ class LocalSpec(ApiModel):
         None, description="CPU threads of each rank; absent shares the machine's cores evenly."
     )
 
+    cel_rules = (
+        Rule(
+            "!has(self.runDirectory) || !self.runDirectory.startsWith('file:')",
+            "is a path, not a URI; leave out file://",
+            field="runDirectory",
+        ),
+    )
+
 
 class BackendSpec(ApiModel):
     """Who runs it."""

@@ -111,4 +111,9 @@ class TrainingSpec(ApiModel):
             "must be at most maxSteps",
             field="warmup",
         ),
+        Rule(
+            "self.warmup < 1.0 || double(int(self.warmup)) == self.warmup",
+            "must be a whole number of steps, or a share of all steps below 1",
+            field="warmup",
+        ),
     )
