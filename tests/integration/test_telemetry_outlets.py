@@ -180,7 +180,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def wait_for_the_next_second() -> None:
-    """TensorBoard orders event files by the second they were made in; attempts are further apart."""
+    """Event files are ordered by the second they were made in; real attempts lie further apart."""
     began = int(time.time())
     while int(time.time()) == began:
         pass
