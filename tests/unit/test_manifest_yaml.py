@@ -1,7 +1,7 @@
 """YAML is read as kubectl reads it, with the line of every field."""
 
-import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -176,11 +176,16 @@ def test_a_list_is_read_item_by_item(tmp_path: Path) -> None:
     assert "Secret" in reading.problems[0].message
 
 
-def test_standard_input_is_read_for_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
-    stdin = io.TextIOWrapper(io.BytesIO(JOB.encode()), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", stdin)
-    (manifest,) = read_manifests(["-"]).manifests
-    assert (manifest.file, manifest.directory) == ("-", Path.cwd())
+def test_standard_input_is_read_for_a_dash(tmp_path: Path) -> None:
+    script = (
+        "from finetune_operator.api.manifest import read_manifests\n"
+        "(manifest,) = read_manifests(['-']).manifests\n"
+        "print(manifest.file, manifest.directory)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=JOB, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == f"- {tmp_path}\n", done.stderr
 
 
 @pytest.mark.parametrize(
