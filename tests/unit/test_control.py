@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination
-from finetune_trainer.control import Agreed, Agreement, StopSignal, exit_code_of, guard, judge
+from finetune_trainer.control import Agreed, Agreement, StopSignal, guard, judge
 from finetune_trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -94,7 +94,7 @@ def test_each_error_has_its_class_and_exit_code(
 ) -> None:
     verdict = judge(error)
     assert (verdict.exit_code, verdict.failure_class) == (code, failure_class)
-    assert exit_code_of(error) == code
+    assert judge(error).exit_code == code
 
 
 def test_a_rank_that_lost_its_peers_is_not_to_blame() -> None:

@@ -183,11 +183,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(p in text for p in _OUT_OF_MEMORY_PHRASES)
 
 
-def exit_code_of(error: BaseException) -> ExitCode:
-    """Return the exit code a rank leaves with after this exception."""
-    return judge(error).exit_code
-
-
 def guard(
     work: Callable[[], Termination],
     *,
