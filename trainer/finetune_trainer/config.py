@@ -89,6 +89,11 @@ class WorldConfig(ContractModel):
     nproc_per_node: Annotated[int, Field(ge=1)] = 1
     device: Literal["cpu", "cuda"] = "cpu"
     threads_per_process: Annotated[int, Field(ge=1)] = 1
+    restarts_in_place: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="How often the main process of a node starts its ranks again after a fault, "
+        "before it gives up and ends with the fault's exit code.",
+    )
 
     @property
     def world_size(self) -> int:
@@ -104,6 +109,12 @@ class ModelConfig(ContractModel):
     base_name: str | None = Field(
         None,
         description="Name written as base_model_name_or_path, which another machine can resolve.",
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja text that replaces the tokenizer's template; exported with it."
+    )
+    add_tokens: tuple[str, ...] = Field(
+        (), description="Special tokens that are added, trained and exported."
     )
 
 
@@ -128,6 +139,9 @@ class DatasetSource(ContractModel):
     path: str = Field(description="A .jsonl, .json, .parquet or .csv file, or a hub data set name.")
     split: str = Field("train", description="Split to read; files have only 'train'.")
     is_hub: bool = Field(False, description="The path is a hub data set name.")
+    weight: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="How often an epoch holds each of its rows; a fraction draws some of them."
+    )
 
 
 class ColumnMap(ContractModel):
@@ -147,6 +161,9 @@ class DataConfig(ContractModel):
     """Rows to train and to evaluate on, and how they become token sequences."""
 
     train: DatasetSource
+    also: tuple[DatasetSource, ...] = Field(
+        (), description="Further rows to train on, mixed with those of `train` by weight."
+    )
     eval: DatasetSource | None = None
     format: DataFormat = DataFormat.CHAT
     columns: ColumnMap = ColumnMap()
@@ -154,6 +171,11 @@ class DataConfig(ContractModel):
     long_rows: LongRows = LongRows.TRUNCATE
     packing: bool = True
     cache_dir: str = Field(description="Folder of the token cache, keyed by content.")
+
+    @property
+    def sources(self) -> tuple[DatasetSource, ...]:
+        """All data sets that are trained on; `train` comes first."""
+        return (self.train, *self.also)
 
 
 class LoraSettings(ContractModel):
@@ -165,26 +187,98 @@ class LoraSettings(ContractModel):
     target_modules: tuple[str, ...] = Field(
         (), description="Module name endings; empty means every linear layer but the head."
     )
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv:2312.03732).")
+    dora: bool = Field(False, description="Train magnitudes apart (arXiv:2402.09353).")
+    start_from: str | None = Field(
+        None, description="Folder of an adapter whose weights training begins with."
+    )
 
 
 class MethodConfig(ContractModel):
     """Which parameters are trained: all of them, or adapters (`lora` is then set)."""
 
-    type: Literal["full", "lora"] = "lora"
+    type: Literal["full", "lora", "qlora"] = "lora"
     lora: LoraSettings | None = None
+    quantization: Literal["none", "nf4", "int8"] = Field(
+        "none",
+        description="Storage of the frozen base; nf4 is 4-bit with double quantisation "
+        "(arXiv:2305.14314).",
+    )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="Shell patterns of parameter names that full fine-tuning leaves as they are.",
+    )
 
     @model_validator(mode="after")
-    def _lora_goes_with_its_type(self) -> Self:
-        if (self.type == "lora") != (self.lora is not None):
-            raise ValueError("spec.method.lora goes with spec.method.type lora, and only with it")
+    def _settings_go_with_their_type(self) -> Self:
+        if (self.type == "full") != (self.lora is None):
+            raise ValueError(
+                "spec.method.lora goes with spec.method.type lora and qlora, and only with them"
+            )
+        if (self.type == "qlora") != (self.quantization != "none"):
+            raise ValueError(
+                "spec.method.quantization goes with spec.method.type qlora, and only so"
+            )
+        if self.freeze and self.type != "full":
+            raise ValueError(
+                "spec.method.freeze has no effect with adapters, which freeze the whole base; "
+                "remove it or use spec.method.type full"
+            )
         return self
 
 
 class StrategyConfig(ContractModel):
     """How the ranks share one model; nothing here is `auto` any more."""
 
-    type: Literal["ddp"] = "ddp"
-    activation_checkpointing: Literal["none", "full"] = "none"
+    type: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = "ddp"
+    offload: Literal["none", "optimizer", "cpu", "nvme"] = Field(
+        "none",
+        description="What leaves the device: the optimizer's state, parameters as well (cpu), or "
+        "both to files (nvme).",
+    )
+    nvme_path: str | None = Field(None, description="Folder of the files of offload nvme.")
+    replicas: Annotated[int, Field(ge=1)] = Field(
+        1, description="HSDP: groups of ranks that each hold the whole model; fsdp only."
+    )
+    reshard_after_forward: bool | None = Field(
+        None, description="fsdp: free gathered layers after forward; None decides by free memory."
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> Self:
+        if self.type == "ddp" and self.offload != "none":
+            raise ValueError("spec.strategy.offload has no effect with ddp; use fsdp or zero1-3")
+        if (self.offload == "nvme") != (self.nvme_path is not None):
+            raise ValueError("spec.strategy.nvmePath goes with spec.strategy.offload nvme, only so")
+        if self.offload == "nvme" and self.type != "zero3":
+            raise ValueError("spec.strategy.offload nvme needs spec.strategy.type zero3")
+        if self.offload == "cpu" and self.type in ("zero1", "zero2"):
+            raise ValueError(
+                f"spec.strategy.offload cpu has no effect with {self.type}, which does not shard "
+                "parameters; use offload optimizer, or zero3"
+            )
+        if self.offload == "optimizer" and self.type == "fsdp":
+            raise ValueError(
+                "spec.strategy.offload optimizer cannot be had with fsdp, which moves parameters "
+                "and optimizer together; use offload cpu"
+            )
+        if self.type != "fsdp" and (self.replicas > 1 or self.reshard_after_forward is not None):
+            raise ValueError(
+                "spec.strategy.replicas and reshardAfterForward need spec.strategy.type fsdp"
+            )
+        return self
+
+
+class EarlyStopping(ContractModel):
+    """Stop when the held-out loss no longer falls."""
+
+    patience: Annotated[int, Field(ge=1)] = Field(
+        description="Evaluations without improvement before training stops."
+    )
+    min_delta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Fall of the held-out loss that counts as an improvement."
+    )
 
 
 class TrainingConfig(ContractModel):
@@ -206,9 +300,17 @@ class TrainingConfig(ContractModel):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="0 turns clipping off.")
-    precision: Literal["bf16", "fp32"] = "fp32"
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] = Field(
+        "fp32",
+        description="Number format of forward and backward; trained parameters are fp32 (fp64 with "
+        "fp64, which tells a wrong algorithm from rounding).",
+    )
+    compile: bool = Field(False, description="Compile each decoder layer with torch.compile.")
+    liger: bool = Field(False, description="Use liger-kernel's Triton layers; GPU only.")
+    float8: bool = Field(False, description="float8 matrix products (torchao); full, Hopper only.")
     seed: Annotated[int, Field(ge=0)] = 42
     eval_every_steps: Annotated[int, Field(ge=1)] | None = None
+    early_stopping: EarlyStopping | None = None
 
     @model_validator(mode="after")
     def _steps_of_warmup_are_whole(self) -> Self:
@@ -234,6 +336,11 @@ class CheckpointConfig(ContractModel):
     dir: str
     every_steps: Annotated[int, Field(ge=1)] | None = None
     every_seconds: Annotated[int, Field(ge=1)] | None = None
+    mean_time_between_failures: Annotated[float, Field(gt=0)] = Field(
+        86_400.0,
+        description="Seconds; with the measured cost of a save it makes the interval (Young, Daly) "
+        "when neither everySteps nor everySeconds is set.",
+    )
     keep: Annotated[int, Field(ge=1)] = 2
     resume_from: str = Field("auto", description="auto, none, or the folder of one checkpoint.")
     is_continued: bool = Field(
@@ -262,6 +369,17 @@ class TelemetryConfig(ContractModel):
     )
 
 
+class ControlConfig(ContractModel):
+    """How a run learns that it must stop, or that it hangs."""
+
+    hang_seconds: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Longest time without progress before all stacks are dumped and it ends."
+    )
+    scheduled_events_url: str | None = Field(
+        None, description="Azure Scheduled Events endpoint to poll; None polls nothing."
+    )
+
+
 class TrainConfig(ContractModel):
     """Everything one attempt needs, with every choice already made."""
 
@@ -276,6 +394,7 @@ class TrainConfig(ContractModel):
     checkpoint: CheckpointConfig
     output: OutputConfig
     telemetry: TelemetryConfig = TelemetryConfig()
+    control: ControlConfig = ControlConfig()
     run_dir: str = Field(description="Folder of progress.json, logs/ and TensorBoard events.")
     termination_path: str = Field(description="File that receives the last words as JSON.")
     termination_grace_seconds: Annotated[int, Field(ge=1)] = 120
@@ -372,6 +491,8 @@ class Progress(ContractModel):
     eval_loss: float | None = None
     tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
     eta_seconds: float | None = None
+    skipped_steps: int = Field(0, description="Steps not made because a gradient was not finite.")
+    restarts_in_place: int = 0
     first_step_seconds: float | None = Field(
         None, description="Process start to the end of the first new step, evaluation apart."
     )
