@@ -1,11 +1,10 @@
 """The held-out loss: every row once over all ranks, no logits kept."""
 
 import torch
-from torch import Tensor
 
 from finetune_trainer.data.batch import eval_batches
 from finetune_trainer.data.sequences import TokenDataset
-from finetune_trainer.model.loss import kept_positions
+from finetune_trainer.model.loss import loss_inputs
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.world import World
 
@@ -30,13 +29,7 @@ def held_out_loss(strategy: Strategy, dataset: TokenDataset, world: World) -> fl
             rank=world.rank,
             world_size=world.world_size,
         ):
-            tensors: dict[str, Tensor] = {
-                "input_ids": batch.input_ids,
-                "position_ids": batch.position_ids,
-                "targets": batch.targets,
-                "kept": kept_positions(batch.targets),
-            }
-            inputs = {name: tensor.to(world.device) for name, tensor in tensors.items()}
+            inputs = loss_inputs(batch, world.device)
             totals[0] += strategy.evaluate(inputs).item()  # waits for the device
             totals[1] += batch.label_tokens
     finally:

@@ -1,28 +1,28 @@
 """The training loop: what happens at every optimizer step, in the order it happens.
 
 Called by `rank` with everything already built. It knows no engine, opens no file and reads no
-clock but for the timings it reports.
+clock but for the timings it reports. What a step computed is read a step later, so that no
+micro-batch waits for the device.
 """
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.config import CheckpointRef, Phase, TrainConfig
 from finetune_trainer.control import Agreement, StopSignal
-from finetune_trainer.data.batch import MicroBatch, collate
-from finetune_trainer.data.plan import DataPlan
+from finetune_trainer.data.batch import collate
+from finetune_trainer.data.plan import DataPlan, Pack
 from finetune_trainer.data.sequences import TokenDataset
-from finetune_trainer.errors import NonFiniteLossError, Preempted
+from finetune_trainer.errors import Preempted
 from finetune_trainer.failpoints import reach
-from finetune_trainer.model.loss import kept_positions, scale_factor
+from finetune_trainer.model.loss import loss_inputs, scale_factor
+from finetune_trainer.numerics import LateNumbers
 from finetune_trainer.schedule import learning_rate
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import StepReport, Telemetry
@@ -45,7 +45,11 @@ class Run:
     evaluate: Callable[[], float] | None  # global mean held-out loss; None without held-out rows
     notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
     pad_id: int
+    numbers: LateNumbers = field(init=False)
     blocked_seconds: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.numbers = LateNumbers(self.world, self.agreement, self.telemetry)
 
 
 def train(run: Run, first_step: int) -> None:
@@ -64,41 +68,41 @@ def train(run: Run, first_step: int) -> None:
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
-        loss_sum = torch.zeros((), device=run.world.device)
+        losses = []
         for index, packs in enumerate(micro_batches):
             asked = perf_counter()
             batch = collate(run.dataset, packs, pad_to=_pad_to(run), pad_id=run.pad_id)
             waited += perf_counter() - asked
             _reseed(config.training.seed, step, packs)
             is_last = index == len(micro_batches) - 1
-            loss_sum += strategy.backward(_to_device(run, batch), scale=scale, is_last=is_last)
+            inputs = loss_inputs(batch, run.world.device)
+            losses.append(strategy.backward(inputs, scale=scale, is_last=is_last))
             if not is_last:
                 reach("mid-accumulation", step + 1)
-        loss = run.world.sum(loss_sum).item() / label_tokens  # waits for the device
-        _refuse_non_finite(run, step, loss)
         reach("before-optimizer", step + 1)
-        grad_norm = strategy.clip(config.training.max_grad_norm)
         rate = learning_rate(config.training, step, plan.total_steps)
-        strategy.step(rate)
+        grad_norm = strategy.step(rate, config.training.max_grad_norm)
         reach("after-optimizer", step + 1)
+        total = run.world.sum(torch.stack(losses).sum()) / max(label_tokens, 1)
+        run.numbers.report()
         if step == first_step:
             reach("first-step", step + 1)
-        run.telemetry.step(
-            StepReport(
-                step=step + 1,
-                epoch=plan.epoch(step + 1),
-                loss=loss,
-                grad_norm=grad_norm.item(),
-                learning_rate=rate,
-                tokens=plan.tokens(step),
-                samples=sum(len(pack) for pack in plan.packs(step)),
-                seconds=perf_counter() - began + run.blocked_seconds,
-                data_wait_seconds=waited,
-                checkpoint_blocking_seconds=run.blocked_seconds,
-            )
+        report = StepReport(
+            step=step + 1,
+            epoch=plan.epoch(step + 1),
+            loss=None,
+            grad_norm=None,
+            learning_rate=rate,
+            tokens=plan.tokens(step),
+            samples=sum(len(pack) for pack in plan.packs(step)),
+            seconds=perf_counter() - began + run.blocked_seconds,
+            data_wait_seconds=waited,
+            checkpoint_blocking_seconds=run.blocked_seconds,
         )
+        run.numbers.put(report, total, grad_norm, losses, micro_batches)
         run.blocked_seconds = 0.0  # a save at this boundary counts towards the next step
         _boundary(run, step + 1)
+    run.numbers.report()
     run.agreement.settle()
 
 
@@ -108,11 +112,13 @@ def _boundary(run: Run, step: int) -> None:
     every = run.config.training.eval_every_steps
     eval_loss = None
     if run.evaluate is not None and (is_last or (every and step % every == 0)):
+        run.numbers.report()
         eval_loss = evaluate(run, step)
         run.telemetry.phase(Phase.SAVING if is_last else Phase.TRAINING)
     wants_save = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
     agreed = run.agreement.exchange(stop=run.stop.requested, save=wants_save)
     if agreed.save or agreed.stop or is_last or run.store.is_due(step):
+        run.numbers.report()
         state = run.strategy.state() | {"trainer": run.notes()}
         run.blocked_seconds += run.store.save(step, state, eval_loss=eval_loss)
     if (committed := run.store.poll()) is not None:
@@ -153,31 +159,10 @@ def _pad_to(run: Run) -> int | None:
     return run.config.data.max_seq_len if fixed else None
 
 
-def _to_device(run: Run, batch: MicroBatch) -> dict[str, Tensor]:
-    """Return the arguments of `CausalLoss.forward`; kept positions are found before the move."""
-    tensors = {
-        "input_ids": batch.input_ids,
-        "position_ids": batch.position_ids,
-        "targets": batch.targets,
-        "kept": kept_positions(batch.targets),
-    }
-    return {name: t.to(run.world.device, non_blocking=True) for name, t in tensors.items()}
-
-
-def _reseed(seed: int, step: int, packs: tuple[tuple[int, ...], ...]) -> None:
+def _reseed(seed: int, step: int, packs: tuple[Pack, ...]) -> None:
     """Seed dropout by what is computed, not by who computes it or what came before.
 
     So a resume needs no generator state, and a mask does not depend on the rank.
     """
     digest = hashlib.blake2b(repr((seed, step, packs)).encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def _refuse_non_finite(run: Run, step: int, loss: float) -> None:
-    if math.isfinite(loss):
-        return
-    rows = sorted(index for pack in run.plan.packs(step) for index in pack)
-    raise NonFiniteLossError(
-        f"the loss of step {step + 1} is {loss} (sequences {rows[0]} to {rows[-1]} of the token "
-        "cache among others); lower spec.training.learningRate or use another precision"
-    )

@@ -177,6 +177,7 @@ def _resume(run: Run) -> int:
     manifest = run.store.restore(state)
     if manifest is None:
         return 0
+    run.strategy.load_state(state)
     notes = _Notes.model_validate(state["trainer"])
     run.telemetry.resumed(
         manifest.step,
@@ -201,12 +202,15 @@ def _finish_saving(run: Run) -> None:
 def _answer_prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", *, is_trained: bool) -> None:
     """Let rank 0 answer the sample prompts, before training and after it."""
     prompts = run.config.telemetry.sample_prompts
-    if not prompts or run.world.rank != 0:
+    if not prompts:
         return
     run.telemetry.phase(Phase.ANSWERING)
     reach("answering", run.plan.total_steps if is_trained else 0)
+    model = run.strategy.whole_model()
+    if model is None:
+        return
     for prompt in prompts:
-        said = answer(run.strategy.model, tokenizer, prompt)
+        said = answer(model, tokenizer, prompt)
         run.telemetry.answered(prompt, **{"after" if is_trained else "before": said})
 
 
@@ -215,10 +219,11 @@ def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
     telemetry, steps = run.telemetry, run.plan.total_steps
     telemetry.phase(Phase.EXPORTING)
     artifacts: tuple[str, ...] = ()
-    if run.world.rank == 0:
+    model = run.strategy.whole_model()
+    if model is not None:
         reach("exporting", steps)
         artifacts = export(
-            run.strategy.model,
+            model,
             tokenizer,
             run.config,
             progress=telemetry.progress,

@@ -206,6 +206,18 @@ def broadcast_object(world: World, value: _T, *, source: int = 0) -> _T:
     return values[0]
 
 
+def gather_objects(world: World, value: _T) -> list[_T]:
+    """Return every rank's value, by rank (pickled, so for small values)."""
+    if world.control_group is None:
+        return [value]
+
+    import torch.distributed as dist
+
+    values = [value] * world.world_size
+    dist.all_gather_object(values, value, group=world.control_group)
+    return values
+
+
 def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
     text = environ.get(name)
     if text is None:

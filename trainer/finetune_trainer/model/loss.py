@@ -7,9 +7,14 @@ number of ranks and of accumulation steps (transformers #34191 tells what happen
 """
 
 import inspect
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from finetune_trainer.data.batch import MicroBatch
 
 IGNORE = -100  # no token is to be predicted here
 
@@ -47,6 +52,17 @@ class CausalLoss(nn.Module):
             ignore_index=IGNORE,
             reduction="sum",
         )
+
+
+def loss_inputs(batch: "MicroBatch", device: torch.device) -> dict[str, Tensor]:
+    """Return the arguments of `CausalLoss.forward`; what needs a look is found before the move."""
+    tensors = {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "targets": batch.targets,
+        "kept": kept_positions(batch.targets),
+    }
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def kept_positions(targets: Tensor) -> Tensor:

@@ -33,21 +33,42 @@ class Strategy(Protocol):
             The unscaled summed loss of this rank, detached.
         """
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale gradients down to `max_norm` (0: leave them) and return their global norm."""
+    def step(self, learning_rate: float, max_norm: float) -> Tensor:
+        """Clip, update the parameters, clear the gradients; never waits for the device.
 
-    def step(self, learning_rate: float) -> None:
-        """Update the parameters and clear the gradients."""
+        Args:
+            learning_rate: Of this step.
+            max_norm: Gradients are scaled down to this global norm; 0 leaves them.
+
+        Returns:
+            The global gradient norm before clipping, a scalar in fp32 on the device, the same on
+            every rank. One that is not finite says that no rank has updated anything.
+        """
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the summed loss of one batch without gradients."""
+        """Return the summed loss of one batch without gradients; a collective when sharded."""
 
     def state(self) -> dict[str, Any]:
-        """Return live trained parameters and optimizer state, for saving and in-place restore."""
+        """Return trained parameters and optimizer state under the unwrapped model's names.
+
+        `{"model": {name: tensor}, "optimizer": {"name.exp_avg": tensor, ...}}`, shaped like the
+        unsharded ones (a `DTensor` where a rank holds a part), so that any strategy on any number
+        of ranks reads what another one wrote. Frozen parameters are left out: the base they come
+        from is identified by the checkpoint's fingerprint.
+        """
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what a restore wrote into the tensors that `state` returned."""
+
+    def whole_model(self) -> nn.Module | None:
+        """Return the unwrapped model with whole weights on rank 0, None elsewhere; a collective.
+
+        For answers and export. It may share weights with what is trained: read it only.
+        """
 
     @property
     def model(self) -> nn.Module:
-        """The unwrapped transformers or peft model, for answers and for export."""
+        """The unwrapped transformers or peft model, its parameters perhaps sharded."""
 
 
 def make_optimizer(module: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:

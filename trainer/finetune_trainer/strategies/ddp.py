@@ -61,17 +61,16 @@ class DdpStrategy:
             (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale gradients down to `max_norm` and return their norm; the same on every rank."""
-        limit = max_norm if max_norm > 0 else float("inf")
-        return nn.utils.clip_grad_norm_(self._trained, limit)
-
-    def step(self, learning_rate: float) -> None:
-        """Update the parameters and clear the gradients."""
+    def step(self, learning_rate: float, max_norm: float) -> Tensor:
+        """Clip and update; gradients that are not finite, on any rank, change nothing."""
+        norm = nn.utils.clip_grad_norm_(self._trained, max_norm if max_norm > 0 else float("inf"))
+        # What torch's own GradScaler sets: the fused kernel then leaves everything as it is.
+        self._optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one batch; ranks may call it a different number of times."""
@@ -82,6 +81,13 @@ class DdpStrategy:
     def state(self) -> dict[str, Any]:
         """Return live trained parameters and moments under the unwrapped model's names."""
         return training_state(self._module.model, self._optimizer)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Do nothing: a restore has written into the live tensors."""
+
+    def whole_model(self) -> nn.Module | None:
+        """Return the model on rank 0: every rank holds all of it."""
+        return self.model if self._world.is_main else None
 
     @property
     def model(self) -> nn.Module:

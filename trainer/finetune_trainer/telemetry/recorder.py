@@ -1,5 +1,6 @@
 """`Telemetry`: the one object the loop talks to about how the run goes."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -153,6 +154,9 @@ class Telemetry:
         now = self._clock()
         self.log("step", **vars(report))
         self._throughput.add(report.tokens, report.seconds)
+        is_skipped = report.grad_norm is not None and not math.isfinite(report.grad_norm)
+        if is_skipped:
+            self.log("skipped", step=report.step, reason="a gradient was not finite")
         first = self._progress.first_step_seconds
         if first is None:
             first = max(0.0, now - self._started - self._not_start_up_seconds)
@@ -164,6 +168,7 @@ class Telemetry:
             epoch=report.epoch,
             loss=known.loss if report.loss is None else report.loss,
             grad_norm=known.grad_norm if report.grad_norm is None else report.grad_norm,
+            skipped_steps=known.skipped_steps + is_skipped,
             learning_rate=report.learning_rate,
             tokens_per_second=self._throughput.tokens_per_second,
             eta_seconds=self._eta_seconds(report.step),

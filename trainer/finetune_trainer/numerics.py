@@ -1,0 +1,114 @@
+"""What a step computed, read from the device a step later, and what a number that is not one means.
+
+The loop puts every step in and reports the one before, on every rank alike.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from finetune_trainer.control import Agreement
+from finetune_trainer.data.plan import Pack
+from finetune_trainer.errors import NonFiniteLossError
+from finetune_trainer.telemetry import StepReport, Telemetry
+from finetune_trainer.world import World, gather_objects
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
+
+# fp16 halves its scale from 65,536 to 1 in 16 skipped steps; beyond that no step will be made.
+MAX_SKIPPED_IN_A_ROW = 40
+
+MicroBatches = Sequence[tuple[Pack, ...]]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """Loss, norm and this rank's own losses of one step, on their way to the host."""
+
+    report: StepReport
+    micro_batches: MicroBatches
+    values: Tensor
+    arrived: "Event | None"
+
+
+class LateNumbers:
+    """Completes a step's report once its numbers have arrived; nothing ever waits for them."""
+
+    def __init__(self, world: World, agreement: Agreement, telemetry: Telemetry) -> None:
+        self._world = world
+        self._agreement = agreement
+        self._telemetry = telemetry
+        self._in_flight: _InFlight | None = None
+        self._skipped_in_a_row = 0
+
+    def put(
+        self,
+        report: StepReport,
+        loss: Tensor,
+        grad_norm: Tensor,
+        own_losses: Sequence[Tensor],
+        micro_batches: MicroBatches,
+    ) -> None:
+        """Begin the copy of a step's numbers to the host.
+
+        Args:
+            report: What is known of the step already.
+            loss: Mean over the step's label tokens of all ranks, a scalar.
+            grad_norm: Global, a scalar; not finite when the step was skipped.
+            own_losses: Summed loss of each micro-batch of this rank.
+            micro_batches: Their packs.
+        """
+        values, arrived = torch.stack([loss, grad_norm.to(loss.dtype), *own_losses]), None
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        self._in_flight = _InFlight(report, micro_batches, values, arrived)
+
+    def report(self) -> None:
+        """Report the step that was put in last, if it was not reported yet.
+
+        Raises:
+            NonFiniteLossError: its loss is not a number, or no step could be made for long.
+        """
+        if self._in_flight is None:
+            return
+        step, self._in_flight = self._in_flight, None
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        loss, norm, *own = step.values.tolist()
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the loss of step {step.report.step} is {loss} ({self._origin(step, own)}); "
+                "nothing was updated with it; look at those rows, lower "
+                "spec.training.learningRate or use another precision"
+            )
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteLossError(
+                f"the gradients of the last {self._skipped_in_a_row} steps were not finite, so "
+                "none of them changed anything; lower spec.training.learningRate or use "
+                "spec.training.precision bf16 or fp32"
+            )
+        self._telemetry.step(replace(step.report, loss=loss, grad_norm=norm))
+
+    def _origin(self, step: _InFlight, own: list[float]) -> str:
+        """Name the packs whose losses are not numbers, of all ranks; a collective."""
+        self._agreement.settle()  # a vote in flight would mix with the collective below
+        mine = [
+            [list(pack) for pack in packs if pack]
+            for value, packs in zip(own, step.micro_batches, strict=True)
+            if not math.isfinite(value)
+        ]
+        return "; ".join(
+            f"rank {rank}, a pack of rows {', '.join(map(str, pack))}"
+            for rank, found in enumerate(gather_objects(self._world, mine))
+            for packs in found
+            for pack in packs
+        )
