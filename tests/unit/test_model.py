@@ -24,10 +24,11 @@ from finetune_trainer.config import (
     TrainingConfig,
 )
 from finetune_trainer.control import judge
+from finetune_trainer.data.batch import MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
 from finetune_trainer.model.load import base_name, load_model, load_tokenizer, model_fingerprint
-from finetune_trainer.model.loss import IGNORE, CausalLoss, kept_positions
+from finetune_trainer.model.loss import IGNORE, CausalLoss, loss_inputs
 from text_fixtures import tiny_model
 
 CPU = torch.device("cpu")
@@ -61,39 +62,33 @@ def config(
     )
 
 
-def batch(rows=2, length=12, labels=((3, 4, 5), (4, 9))):
+def micro_batch(rows=2, length=12, labels=((3, 4, 5), (4, 9))):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 700, (rows, length), generator=generator)
     targets = torch.full((rows, length), IGNORE)
     for row, positions in enumerate(labels):
         for position in positions:
             targets[row, position] = ids[row, position + 1]
-    return {
-        "input_ids": ids,
-        "position_ids": torch.arange(length).expand(rows, -1),
-        "targets": targets,
-        "kept": kept_positions(targets),
-    }
+    positions = torch.arange(length).expand(rows, -1)
+    return MicroBatch(ids, positions, targets, tokens=ids.numel(), label_tokens=0)
 
 
-def gradients(module, inputs):
+def gradients(module, batch):
     module.zero_grad()
-    loss = module(**inputs)
+    loss = module(**loss_inputs(batch, CPU))
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in module.named_parameters()}
 
 
 def test_loss_and_every_gradient_equal_cross_entropy_over_all_positions(folder):
     module = CausalLoss(load_model(config(folder, method="full"), CPU))
-    inputs = batch()
-    loss, grads = gradients(module, inputs)
+    rows = micro_batch()
+    loss, grads = gradients(module, rows)
 
     module.zero_grad()
-    output = module.model(
-        input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False
-    )
+    output = module.model(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
     expected = functional.cross_entropy(
-        output.logits.flatten(0, 1), inputs["targets"].flatten(), reduction="sum"
+        output.logits.flatten(0, 1), rows.targets.flatten(), reduction="sum"
     )
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
@@ -103,16 +98,16 @@ def test_loss_and_every_gradient_equal_cross_entropy_over_all_positions(folder):
 
 def test_a_batch_without_labels_gives_a_zero_loss_and_zero_gradients(folder):
     module = CausalLoss(load_model(config(folder, method="full"), CPU))
-    loss, grads = gradients(module, batch(labels=()))
+    loss, grads = gradients(module, micro_batch(labels=()))
     assert loss == 0
     assert all(not gradient.any() for gradient in grads.values())
 
 
 def test_recomputed_activations_give_the_same_gradients(folder):
-    plain = gradients(CausalLoss(load_model(config(folder, method="full"), CPU)), batch())
+    plain = gradients(CausalLoss(load_model(config(folder, method="full"), CPU)), micro_batch())
     model = load_model(config(folder, method="full", recompute="full"), CPU)
     assert model.is_activation_checkpointing
-    recomputed = gradients(CausalLoss(model), batch())
+    recomputed = gradients(CausalLoss(model), micro_batch())
     torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 

@@ -6,8 +6,7 @@ divides by the label tokens of the whole optimizer step, which makes the result 
 number of ranks and of accumulation steps (transformers #34191 tells what happens otherwise).
 """
 
-import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,52 +24,58 @@ class CausalLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        unwrap = getattr(model, "get_base_model", None)  # only a peft model has it
-        base: nn.Module = unwrap() if unwrap is not None else model
-        self._keeps_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
+        self._kept: Tensor | None = None
+        base_of(model).get_output_embeddings().register_forward_pre_hook(self._select)
 
     def forward(
         self,
         input_ids: Tensor,  # (B, T) int64
         position_ids: Tensor,  # (B, T) int64, restarting at 0 with each document
-        targets: Tensor,  # (B, T) int64, the token to predict at each position, or IGNORE
-        kept: Tensor,  # (K,) int64, positions that hold a target in any row
+        kept: Tensor,  # (K,) int64, positions of the flattened batch that hold a target
+        targets: Tensor,  # (K,) int64, the token to predict at each of them
+        cu_seq_lens: Tensor,  # (N + 1,) int32, where documents of the flattened batch begin
     ) -> Tensor:
         """Return the summed loss, a scalar in fp32.
 
         No attention mask and no cache: only then does transformers isolate the documents of a
         pack by their restarting positions. The head is applied at the K kept positions alone.
         """
-        extra = {"logits_to_keep": kept} if self._keeps_logits else {}
-        output = self.model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra
-        )
-        logits = output.logits if self._keeps_logits else output.logits[:, kept]  # (B, K, V)
-        return functional.cross_entropy(
-            logits.float().flatten(0, 1),
-            targets[:, kept].flatten(),
-            ignore_index=IGNORE,
-            reduction="sum",
-        )
+        self._kept = kept
+        try:
+            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        finally:
+            self._kept = None
+        return functional.cross_entropy(output.logits.float()[0], targets, reduction="sum")
+
+    def _select(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Leave of the head's input (B, T, D) the kept positions (1, K, D), during our forward."""
+        return None if self._kept is None else (args[0].flatten(0, 1)[self._kept][None],)
+
+
+def base_of(model: nn.Module) -> Any:
+    """Return the transformers model inside a peft model, or the model itself."""
+    unwrap = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
 
 
 def loss_inputs(batch: "MicroBatch", device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments of `CausalLoss.forward`; what needs a look is found before the move."""
+    """Return the arguments of `CausalLoss.forward`; what is looked for is found before the move.
+
+    On a GPU each search would wait for the device.
+    """
+    targets = batch.targets.flatten()
+    kept = (targets != IGNORE).nonzero().flatten()
+    begins = (batch.position_ids.flatten() == 0).nonzero().flatten()
     tensors = {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,
-        "targets": batch.targets,
-        "kept": kept_positions(batch.targets),
+        "kept": kept,
+        "targets": targets[kept],
+        "cu_seq_lens": functional.pad(begins, (0, 1), value=len(targets)).int(),
     }
+    if device.type == "cuda":
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-
-
-def kept_positions(targets: Tensor) -> Tensor:
-    """Return the positions (K,) that hold a target in any row of `targets` (B, T).
-
-    Call it on the CPU, before the batch moves: on a GPU it would wait for the device.
-    """
-    return (targets != IGNORE).any(dim=0).nonzero().flatten()
 
 
 def scale_factor(label_tokens: int, world_size: int) -> float:
