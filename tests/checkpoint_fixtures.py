@@ -90,6 +90,7 @@ def run_processes(
     world_size: int = 1,
     environ: Mapping[str, str] | None = None,
     max_file_bytes: Mapping[int, int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[int | None]:
     """Call `work(*arguments)` in new processes, and return their exit codes by rank.
 
@@ -112,7 +113,7 @@ def run_processes(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(TIMEOUT_SECONDS)
+        process.join(timeout_seconds)
         if process.is_alive():
             process.kill()
             process.join()

@@ -1,0 +1,261 @@
+"""The same training twice: under a strategy on several ranks, and as a plain loop in one process.
+
+`train_cases` starts the ranks once and runs many cases in a row, as imports cost more than steps.
+`reference` shares no code with the trainer: it pads, masks, normalises and clips by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from checkpoint_fixtures import run_processes
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.data.batch import MicroBatch
+from finetune_trainer.model.loss import CausalLoss, loss_inputs, scale_factor
+from finetune_trainer.strategies import create
+from finetune_trainer.world import World
+from launches import train_config
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+VOCAB = 256
+LONGEST = 24
+LEARNING_RATE = 1e-3
+MAX_NORM = 1.0
+
+Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        name: Unlike that of any other case of the launch.
+        strategy: Values of `StrategyConfig`.
+        method: "full" or "lora" (r 4 on all linear layers, B not zero).
+        seed: Of weights and rows.
+        micro_batch_size: Rows of one forward pass of one rank; the rest is accumulated.
+        rows: Of one optimizer step.
+        training: Further values of `TrainingConfig`.
+        poison: Step and rank where the gradient of one micro-batch is made not finite.
+    """
+
+    name: str
+    strategy: Mapping[str, Any]
+    method: str = "full"
+    precision: str = "fp32"
+    seed: int = 0
+    micro_batch_size: int = 2
+    rows: int = 8
+    steps: int = 20
+    training: Mapping[str, Any] = field(default_factory=dict)
+    poison: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What came of it: mean loss and gradient norm of each step, and the weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def rows_of_step(case: Case, step: int) -> list[Row]:
+    """Return rows of very unequal length and label counts; every fourth has no label at all."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + step)
+    rows = []
+    for index in range(case.rows):
+        length = int(torch.randint(3, LONGEST + 1, (1,), generator=generator))
+        tokens = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        first = length if index % 4 == 3 else 1 + index * length // case.rows
+        rows.append((tokens, [place >= first for place in range(length)]))
+    return rows
+
+
+def build_model(case: Case) -> nn.Module:
+    """Return the model a case begins with, the same on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(case.seed)
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+        )
+    )
+    if case.method == "lora":
+        model = _with_adapters(model)
+    return model.double() if case.precision == "fp64" else model
+
+
+def _with_adapters(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    adapted: nn.Module = get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return adapted
+
+
+def reference(case: Case) -> Outcome:
+    """Train in this process, all rows of a step in one padded batch."""
+    model = build_model(case)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, foreach=False)
+    losses, norms = [], []
+    for step in range(case.steps):
+        rows = rows_of_step(case, step)
+        ids = torch.zeros(len(rows), LONGEST, dtype=torch.int64)
+        labels = torch.full((len(rows), LONGEST), -100)
+        for place, (tokens, is_label) in enumerate(rows):
+            ids[place, : len(tokens)] = torch.tensor(tokens)
+            wanted = [t if label else -100 for t, label in zip(tokens, is_label, strict=True)]
+            labels[place, : len(tokens)] = torch.tensor(wanted)
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in trained]).norm()
+        for parameter in trained:
+            parameter.grad.mul_(min(1.0, MAX_NORM / float(norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return Outcome(losses, norms, _weights(model))
+
+
+def train_cases(
+    folder: Path,
+    cases: Sequence[Case],
+    *,
+    world_size: int = 2,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> list[Outcome]:
+    """Train every case under its strategy, on ranks that are started once; losses agree on all."""
+    folder.mkdir(exist_ok=True)
+    codes = run_processes(
+        _train_all,
+        folder,
+        list(cases),
+        world_size=world_size,
+        environ={"HF_HUB_OFFLINE": "1", **(environ or {})},
+        timeout_seconds=timeout,
+    )
+    assert codes == [0] * world_size
+    outcomes = []
+    for case in cases:
+        ranks = [torch.load(folder / f"{case.name}.{rank}.pt") for rank in range(world_size)]
+        for other in ranks[1:]:
+            assert other["losses"] == ranks[0]["losses"], case.name
+            torch.testing.assert_close(
+                other["norms"], ranks[0]["norms"], rtol=0, atol=0, equal_nan=True
+            )
+        outcomes.append(Outcome(**ranks[0]))
+    return outcomes
+
+
+def case_config(case: Case, folder: Path, world_size: int) -> TrainConfig:
+    """Return the configuration of a case."""
+    is_lora = case.method == "lora"
+    return train_config(
+        folder,
+        world={"nproc_per_node": world_size},
+        method={"type": case.method, **({"lora": {"r": 4}} if is_lora else {})},
+        strategy=dict(case.strategy),
+        training={
+            "global_batch_size": case.rows,
+            "micro_batch_size": case.micro_batch_size,
+            "max_steps": case.steps,
+            "learning_rate": LEARNING_RATE,
+            "max_grad_norm": MAX_NORM,
+            "precision": case.precision,
+            **case.training,
+        },
+    )
+
+
+def worst_differences(found: Outcome, expected: Outcome) -> tuple[float, float, float]:
+    """Return the largest differences: of losses, of norms (relative), of weights (per tensor)."""
+    assert found.weights.keys() == expected.weights.keys()
+    loss = max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True))
+    norm = max(abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True))
+    weights = max(
+        float((found.weights[name].double() - weight.double()).norm() / weight.double().norm())
+        for name, weight in expected.weights.items()
+    )
+    return loss, norm, weights
+
+
+def _train_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]) -> None:
+    import torch.distributed as dist
+
+    if group is None:
+        world = World(0, 0, 1, torch.device("cpu"))
+    else:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        world = World(rank, rank, size, torch.device("cpu"), dist.group.WORLD, group, group)
+    for case in cases:
+        outcome = train_case(case, case_config(case, folder, world.world_size), world)
+        torch.save(vars(outcome), folder / f"{case.name}.{world.rank}.pt")
+
+
+def train_case(case: Case, config: TrainConfig, world: World) -> Outcome:
+    """Train one case on this rank; whole weights come back on rank 0 alone."""
+    strategy = create(config, world)
+    strategy.prepare(CausalLoss(build_model(case)))
+    losses, norms = [], []
+    for step in range(case.steps):
+        rows = rows_of_step(case, step)
+        num_labels = sum(sum(is_label[1:]) for _, is_label in rows)
+        scale = scale_factor(num_labels, world.world_size)
+        if case.poison == (step, world.rank):
+            scale = float("inf")
+        size, stride = case.micro_batch_size, case.micro_batch_size * world.world_size
+        total = torch.zeros((), dtype=torch.float64)
+        for start in range(0, case.rows, stride):
+            first = start + world.rank * size
+            inputs = loss_inputs(_collate(rows[first : first + size]), world.device)
+            is_last = start + stride >= case.rows
+            total += strategy.backward(inputs, scale=scale, is_last=is_last)
+        norms.append(strategy.step(LEARNING_RATE, config.training.max_grad_norm).item())
+        losses.append(world.sum(total).item() / num_labels)
+    whole = strategy.whole_model()
+    return Outcome(losses, norms, _weights(whole) if whole is not None else {})
+
+
+def _collate(rows: Sequence[Row]) -> MicroBatch:
+    width = max(len(tokens) for tokens, _ in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    targets = torch.full((len(rows), width), -100)
+    for place, (tokens, is_label) in enumerate(rows):
+        ids[place, : len(tokens)] = torch.tensor(tokens)
+        wanted = [t if label else -100 for t, label in zip(tokens, is_label, strict=True)][1:]
+        targets[place, : len(wanted)] = torch.tensor(wanted, dtype=torch.int64)
+    positions = torch.arange(width).expand(len(rows), -1).contiguous()
+    tokens_of = sum(len(tokens) for tokens, _ in rows)
+    return MicroBatch(ids, positions, targets, tokens_of, int((targets != -100).sum()))
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def at_seeds(case: Case, seeds: int) -> list[Case]:
+    """Return the case with each of so many seeds."""
+    return [replace(case, name=f"{case.name}-{seed}", seed=seed) for seed in range(seeds)]
