@@ -50,7 +50,7 @@ def died(rank: int, number: signal.Signals = signal.SIGKILL, *, time: float = 1.
 
 def ended(rank: int, by: EndedBy) -> RankExit:
     """Return the end of a rank that the supervisor killed."""
-    return RankExit(rank=rank, code=-signal.SIGKILL, time=9.0, told_to_stop=True, ended_by=by)
+    return RankExit(rank=rank, code=-signal.SIGKILL, time=9.0, ended_by=by)
 
 
 def outcome(*exits: RankExit, stop: str | None = None, oom: bool = False) -> tuple[int, str]:
@@ -125,7 +125,7 @@ def test_a_rank_that_outlives_the_grace_period_is_to_blame_for_it() -> None:
 
 
 def test_ranks_stopped_before_they_could_save_anything_are_preempted() -> None:
-    exits = [RankExit(rank, -signal.SIGTERM, 1.0, told_to_stop=True) for rank in (0, 1)]
+    exits = [RankExit(rank, -signal.SIGTERM, 1.0) for rank in (0, 1)]
     termination = agree(exits, stop_reason="SIGTERM", is_out_of_memory=False)
     assert (termination.exit_code, termination.rank) == (75, None)
     assert "nothing is lost" in termination.message

@@ -5,11 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
+from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.launch.oom import count_oom_kills
-from finetune_trainer.launch.supervisor import Node, read_node, wait_for_node_zero
+from finetune_trainer.launch.ranks import Node, read_node
 from finetune_trainer.launch.worker import run_rank
-from finetune_trainer.world import Launch, broadcast_object, open_world, read_launch
+from finetune_trainer.world import (
+    Launch,
+    broadcast_object,
+    open_world,
+    read_launch,
+    wait_for_rank_zero,
+)
 from launches import train_config
 
 TWO_NODES = {"world": {"nnodes": 2, "nproc_per_node": 2}}
@@ -47,22 +53,23 @@ def test_an_unusable_place_is_a_configuration_error_that_names_the_variable(
         read_node(train_config(tmp_path, **TWO_NODES), environ)
 
 
-def test_a_node_waits_until_node_0_accepts_a_connection() -> None:
+def test_a_rank_waits_until_rank_0_accepts_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        node = Node(rank=1, host="127.0.0.1", port=server.getsockname()[1])
-        wait_for_node_zero(node, should_stop=lambda: False, timeout_seconds=0)
+        port = server.getsockname()[1]
+        wait_for_rank_zero("127.0.0.1", port, lambda: False, timeout_seconds=0)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_a_node_0_that_never_answers_is_an_error_that_names_the_address(host: str) -> None:
+def test_a_rank_0_that_never_answers_is_an_error_that_names_the_address(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(TrainerError, match=f"node 0 does not answer at {host}:{port}"):
-        wait_for_node_zero(Node(1, host, port), should_stop=lambda: False, timeout_seconds=0)
+    with pytest.raises(TrainerError, match=f"rank 0 does not answer at {host}:{port}"):
+        wait_for_rank_zero(host, port, lambda: False, timeout_seconds=0)
 
 
-def test_a_node_told_to_stop_waits_no_longer() -> None:
-    wait_for_node_zero(Node(1, "127.0.0.1", 1), should_stop=lambda: True)
+def test_a_rank_told_to_stop_waits_no_longer() -> None:
+    with pytest.raises(Preempted):
+        wait_for_rank_zero("127.0.0.1", 1, lambda: True)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,16 @@ class WorldConfig(ContractModel):
         "before it gives up and ends with the fault's exit code.",
     )
 
+    @model_validator(mode="after")
+    def _only_one_node_restarts_in_place(self) -> Self:
+        if self.restarts_in_place and self.nnodes > 1:
+            raise ValueError(
+                f"restartsInPlace {self.restarts_in_place} is not possible with {self.nnodes} "
+                "nodes, as no node sees the ranks of another end; set it to 0: the operator "
+                "restarts the whole gang"
+            )
+        return self
+
     @property
     def world_size(self) -> int:
         """Number of ranks: `nnodes * nproc_per_node`."""

@@ -1,21 +1,23 @@
 """Which ranks train together, on which device, and through which process groups.
 
 Called once per rank by `worker`; everything else receives the finished `World`. It reads what
-torchrun, mpirun or Azure ML put into the environment, and refuses to go on when the world that
-came up is not the one that `TrainConfig` states (`accelerate launch` on CPUs, for one, starts
-unconnected single processes without a word).
+our supervisor, torchrun, mpirun or Azure ML put into the environment, and refuses to go on when the
+world that came up is not the one that `TrainConfig` states (`accelerate launch` on CPUs, for one,
+starts a single unconnected process without a word).
 """
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.errors import ConfigError, Preempted, WorldSizeError
+from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 # never has to run into it: the supervisor ends the others as soon as one is gone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+_SECONDS_BETWEEN_LOOKS = 0.02
+
+ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0's store
+ACCELERATE = "accelerate launch"  # by name, where it starts a single process
+_ENV_OF_ACCELERATE = "ACCELERATE_DYNAMO_MODE"  # which it always sets, and a user hardly ever
 
 _T = TypeVar("_T")
 
@@ -85,13 +92,15 @@ class World:
 
 def launched_by_another(environ: Mapping[str, str]) -> bool:
     """Say whether a launcher made this process one rank among others (or the only one)."""
-    return {"RANK", "WORLD_SIZE"} <= environ.keys() or "OMPI_COMM_WORLD_SIZE" in environ
+    single = "OMPI_COMM_WORLD_SIZE" in environ or _ENV_OF_ACCELERATE in environ
+    return single or {"RANK", "WORLD_SIZE"} <= environ.keys()
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return what the launcher of this process says, or None when there is no launcher.
 
-    torchrun and Azure ML set RANK and WORLD_SIZE; Open MPI sets its own names and no address.
+    torchrun and Azure ML set RANK and WORLD_SIZE; Open MPI sets its own names and no address;
+    `accelerate launch` without --multi_gpu sets neither, and starts one process.
 
     Raises:
         ConfigError: a variable is not a number, or one of a pair is missing.
@@ -101,6 +110,8 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    elif "OMPI_COMM_WORLD_SIZE" not in environ:
+        return Launch(ACCELERATE)
     else:
         launcher = "mpirun"
         prefix = "OMPI_COMM_WORLD_"
@@ -118,6 +129,11 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     )
 
 
+def restart_count(environ: Mapping[str, str]) -> int:
+    """Return how often the ranks were started again, by our supervisor or by torchrun."""
+    return _number(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
+
+
 def check_world_size(config: TrainConfig, launch: Launch | None) -> None:
     """Refuse a world of another size than the configuration states.
 
@@ -132,12 +148,18 @@ def check_world_size(config: TrainConfig, launch: Launch | None) -> None:
             f"spec.topology: {launcher} started {actual} rank(s), but the configuration asks for "
             f"{expected} ({config.world.nnodes} node(s) x {config.world.nproc_per_node} "
             "process(es)); start `python -m finetune_trainer` once per node, or give the "
-            f"launcher {expected} processes"
+            f"launcher {expected} processes (accelerate launch connects them with --multi_gpu, "
+            "also on CPUs)"
         )
 
 
 @contextmanager
-def open_world(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> Iterator[World]:
+def open_world(
+    config: TrainConfig,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[World]:
     """Connect this rank with the others, and take leave of them at the end.
 
     On the good path (and on `Preempted`, which all ranks raise at the same step) the ranks meet in
@@ -147,6 +169,7 @@ def open_world(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> 
     Raises:
         ConfigError: the device is missing, or the launcher's variables are unusable.
         WorldSizeError: the launcher started another number of ranks.
+        Preempted: `should_stop` before the ranks had met.
     """
     launch = read_launch(environ)
     check_world_size(config, launch)
@@ -159,9 +182,11 @@ def open_world(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> 
     import torch.distributed as dist
 
     backend = "nccl" if device.type == "cuda" else "gloo"
+    store = _store(config, place, environ, should_stop)
+    _meet(store, place.world_size, should_stop)
     dist.init_process_group(
         backend,
-        store=_store(config, place, environ),
+        store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=COLLECTIVE_TIMEOUT,
@@ -254,7 +279,9 @@ def _gloo_group() -> "ProcessGroup":
     return cast("ProcessGroup", group)
 
 
-def _store(config: TrainConfig, launch: Launch, environ: Mapping[str, str]) -> "Store":
+def _store(
+    config: TrainConfig, launch: Launch, environ: Mapping[str, str], should_stop: Callable[[], bool]
+) -> "Store":
     """Build the key-value store the groups connect through, with a prefix for this attempt.
 
     torchrun keeps one store over all restarts and adds no prefix itself, so a restarted rank could
@@ -266,17 +293,76 @@ def _store(config: TrainConfig, launch: Launch, environ: Mapping[str, str]) -> "
 
     address, port = _master(config, launch)
     agent_hosts_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = launch.rank == 0 and not agent_hosts_it
+    if not is_master:
+        wait_for_rank_zero(address, port, should_stop)
+    listener = environ.get(ENV_STORE_FD)
     store = TCPStore(
         address,
         port,
         world_size=launch.world_size,
-        is_master=launch.rank == 0 and not agent_hosts_it,
+        is_master=is_master,
         timeout=RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=int(listener) if listener and is_master else None,
     )
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"attempt-{config.job.attempt}.{restart}", store)
+    return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
+
+
+def wait_for_rank_zero(
+    address: str,
+    port: int,
+    should_stop: Callable[[], bool],
+    *,
+    timeout_seconds: float = RENDEZVOUS_TIMEOUT.total_seconds(),
+) -> None:
+    """Return when rank 0's store accepts connections.
+
+    Only a connection counts: a name that resolves may still point nowhere, and one that does not
+    may do so in a moment. The library would wait as well, but hear no signal meanwhile.
+
+    Raises:
+        TrainerError: nobody answered in time.
+        Preempted: `should_stop`.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=2).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TrainerError(
+                    f"rank 0 does not answer at {address}:{port} after {timeout_seconds:.0f} s "
+                    f"({error}); look at whether its node was started, and whether a network "
+                    "policy is in the way"
+                ) from error
+        if should_stop():
+            raise _stopped()
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _meet(store: "Store", world_size: int, should_stop: Callable[[], bool]) -> None:
+    """Wait until every rank has come, or agree that none begins: whoever writes first decides."""
+    if store.add("arrived", 1) == world_size:
+        store.compare_set("start", "", "go")
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    while not store.check(["start"]):
+        if should_stop():
+            store.compare_set("start", "", "stop")
+        if time.monotonic() >= deadline:
+            raise TrainerError(
+                f"{store.add('arrived', 0)} of {world_size} ranks came up within "
+                f"{RENDEZVOUS_TIMEOUT}; look at the logs of the others"
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    if store.get("start") != b"go":
+        raise _stopped()
+
+
+def _stopped() -> Preempted:
+    return Preempted("told to stop before training began; nothing is lost")
 
 
 def _master(config: TrainConfig, launch: Launch) -> tuple[str, int]:

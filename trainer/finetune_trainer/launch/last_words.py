@@ -48,7 +48,6 @@ class RankExit:
     Attributes:
         code: as `Popen.returncode`: negative for a signal.
         time: when it was noticed, seconds since the epoch.
-        told_to_stop: SIGTERM had been passed on to it before.
         ended_by: who sent the SIGKILL, where there was one from the supervisor.
         report: what it left behind; None when it had no time to.
     """
@@ -56,7 +55,6 @@ class RankExit:
     rank: int
     code: int
     time: float
-    told_to_stop: bool = False
     ended_by: EndedBy = EndedBy.ITSELF
     report: RankReport | None = None
 
@@ -64,6 +62,11 @@ class RankExit:
     def outcome(self) -> int:
         """The exit code it reported, as a report is written when all work is over; else `code`."""
         return self.report.termination.exit_code if self.report else self.code
+
+    @property
+    def is_preempted(self) -> bool:
+        """Told to stop: SIGTERM ends a process that is too young to have taken it over."""
+        return self.outcome in (ExitCode.PREEMPTED, -signal.SIGTERM)
 
 
 def agree(
@@ -88,7 +91,7 @@ def agree(
         )
         return fault
     by_rank = sorted(exits, key=lambda e: e.rank)
-    preempted = [e for e in by_rank if e.outcome == ExitCode.PREEMPTED]
+    preempted = [e for e in by_rank if e.is_preempted]
     unfinished = [e for e in by_rank if e.outcome != ExitCode.DONE]
     if preempted or (stop_reason and unfinished):
         reports = [e.report for e in preempted if e.report]
@@ -104,7 +107,7 @@ def preempted_before_training(reason: str | None) -> Termination:
     return Termination(
         failure_class=FailureClass.PREEMPTED,
         exit_code=ExitCode.PREEMPTED,
-        message=f"stopped by {reason or 'another node'} before training began; nothing is lost",
+        message=f"stopped by {reason or 'SIGTERM'} before training began; nothing is lost",
     )
 
 
@@ -143,7 +146,7 @@ def with_progress(termination: Termination, run_dir: Path, attempt: int) -> Term
 
 def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
     """Return what this rank is guilty of, or None."""
-    if exit_.outcome in (ExitCode.DONE, ExitCode.PREEMPTED):
+    if exit_.outcome == ExitCode.DONE or exit_.is_preempted:
         return None
     if exit_.ended_by is EndedBy.FAILURE_OF_ANOTHER:
         return None
@@ -156,8 +159,6 @@ def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
             f"rank {exit_.rank} was told to stop, did not leave within its grace period and was "
             "killed; raise spec.deadlines.terminationGraceSeconds",
         )
-    if exit_.code == -signal.SIGTERM and exit_.told_to_stop:
-        return None
     if exit_.code < 0:
         return _killed(exit_, is_out_of_memory)
     code = ExitCode(exit_.code) if exit_.code in list(ExitCode) else ExitCode.ERROR

@@ -1,6 +1,6 @@
 """Sees the ranks of a node through to their end, and records how each one ended.
 
-`supervisor` hands it the processes that torchrun's agent started. It decides who is ended when, and
+`supervisor` hands it the processes it started. It decides who is ended when, and
 never what that means: that is `last_words`.
 """
 
@@ -27,8 +27,8 @@ class Watch:
     """The end of one attempt's ranks on this node.
 
     Told to stop, it passes SIGTERM on and gives the ranks the grace period to leave by
-    themselves. When one fails it ends the others soon, as no step can be finished without it.
-    Ranks that leave with 0 or 75 are waited for: the others are about to do the same.
+    themselves. When one was told to stop by somebody else, so are the others. When one fails it
+    ends the others soon, as no step can be finished without it.
     """
 
     def __init__(self, reports: Path, stop: StopSignal, grace_seconds: float) -> None:
@@ -47,15 +47,15 @@ class Watch:
         self._deadline = float("inf")
         self._deadline_is_for = EndedBy.ITSELF
 
-    def until_all_ended(self, processes: Processes) -> bool:
-        """Return when no process is left; True if none failed."""
+    def until_all_ended(self, processes: Processes) -> None:
+        """Return when no process is left."""
         running = dict(processes)
         while True:
             now = time.monotonic()
             self._collect(running)
             if not running:
                 break
-            if self._stop.requested and not self._told_to_stop:
+            if not self._told_to_stop and (self._stop.requested or self._has_left):
                 self._told_to_stop = True
                 self._set_deadline(now + self._grace_seconds, EndedBy.END_OF_GRACE)
                 _signal_all(running, signal.SIGTERM)
@@ -65,11 +65,14 @@ class Watch:
                 _signal_all(running, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
         _kill_what_ranks_left_behind(processes)
-        return not self._has_failed
+
+    @property
+    def _has_left(self) -> bool:
+        return any(e.is_preempted for e in self.exits)
 
     @property
     def _has_failed(self) -> bool:
-        return any(e.outcome not in (ExitCode.DONE, ExitCode.PREEMPTED) for e in self.exits)
+        return any(e.outcome != ExitCode.DONE and not e.is_preempted for e in self.exits)
 
     def _set_deadline(self, deadline: float, reason: EndedBy) -> None:
         """Only ever move the deadline forward: a failure during the grace period shortens it."""
@@ -88,7 +91,6 @@ class Watch:
                     rank=rank,
                     code=code,
                     time=time.time(),
-                    told_to_stop=self._told_to_stop,
                     ended_by=self._deadline_is_for if was_killed else EndedBy.ITSELF,
                     report=read_report(self._reports, rank),
                 )

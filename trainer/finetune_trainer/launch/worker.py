@@ -17,7 +17,7 @@ from typing import NoReturn, cast
 
 from finetune_trainer.config import ExitCode, Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal, Verdict, guard, leave
-from finetune_trainer.errors import OutputNotWritableError, TrainerError
+from finetune_trainer.errors import ConfigError, OutputNotWritableError, TrainerError
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -27,7 +27,7 @@ from finetune_trainer.launch.report import (
     write_report,
 )
 from finetune_trainer.telemetry import Telemetry
-from finetune_trainer.world import Launch, World, open_world, read_launch
+from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -37,7 +37,8 @@ Entry = Callable[[TrainConfig, World, StopSignal, Telemetry], Termination]
 def main() -> NoReturn:
     """Run as a supervised rank: do the work, leave a report, exit with its code."""
     config_path, entry = sys.argv[1:]
-    die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
+    # Left behind it would go on writing to a checkpoint that the next attempt writes to as well.
+    end_with_parent(int(os.environ[ENV_SUPERVISOR_PID]), signal.SIGKILL)
     report = run_rank(TrainConfig.read(Path(config_path)), entry)
     write_report(Path(os.environ[ENV_REPORT_DIR]), report)
     leave(report.termination.exit_code)
@@ -46,23 +47,21 @@ def main() -> NoReturn:
 def run_rank(
     config: TrainConfig, entry: str = DEFAULT_ENTRY, environ: Mapping[str, str] = os.environ
 ) -> RankReport:
-    """Do the work of the rank that the environment names, and return how it ended.
-
-    SIGTERM and SIGINT are only taken over once the ranks are connected; before that there is
-    nothing to save, and a rank that waits for its peers inside a library could not react.
-    """
+    """Do the work of the rank that the environment names, and return how it ended."""
     telemetry: Telemetry | None = None
     stop = StopSignal()
+    stop.install()
     rank = 0
 
     def work() -> Termination:
         nonlocal telemetry, rank
         launch = read_launch(environ) or Launch("")
         rank = launch.rank
+        if launch.launcher == ACCELERATE:  # it dies of SIGTERM without passing it on
+            end_with_parent(os.getppid(), signal.SIGTERM)
         telemetry = _open_telemetry(config, launch, environ)
-        with open_world(config, environ) as world:
-            stop.install()
-            return _load(entry)(config, world, stop, telemetry)
+        with open_world(config, environ, should_stop=lambda: stop.requested) as world:
+            return _load(entry)(_continued(config, environ), world, stop, telemetry)
 
     def on_error(verdict: Verdict, trace: str) -> None:
         is_unexpected = verdict.exit_code == ExitCode.ERROR and not verdict.is_collateral
@@ -87,17 +86,31 @@ def run_rank(
     )
 
 
-def die_with_supervisor(supervisor_pid: int) -> None:
-    """Make the kernel kill this process when its supervisor's process ends, however that happens.
-
-    Otherwise a rank whose supervisor was killed would go on writing to a checkpoint that the next
-    attempt is writing to as well.
-    """
+def end_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Make the kernel send `number` to this process when its parent ends, however that happens."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number) != 0:
         raise TrainerError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != supervisor_pid:  # it died before the call, so no signal will come
-        os.kill(os.getpid(), signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call, so no signal will come
+        os.kill(os.getpid(), number)
+
+
+def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
+    """Let a rank that was started again go on from its own commits, whatever resumeFrom says.
+
+    Raises:
+        ConfigError: ranks shall be started again, by a launcher that does not know of it.
+    """
+    restarts = config.world.restarts_in_place
+    if restarts and ENV_SUPERVISOR_PID not in environ:
+        raise ConfigError(
+            f"world.restartsInPlace {restarts} has no effect under another launcher; set it to 0 "
+            "(torchrun has --max-restarts), or start `python -m finetune_trainer` itself"
+        )
+    if restart_count(environ) == 0:
+        return config
+    continued = config.checkpoint.model_copy(update={"is_continued": True})
+    return config.model_copy(update={"checkpoint": continued})
 
 
 def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, str]) -> Telemetry:
@@ -108,6 +121,7 @@ def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, s
             rank=launch.rank,
             world_size=launch.world_size,
             started=float(started) if started else None,
+            restarts_in_place=restart_count(environ),
         )
     except OSError as error:
         raise OutputNotWritableError(

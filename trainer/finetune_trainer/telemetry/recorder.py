@@ -46,6 +46,7 @@ class Telemetry:
         world_size: int,
         clock: Callable[[], float] = time.time,
         started: float | None = None,
+        restarts_in_place: int = 0,
     ) -> None:
         """Open the outlets.
 
@@ -55,6 +56,7 @@ class Telemetry:
             world_size: written to the journal.
             clock: seconds since the epoch.
             started: when the attempt's first process started; this process's own start if None.
+            restarts_in_place: how often this attempt's ranks were started again.
         """
         self._lock = RLock()
         self._clock = clock
@@ -67,7 +69,9 @@ class Telemetry:
         self._artifacts: tuple[str, ...] = ()
         self._save_requested = False
         self._warned: set[str] = set()
-        self._progress = Progress(attempt=config.job.attempt, time=clock())
+        self._progress = Progress(
+            attempt=config.job.attempt, restarts_in_place=restarts_in_place, time=clock()
+        )
         log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
         self._file = ProgressFile(self._run_dir, clock=clock) if self._is_main else None
