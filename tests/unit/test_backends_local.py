@@ -11,7 +11,7 @@ from finetune_operator.api.problems import Severity
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.backends.local.layout import BadUriError, file_path
-from finetune_trainer.config import TrainConfig
+from finetune_trainer.config import DatasetSource, LoraSettings, TrainConfig
 
 
 def backend(folder: Path, **environ: str) -> LocalBackend:
@@ -79,12 +79,36 @@ def test_folders_follow_the_manifest_and_its_uris() -> None:
     assert folders.output == Path("/m/here/output")
 
 
+def test_every_data_set_and_the_adapter_are_found_beside_the_manifest() -> None:
+    plan = planned(
+        dataset={
+            "weight": 2,
+            "also": [
+                {"source": "file://./more.csv"},
+                {"source": "hf://org/rows", "split": "sft", "weight": 0.5},
+            ],
+        },
+        method={"lora": {"startFrom": "file://../adapter"}},
+    )
+    made = backend(Path("/m")).render(plan, Attempt(1))
+    config = TrainConfig.model_validate(made.objects[1]["content"])
+    assert config.data.sources == (
+        DatasetSource(path="/m/train.jsonl", weight=2),
+        DatasetSource(path="/m/more.csv"),
+        DatasetSource(path="org/rows", split="sft", is_hub=True, weight=0.5),
+    )
+    assert config.method.lora == LoraSettings(start_from="/adapter")
+    assert config.control.scheduled_events_url is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [
         ({"model": {"source": "pvc://claim/model"}}, "spec.model.source"),
         ({"model": {"source": "file://model"}}, "spec.model.source"),
         ({"dataset__source": "https://example.org/x.jsonl"}, "spec.dataset.source"),
+        ({"dataset__also": [{"source": "file://more.csv"}]}, "spec.dataset.also[0].source"),
+        ({"method__lora__startFrom": "hf://org/adapter"}, "spec.method.lora.startFrom"),
         ({"checkpoint__uri": "hf://org/name"}, "spec.checkpoint.uri"),
         ({"checkpoint__resume_from": "pvc://claim/step-3"}, "spec.checkpoint.resumeFrom"),
         ({"output__uri": "azureml://models/x"}, "spec.output.uri"),
@@ -112,14 +136,25 @@ def test_complete_inputs_have_no_problem_and_checking_leaves_nothing_behind(inpu
 def test_missing_inputs_are_named_with_field_and_path(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "model").mkdir()
-    manifest = job(dataset__source="file://./empty.jsonl", dataset__eval_source="file://./no.csv")
+    manifest = job(
+        dataset={
+            "source": "file://./empty.jsonl",
+            "also": [{"source": "hf://a/b"}, {"source": "file://./model"}],
+            "evalSource": "file://./no.csv",
+        },
+        method__lora__startFrom="file://./adapter",
+    )
     assert [str(problem) for problem in backend(tmp_path).check_inputs(manifest)] == [
         f"spec.model.source file://./model: {tmp_path}/model has no config.json; name a folder "
         "made by save_pretrained",
         f"spec.dataset.source file://./empty.jsonl: {tmp_path}/empty.jsonl is empty; it needs at "
         "least one row",
+        f"spec.dataset.also[1].source file://./model: {tmp_path}/model holds no .jsonl, .json, "
+        ".parquet, .csv file; add one or name another folder",
         f"spec.dataset.evalSource file://./no.csv: {tmp_path}/no.csv does not exist; correct the "
         "path",
+        f"spec.method.lora.startFrom file://./adapter: {tmp_path}/adapter has no "
+        "adapter_config.json; name the folder of an adapter",
     ]
 
 
@@ -129,6 +164,13 @@ def test_a_file_in_the_way_of_a_folder_is_found_before_anything_starts(inputs: P
     (problem,) = backend(inputs).check_inputs(manifest)
     assert problem.path == "spec.output.uri"
     assert f"{inputs}/taken is not a folder" in problem.message
+
+
+def test_a_folder_of_offloaded_files_that_cannot_be_made_is_found_too(inputs: Path) -> None:
+    on_disk = {"type": "zero3", "offload": "nvme", "nvmePath": f"{inputs}/train.jsonl/x"}
+    (problem,) = backend(inputs).check_inputs(job(strategy=on_disk))
+    assert problem.path == "spec.strategy.nvmePath"
+    assert "is not a folder" in problem.message
 
 
 def test_a_file_in_the_way_of_the_run_directory_is_said_once(inputs: Path) -> None:
@@ -141,6 +183,16 @@ def test_a_file_in_the_way_of_the_run_directory_is_said_once(inputs: Path) -> No
     [
         ({"output__uri": "file://./model"}, "spec.output.uri", "is spec.model.source itself"),
         ({"output__uri": "file://./link"}, "spec.output.uri", "is spec.model.source itself"),
+        (
+            {"output__uri": "file://./a", "method__lora__startFrom": "file://./a"},
+            "spec.output.uri",
+            "is spec.method.lora.startFrom itself",
+        ),
+        (
+            {"output__uri": "file://./b", "dataset__also": [{"source": "file://./b/c.jsonl"}]},
+            "spec.output.uri",
+            "holds spec.dataset.also[0].source",
+        ),
         ({"output__uri": "file://./model/out"}, "spec.output.uri", "lies inside spec.model.source"),
         ({"checkpoint__uri": "file://."}, "spec.checkpoint.uri", "holds the manifest"),
         ({"checkpoint__uri": "file://./.."}, "spec.checkpoint.uri", "holds the manifest"),
@@ -183,6 +235,9 @@ def test_a_run_never_shares_a_folder_with_what_it_reads(
     (inputs / "data").mkdir()
     (inputs / "data" / "eval.jsonl").write_text("{}\n")
     (inputs / "old" / "step-5").mkdir(parents=True)
+    for place in ("a/adapter_config.json", "b/c.jsonl"):
+        (inputs / place).parent.mkdir()
+        (inputs / place).write_text("{}\n")
     manifest = job(dataset__eval_source="file://./data/eval.jsonl", **overrides)
     (problem,) = backend(inputs).check_inputs(manifest)
     assert problem.path == field

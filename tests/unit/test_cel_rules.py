@@ -65,6 +65,14 @@ def test_a_rule_that_reads_a_wrong_value_is_left_out_and_others_are_not() -> Non
     assert [one.message for one in check_rules({"a": "x", "b": 0}, schema, wrong)] == ["b"]
 
 
+def test_a_rule_over_a_list_is_left_out_when_an_entry_is_wrong() -> None:
+    items = {"type": "array", "items": {"type": "integer"}}
+    schema = ruled("self.a.all(n, n > 1)", type="object", properties={"a": items})
+    wrong = [Finding(("a", 0), "must be a whole number")]
+    assert check_rules({"a": ["x"]}, schema, wrong) == []
+    assert [one.message for one in check_rules({"a": [0]}, schema)] == ["is wrong"]
+
+
 def test_rules_about_updates_are_silent_on_creation() -> None:
     assert check_rules({"a": 1}, ruled("self.a == oldSelf.a", type="object")) == []
 
@@ -87,6 +95,7 @@ BOUND = {
     "topology.maxNodes": 4,
     "checkpoint.keep": 3,
     "output.format": "merged",
+    "restartPolicy.restartsInPlace": 1,
     "restartPolicy.rules": [{"onClass": "Error", "action": "Fail"}],
     "restartPolicy.backoff": {"baseSeconds": 1},
     "queue.name": "team",
@@ -152,4 +161,17 @@ def test_batch_and_ranks_must_fit(overrides: dict[str, Any], says: str) -> None:
 
 def test_tensor_parallel_ranks_share_one_batch() -> None:
     made = manifest(training__globalBatchSize=3, topology__nodes=4, strategy__tensorParallel=4)
+    assert problems(made) == []
+
+
+def test_a_job_may_go_on_with_one_process_that_may_not_begin_with_one() -> None:
+    sharded = manifest(strategy__type="fsdp")
+    says = 'spec.strategy.type "fsdp" needs at least two processes, and topology has one'
+    assert [one.partition(";")[0] for one in problems(sharded)] == [says]
+    assert problems({**sharded, "status": {"attempt": 1}}) == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2"])
+def test_a_quantized_base_goes_with_every_strategy_but_zero3(strategy: str) -> None:
+    made = manifest(method__type="qlora", strategy__type=strategy, topology__nodes=2)
     assert problems(made) == []

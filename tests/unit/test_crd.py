@@ -97,6 +97,7 @@ def test_a_default_object_spells_out_the_defaults_inside_it() -> None:
     spec = schema()["properties"]["spec"]["properties"]
     assert spec["restartPolicy"]["default"] == {
         "maxRestarts": 3,
+        "restartsInPlace": 0,
         "rules": [],
         "backoff": {"baseSeconds": 0, "maxSeconds": 300},
     }

@@ -1,10 +1,29 @@
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from builders import job
+from finetune_operator.api.cel import check_rules
+from finetune_operator.api.defaults import with_defaults
+from finetune_operator.api.openapi import object_schema
+from finetune_operator.api.v1alpha1.method import Offload, StrategySpec, StrategyType
 from finetune_operator.planner.plan import make_plan
 from finetune_operator.planner.train_config import Locations, derive_train_config
-from finetune_trainer.config import DatasetSource, TrainConfig
+from finetune_trainer.config import (
+    CheckpointConfig,
+    ControlConfig,
+    DatasetSource,
+    EarlyStopping,
+    LoraSettings,
+    MethodConfig,
+    ModelConfig,
+    StrategyConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 
 LOCATIONS = Locations(
     model="/models/base",
@@ -68,9 +87,151 @@ def test_full_fine_tuning_exports_the_whole_model_and_lora_the_adapter():
     assert derived().output.format == "adapter"
 
 
-def test_a_job_without_an_interval_still_gets_checkpoints():
-    assert derived().checkpoint.every_seconds == 600
-    assert derived(checkpoint={"everySteps": 5}).checkpoint.every_seconds is None
+def test_an_adapter_over_a_quantized_base_is_exported_as_an_adapter():
+    assert derived(method={"type": "qlora"}).output.format == "adapter"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        pytest.param({}, 86_400, id="a day on nodes that stay"),
+        pytest.param({"capacity": "spot"}, 7_200, id="two hours on spot"),
+        pytest.param({"capacity": "spotPreferred"}, 7_200, id="two hours where spot may be"),
+        pytest.param(
+            {"capacity": "spot", "checkpoint": {"meanTimeBetweenFailures": 600}}, 600, id="said"
+        ),
+    ],
+)
+def test_a_job_without_an_interval_says_how_often_it_fails(overrides, seconds):
+    checkpoint = derived(**overrides).checkpoint
+    assert (checkpoint.every_steps, checkpoint.every_seconds) == (None, None)
+    assert checkpoint.mean_time_between_failures == seconds
+
+
+def test_an_interval_of_the_manifest_is_taken_as_it_is():
+    assert derived(checkpoint={"everySteps": 5, "keep": 3}).checkpoint == CheckpointConfig(
+        dir="/runs/tiny/checkpoints", every_steps=5, keep=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        pytest.param(
+            {"type": "qlora"},
+            MethodConfig(type="qlora", lora=LoraSettings(), quantization="nf4"),
+            id="qlora is 4-bit unless said",
+        ),
+        pytest.param(
+            {"type": "qlora", "quantization": "int8", "lora": {"r": 4}},
+            MethodConfig(type="qlora", lora=LoraSettings(r=4), quantization="int8"),
+            id="int8",
+        ),
+        pytest.param(
+            {"type": "lora", "lora": {"rslora": True, "dora": True, "targetModules": ["q_proj"]}},
+            MethodConfig(lora=LoraSettings(rslora=True, dora=True, target_modules=("q_proj",))),
+            id="variants of adapters",
+        ),
+        pytest.param(
+            {"type": "full", "freeze": ["model.embed_tokens.*"]},
+            MethodConfig(type="full", freeze=("model.embed_tokens.*",)),
+            id="frozen modules",
+        ),
+    ],
+)
+def test_train_config_trains_what_the_method_says(method, expected):
+    assert derived(method=method).method == expected
+
+
+def test_train_config_has_the_strategy_of_the_manifest():
+    sharded = {"type": "fsdp", "offload": "cpu", "replicas": 2, "reshardAfterForward": False}
+    sharded["activationCheckpointing"] = "selective"
+    assert derived(strategy=sharded).strategy == StrategyConfig(
+        type="fsdp",
+        offload="cpu",
+        replicas=2,
+        reshard_after_forward=False,
+        activation_checkpointing="selective",
+    )
+    on_disk = {"type": "zero3", "offload": "nvme", "nvmePath": "/mnt/nvme"}
+    assert derived(strategy=on_disk).strategy == StrategyConfig(
+        type="zero3", offload="nvme", nvme_path="/mnt/nvme"
+    )
+
+
+def test_train_config_has_the_training_of_the_manifest():
+    config = derived(
+        training={
+            "precision": "fp16",
+            "compile": True,
+            "liger": True,
+            "float8": True,
+            "evalEverySteps": 5,
+            "earlyStopping": {"patience": 2, "minDelta": 0.5},
+        }
+    )
+    assert config.training == TrainingConfig(
+        global_batch_size=4,
+        max_steps=10,
+        learning_rate=1e-4,
+        precision="fp16",
+        compile=True,
+        liger=True,
+        float8=True,
+        eval_every_steps=5,
+        early_stopping=EarlyStopping(patience=2, min_delta=0.5),
+    )
+
+
+def test_train_config_has_the_model_and_the_control_of_the_manifest():
+    config = derived(
+        model={"chatTemplate": "{{ messages }}", "addTokens": ["<call>"]},
+        restartPolicy={"restartsInPlace": 2},
+        deadlines={"hangSeconds": 90},
+    )
+    assert config.model == ModelConfig(
+        path="/models/base", chat_template="{{ messages }}", add_tokens=("<call>",)
+    )
+    assert config.world.restarts_in_place == 2
+    assert config.control == ControlConfig(hang_seconds=90)
+
+
+def test_train_config_has_what_the_backend_found_for_it():
+    more = (DatasetSource(path="org/rows", is_hub=True, weight=0.5),)
+    url = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
+    found = replace(LOCATIONS, also=more, adapter="/adapters/a", scheduled_events_url=url)
+    config = derive_train_config(make_plan(job()), 1, found)
+    assert config.data.also == more
+    assert config.method.lora == LoraSettings(start_from="/adapters/a")
+    assert config.control.scheduled_events_url == url
+
+
+def strategies() -> list[dict[str, Any]]:
+    """Every strategy with every combination of the settings that depend on it."""
+    options: list[dict[str, Any]] = []
+    types = [one for one in StrategyType if one is not StrategyType.AUTO]
+    for type_, offload, path, replicas, reshard in product(
+        types, Offload, (None, "/nvme"), (1, 2), (None, True)
+    ):
+        made = {"type": type_, "offload": offload, "nvmePath": path, "replicas": replicas}
+        made["reshardAfterForward"] = reshard
+        options.append({key: value for key, value in made.items() if value is not None})
+    return options
+
+
+def test_kubectl_and_the_trainer_refuse_the_same_strategies():
+    schema = object_schema(StrategySpec)
+    verdicts = {True: 0, False: 0}
+    for strategy in strategies():
+        try:
+            StrategyConfig.model_validate(strategy)
+            is_taken = True
+        except ValidationError:
+            is_taken = False
+        assert (check_rules(with_defaults(strategy, schema), schema) == []) is is_taken, strategy
+        verdicts[is_taken] += 1
+    # fsdp: 2 offloads x 2 replicas x 2 reshards; ddp 1; zero1 and zero2 2 each; zero3 4
+    assert verdicts == {True: 17, False: 143}
 
 
 def test_train_config_refuses_an_adapter_of_full_fine_tuning():

@@ -59,13 +59,13 @@ def test_an_empty_block_means_its_defaults() -> None:
 
 def test_all_problems_of_a_manifest_are_reported_at_once() -> None:
     found = problems(
-        training={"epochs": 1, "warmup": -1, "precision": "fp16"}, nix=1, method={"type": "dora"}
+        training={"epochs": 1, "warmup": -1}, nix=1, method={"type": "dora"}, topology__maxNodes=2
     )
     fields = {line.split(" ")[0] for line in found}
     assert fields == {
         "spec.training",
         "spec.training.warmup",
-        "spec.training.precision",
+        "spec.topology.maxNodes",
         "spec.nix",
         "spec.method.type",
     }
@@ -85,17 +85,12 @@ def test_an_unbuilt_field_exists_and_its_default_is_built(entry: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        ({"strategy__type": "zero3"}, "spec.strategy.type"),
-        ({"strategy": {"type": "fsdp", "offload": "cpu"}}, "spec.strategy.offload"),
-        ({"strategy__activationCheckpointing": "selective"}, "spec.strategy.activationCh"),
-        ({"method__type": "qlora"}, "spec.method.type"),
-        ({"training__precision": "fp16"}, "spec.training.precision"),
+        ({"strategy__tensorParallel": 2, "topology__nodes": 2}, "spec.strategy.tensorParallel"),
+        ({"strategy__pipelineParallel": 2, "topology__nodes": 2}, "spec.strategy.pipelineParallel"),
+        ({"method__lora__startFrom": "hf://me/adapter"}, "spec.method.lora.startFrom"),
         (
-            {
-                "training": {"earlyStopping": {}, "evalEverySteps": 5},
-                "dataset__evalSource": "file://./eval.jsonl",
-            },
-            "spec.training.earlyStopping",
+            {"dataset__also": [{"source": "hf://a/b"}, {"source": "pvc://a/b"}]},
+            "spec.dataset.also[1].source",
         ),
         ({"topology__maxNodes": 2}, "spec.topology.maxNodes"),
         ({"topology__instanceType": "Standard_A"}, "spec.topology.instanceType"),
@@ -104,7 +99,6 @@ def test_an_unbuilt_field_exists_and_its_default_is_built(entry: Any) -> None:
         ({"queue__name": "a"}, "spec.queue"),
         ({"podTemplate": {}}, "spec.podTemplate"),
         ({"ttlSecondsAfterFinished": 5}, "spec.ttlSecondsAfterFinished"),
-        ({"deadlines__hangSeconds": 5}, "spec.deadlines.hangSeconds"),
         ({"managedBy": "kueue.x-k8s.io/multikueue"}, "spec.managedBy"),
         ({"model__source": "pvc://claim/model"}, "spec.model.source"),
         ({"output__uri": "hf://me/model"}, "spec.output.uri"),
@@ -137,7 +131,7 @@ def test_a_folder_is_no_manifest_to_run(tmp_path: Path) -> None:
 
 
 def test_the_resource_itself_accepts_what_is_not_built_yet() -> None:
-    value = manifest(strategy__type="zero3", topology__rdma="required", queue__name="a")
+    value = manifest(topology__rdma="required", queue__name="a", ttlSecondsAfterFinished=5)
     assert check_manifest(Manifest("", 1, value, {}), with_unbuilt=False) == []
 
 

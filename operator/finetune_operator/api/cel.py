@@ -15,7 +15,7 @@ from cel import compile as compile_cel
 from finetune_operator.api.openapi import DETAIL, Schema
 from finetune_operator.api.paths import FieldPath, Finding, is_scalar, show_value
 
-_REFERENCE = re.compile(r"\bself((?:\.[A-Za-z_]\w*)*)")
+_REFERENCE = re.compile(r"\bself((?:\.[A-Za-z_]\w*\b(?!\())*)")  # fields, not functions
 _ABSENT = object()
 
 

@@ -59,7 +59,10 @@ def make_plan(job: FineTuneJob) -> Plan:
     strategy = spec.strategy.type
     if strategy is StrategyType.AUTO:
         strategy = StrategyType.DDP
-        reasons.append("strategy ddp: every rank holds the whole model")
+        reasons.append(
+            "strategy ddp: every rank holds the whole model and only gradients travel; where it "
+            "does not fit, set fsdp or zero1 to zero3"
+        )
     precision = spec.training.precision
     if precision is Precision.AUTO:
         precision = Precision.BF16 if device == "cuda" else Precision.FP32

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1.inputs import DatasetSpec
-from finetune_operator.api.v1alpha1.lifecycle import CheckpointSpec
-from finetune_operator.api.v1alpha1.method import MethodType
+from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
+from finetune_operator.api.v1alpha1.method import MethodType, Quantization
+from finetune_operator.api.v1alpha1.topology import Capacity
 from finetune_operator.planner.plan import Plan
 from finetune_trainer import config as trainer
 
-# A fault then loses ten minutes at most, and an asynchronous save blocks for well under a second.
-DEFAULT_CHECKPOINT_SECONDS = 600
+# Seconds an attempt lasts where nothing better is known: spot nodes are taken back, others fail.
+SPOT_MEAN_TIME_BETWEEN_FAILURES = 7_200
+MEAN_TIME_BETWEEN_FAILURES = 86_400
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,12 @@ class Locations:
 
     Attributes:
         model: Folder or hub name of the base model.
-        train: File or hub name of the training rows.
+        train: File or hub name of the training rows of `dataset.source`.
         eval: The same of the held-out rows, or None.
+        also: The same of `dataset.also`, in its order.
+        adapter: Folder of the adapter that training begins with, or None.
         resume_from: `auto`, `none` or the folder of one checkpoint.
+        scheduled_events_url: Where the machine announces evictions; None where it does not.
     """
 
     model: str
@@ -31,15 +36,17 @@ class Locations:
     output_dir: str
     cache_dir: str
     termination_path: str
+    also: tuple[trainer.DatasetSource, ...] = ()
+    adapter: str | None = None
     resume_from: str = "auto"
     threads_per_process: int = 1
     metrics_host: str = "127.0.0.1"
+    scheduled_events_url: str | None = None
 
 
 def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> trainer.TrainConfig:
     """Write down every choice for one attempt of `plan`; pure."""
     job, spec = plan.job, plan.job.spec
-    training = spec.training
     return trainer.TrainConfig(
         job=trainer.JobRef(
             namespace=job.metadata.namespace,
@@ -52,44 +59,24 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             nproc_per_node=plan.processes_per_node,
             device=plan.device,
             threads_per_process=locations.threads_per_process,
+            restarts_in_place=spec.restart_policy.restarts_in_place,
         ),
         model=trainer.ModelConfig(
-            path=locations.model, revision=spec.model.revision, base_name=spec.model.base_name
+            path=locations.model,
+            revision=spec.model.revision,
+            base_name=spec.model.base_name,
+            chat_template=spec.model.chat_template,
+            add_tokens=tuple(spec.model.add_tokens),
         ),
-        data=trainer.DataConfig(
-            train=locations.train,
-            eval=locations.eval,
-            format=trainer.DataFormat(spec.dataset.format),
-            columns=_columns(spec.dataset),
-            max_seq_len=training.max_seq_length,
-            long_rows=trainer.LongRows(spec.dataset.long_rows),
-            packing=training.packing,
-            cache_dir=locations.cache_dir,
-        ),
-        method=_method(plan),
-        strategy=trainer.StrategyConfig(
-            type=plan.strategy.value,
-            activation_checkpointing=plan.activation_checkpointing.value,
-        ),
-        training=trainer.TrainingConfig(
-            global_batch_size=training.global_batch_size,
-            micro_batch_size=plan.micro_batch_size,
-            epochs=training.epochs,
-            max_steps=training.max_steps,
-            learning_rate=training.learning_rate,
-            schedule=training.schedule.value,
-            warmup=training.warmup,
-            weight_decay=training.weight_decay,
-            dropout=training.dropout,
-            max_grad_norm=training.max_grad_norm,
-            precision=plan.precision.value,
-            seed=training.seed,
-            eval_every_steps=training.eval_every_steps,
-        ),
+        data=_data(spec, locations),
+        method=_method(spec, locations),
+        strategy=_strategy(plan),
+        training=_training(plan),
         checkpoint=trainer.CheckpointConfig(
             dir=locations.checkpoint_dir,
             every_steps=spec.checkpoint.every_steps,
-            every_seconds=_every_seconds(spec.checkpoint),
+            every_seconds=spec.checkpoint.every_seconds,
+            mean_time_between_failures=_mean_time_between_failures(spec),
             keep=spec.checkpoint.keep,
             resume_from=locations.resume_from,
             is_continued=attempt > 1,
@@ -100,9 +87,27 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             metrics_host=locations.metrics_host,
             sample_prompts=tuple(spec.observability.sample_prompts),
         ),
+        control=trainer.ControlConfig(
+            hang_seconds=spec.deadlines.hang_seconds,
+            scheduled_events_url=locations.scheduled_events_url,
+        ),
         run_dir=locations.run_dir,
         termination_path=locations.termination_path,
         termination_grace_seconds=spec.deadlines.termination_grace_seconds,
+    )
+
+
+def _data(spec: FineTuneJobSpec, locations: Locations) -> trainer.DataConfig:
+    return trainer.DataConfig(
+        train=locations.train,
+        also=locations.also,
+        eval=locations.eval,
+        format=trainer.DataFormat(spec.dataset.format),
+        columns=_columns(spec.dataset),
+        max_seq_len=spec.training.max_seq_length,
+        long_rows=trainer.LongRows(spec.dataset.long_rows),
+        packing=spec.training.packing,
+        cache_dir=locations.cache_dir,
     )
 
 
@@ -110,18 +115,60 @@ def _columns(dataset: DatasetSpec) -> trainer.ColumnMap:
     return trainer.ColumnMap(**dataset.columns.model_dump())
 
 
-def _method(plan: Plan) -> trainer.MethodConfig:
-    method = plan.job.spec.method
+def _method(spec: FineTuneJobSpec, locations: Locations) -> trainer.MethodConfig:
+    method = spec.method
     if method.type is MethodType.FULL:
-        return trainer.MethodConfig(type="full")
-    lora = method.lora.model_dump() if method.lora else {}
-    return trainer.MethodConfig(type="lora", lora=trainer.LoraSettings(**lora))
+        return trainer.MethodConfig(type="full", freeze=tuple(method.freeze))
+    lora = method.lora.model_dump(exclude={"start_from"}) if method.lora else {}
+    unsaid = Quantization.NF4 if method.type is MethodType.QLORA else Quantization.NONE
+    return trainer.MethodConfig(
+        type=method.type.value,
+        lora=trainer.LoraSettings(**lora, start_from=locations.adapter),
+        quantization=(method.quantization or unsaid).value,
+    )
 
 
-def _every_seconds(checkpoint: CheckpointSpec) -> int | None:
-    if checkpoint.every_steps is None and checkpoint.every_seconds is None:
-        return DEFAULT_CHECKPOINT_SECONDS
-    return checkpoint.every_seconds
+def _strategy(plan: Plan) -> trainer.StrategyConfig:
+    strategy = plan.job.spec.strategy
+    return trainer.StrategyConfig(
+        type=plan.strategy.value,
+        offload=strategy.offload.value,
+        nvme_path=strategy.nvme_path,
+        replicas=strategy.replicas,
+        reshard_after_forward=strategy.reshard_after_forward,
+        activation_checkpointing=plan.activation_checkpointing.value,
+    )
+
+
+def _training(plan: Plan) -> trainer.TrainingConfig:
+    training = plan.job.spec.training
+    stopping = training.early_stopping
+    return trainer.TrainingConfig(
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        learning_rate=training.learning_rate,
+        schedule=training.schedule.value,
+        warmup=training.warmup,
+        weight_decay=training.weight_decay,
+        dropout=training.dropout,
+        max_grad_norm=training.max_grad_norm,
+        precision=plan.precision.value,
+        compile=training.compile,
+        liger=training.liger,
+        float8=training.float8,
+        seed=training.seed,
+        eval_every_steps=training.eval_every_steps,
+        early_stopping=trainer.EarlyStopping(**stopping.model_dump()) if stopping else None,
+    )
+
+
+def _mean_time_between_failures(spec: FineTuneJobSpec) -> int:
+    if spec.checkpoint.mean_time_between_failures is not None:
+        return spec.checkpoint.mean_time_between_failures
+    on_demand = spec.capacity is Capacity.ON_DEMAND
+    return MEAN_TIME_BETWEEN_FAILURES if on_demand else SPOT_MEAN_TIME_BETWEEN_FAILURES
 
 
 def _output_format(plan: Plan) -> str:

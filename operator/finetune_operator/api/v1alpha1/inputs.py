@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.schema import ABOVE_ZERO, ApiModel, Rule
 
 Uri = Annotated[str, Field(min_length=1, max_length=2048)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -16,6 +16,14 @@ _SOURCE_RULE = Rule(
     "for a local folder write file://./FOLDER",
 )
 Source = Annotated[Uri, _SOURCE_RULE]
+SplitName = Annotated[str, Field(min_length=1, max_length=256)]
+Weight = Annotated[float, Field(ge=0, le=1000), ABOVE_ZERO]
+
+_SPLIT_RULE = Rule(
+    "self.split == 'train' || self.source.startsWith('hf://')",
+    "has an effect only with an hf:// source; remove it",
+    field="split",
+)
 
 
 class SecretKeyRef(ApiModel):
@@ -46,6 +54,18 @@ class ModelSpec(ApiModel):
         None,
         description="Name the adapter records as its base, so that another machine finds it. "
         "Absent means the hub name, or for a folder the name in its own config.json.",
+    )
+    chat_template: Annotated[str, Field(min_length=1, max_length=65_536)] | None = Field(
+        None,
+        description="Jinja text that takes the place of the tokenizer's chat template; rows are "
+        "written with it, and it is saved with the trained model.",
+    )
+    add_tokens: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=256)
+    ] = Field(
+        [],
+        description="Special tokens added to the tokenizer; their embeddings are trained, and "
+        "exported with the model, whatever the method.",
     )
 
     cel_rules = (
@@ -109,6 +129,20 @@ def _columns_of(format_: str, names: tuple[str, ...]) -> Rule:
     )
 
 
+class DatasetPart(ApiModel):
+    """Further rows to train on."""
+
+    source: Source = Field(description="Where the rows are, as in dataset.source.")
+    split: SplitName = Field("train", description="Split of a hub data set; a file has only train.")
+    weight: Weight = Field(1.0, description="How often an epoch holds each row, as dataset.weight.")
+
+    cel_rules = (_SPLIT_RULE,)
+
+
+_EVAL_SOURCE = "(has(self.evalSource) ? self.evalSource : self.source)"
+_EVAL_SPLIT = "(has(self.evalSplit) ? self.evalSplit : 'train')"
+
+
 class DatasetSpec(ApiModel):
     """The rows to train and to evaluate on."""
 
@@ -121,13 +155,23 @@ class DatasetSpec(ApiModel):
         description="What a row holds: chat (messages, conversations, or prompt and completion), "
         "instruction (instruction, input, output) or text.",
     )
-    split: Annotated[str, Field(min_length=1, max_length=256)] = Field(
+    split: SplitName = Field(
         "train", description="Split of a hub data set to train on; a file has only train."
+    )
+    weight: Weight = Field(
+        1.0,
+        description="How often an epoch holds each row of source. Of 0.25, each epoch draws the "
+        "next quarter of them, so four epochs see every row once.",
+    )
+    also: Annotated[list[DatasetPart], Field(max_length=32)] = Field(
+        [],
+        description="Further data sets to train on, of the same format and columns, mixed with "
+        "source by weight.",
     )
     eval_source: Source | None = Field(
         None, description="Held-out rows; absent means evalSplit of source, or no evaluation."
     )
-    eval_split: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+    eval_split: SplitName | None = Field(
         None, description="Split to evaluate on, of evalSource or else of source."
     )
     columns: DatasetColumns = Field(
@@ -147,14 +191,9 @@ class DatasetSpec(ApiModel):
             "excludes prompt and completion, as a row holds one or the other; remove it or those",
             field="columns.messages",
         ),
+        _SPLIT_RULE,
         Rule(
-            "self.split == 'train' || self.source.startsWith('hf://')",
-            "has an effect only with an hf:// source; remove it",
-            field="split",
-        ),
-        Rule(
-            "!has(self.evalSplit) || "
-            "(has(self.evalSource) ? self.evalSource : self.source).startsWith('hf://')",
+            f"!has(self.evalSplit) || {_EVAL_SOURCE}.startsWith('hf://')",
             "has an effect only with an hf:// source; remove it, or name a file as evalSource",
             field="evalSplit",
         ),
@@ -162,5 +201,11 @@ class DatasetSpec(ApiModel):
             "!has(self.evalSplit) || has(self.evalSource) || self.evalSplit != self.split",
             "is the split that is trained on; name another one",
             field="evalSplit",
+        ),
+        Rule(
+            f"!(has(self.evalSource) || has(self.evalSplit)) || "
+            f"!self.also.exists(one, one.source == {_EVAL_SOURCE} && one.split == {_EVAL_SPLIT})",
+            "holds the rows that are evaluated on; remove them there, or evaluate on others",
+            field="also",
         ),
     )

@@ -41,14 +41,25 @@ _BATCH_DETAIL = (
 )
 
 
+_ON_CLUSTER = "(self.backend.type in ['aks', 'azureml'])"
+_LOCAL_ONLY = (
+    "is a path of this machine, which only backend type local can read; "
+    "use backend.type: local or another source"
+)
+
+
 def _local_only(field: str, optional: bool = False) -> Rule:
     """A path of this machine means nothing on the nodes of a cluster."""
     absent = f"!has(self.{field}) || " if optional else ""
     return Rule(
-        f"{absent}!self.{field}.startsWith('file://') || "
-        "!(self.backend.type in ['aks', 'azureml'])",
-        "is a path of this machine, which only backend type local can read; "
-        "use backend.type: local or another source",
+        f"{absent}!self.{field}.startsWith('file://') || !{_ON_CLUSTER}", _LOCAL_ONLY, field=field
+    )
+
+
+def _needs_gpu(field: str) -> Rule:
+    return Rule(
+        f"!self.{field} || self.topology.gpusPerNode > 0",
+        "needs GPUs, and topology.gpusPerNode 0 trains on the CPU; remove it",
         field=field,
     )
 
@@ -121,10 +132,45 @@ class FineTuneJobSpec(ApiModel):
             field="training.globalBatchSize",
             detail=_BATCH_DETAIL,
         ),
+        Rule(
+            "self.strategy.type != 'fsdp' || self.strategy.replicas == 1 || "
+            f"({_RANKS} % self.strategy.replicas == 0 && {_RANKS} > self.strategy.replicas)",
+            "must divide nodes x processes into groups of at least two",
+            field="strategy.replicas",
+        ),
+        Rule(
+            "self.method.type != 'qlora' || self.strategy.type != 'zero3'",
+            "cannot shard the quantized base of method type qlora; use ddp, or fsdp to shard it",
+            field="strategy.type",
+        ),
+        Rule(
+            "!self.training.float8 || self.method.type == 'full'",
+            "needs method type full; remove it",
+            field="training.float8",
+        ),
+        Rule(
+            "self.restartPolicy.restartsInPlace == 0 || self.topology.nodes == 1",
+            "is not possible with several nodes, as no node sees the ranks of another end; remove "
+            "it, and the whole attempt is restarted",
+            field="restartPolicy.restartsInPlace",
+        ),
+        *(_needs_gpu(field) for field in ("training.liger", "training.float8")),
         *(_local_only(field) for field in ("model.source", "dataset.source")),
         *(
             _local_only(field, optional=True)
             for field in ("dataset.evalSource", "checkpoint.uri", "output.uri")
+        ),
+        Rule(
+            "!has(self.method.lora) || !has(self.method.lora.startFrom) || "
+            f"!self.method.lora.startFrom.startsWith('file://') || !{_ON_CLUSTER}",
+            _LOCAL_ONLY,
+            field="method.lora.startFrom",
+        ),
+        Rule(
+            f"!self.dataset.also.exists(one, one.source.startsWith('file://')) || !{_ON_CLUSTER}",
+            "names a path of this machine, which only backend type local can read; "
+            "use backend.type: local or other sources",
+            field="dataset.also",
         ),
         never_changes("managedBy"),
         never_changes("backend.type"),
@@ -157,6 +203,13 @@ class FineTuneJob(ApiModel):
             "must be at most 50 lower-case letters, digits and hyphens and start with a letter, "
             "as the names of its pods are made from it",
             field="metadata.name",
+        ),
+        # Not once an attempt was made: a job may go on with fewer ranks than it began with.
+        Rule(
+            f"self.spec.strategy.type != 'fsdp' || {_RANKS.replace('self.', 'self.spec.')} > 1 || "
+            "(has(self.status) && has(self.status.attempt) && self.status.attempt > 0)",
+            "needs at least two processes, and topology has one; use ddp, or more processes",
+            field="spec.strategy.type",
         ),
     )
 

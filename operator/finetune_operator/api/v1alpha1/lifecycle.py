@@ -22,11 +22,18 @@ class CheckpointSpec(ApiModel):
     )
     every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None,
-        description="Save every so many optimizer steps; without everySteps and everySeconds a "
-        "checkpoint is made every 600 s, at the end, and when the job is stopped.",
+        description="Save every so many optimizer steps; without everySteps and everySeconds the "
+        "interval follows from meanTimeBetweenFailures. The last step, and a stop of the job, make "
+        "a checkpoint in any case.",
     )
     every_seconds: Seconds | None = Field(
         None, description="Save when so many seconds have passed since the last one."
+    )
+    mean_time_between_failures: Seconds | None = Field(
+        None,
+        description="Seconds an attempt lasts on average until it is lost; with the measured cost "
+        "of a save it makes the interval that loses the least time (Young, Daly). Absent means "
+        "7200 for capacity spot and spotPreferred, else 86400.",
     )
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
         2, description="Newest committed checkpoints that are kept."
@@ -42,6 +49,13 @@ class CheckpointSpec(ApiModel):
             "self.resumeFrom.matches('^(hf|azureml|pvc|file|https)://.+')",
             "must be auto, none or the URI of a checkpoint",
             field="resumeFrom",
+        ),
+        Rule(
+            "!has(self.meanTimeBetweenFailures) || "
+            "!(has(self.everySteps) || has(self.everySeconds))",
+            "has no effect with everySteps or everySeconds, which set the interval; remove it or "
+            "those",
+            field="meanTimeBetweenFailures",
         ),
     )
 
@@ -122,6 +136,11 @@ class RestartPolicy(ApiModel):
     max_disruptions: Annotated[int, Field(ge=0, le=10_000)] | None = Field(
         None, description="Restarts after preemptions; absent means without limit."
     )
+    restarts_in_place: Annotated[int, Field(ge=0, le=1000)] = Field(
+        0,
+        description="How often an attempt of one node starts its ranks again after a fault of one "
+        "of them, without counting, before the attempt fails.",
+    )
     rules: Annotated[list[RestartRule], Field(max_length=20)] = Field(
         [], description="Exceptions by failure class or exit code; first match wins."
     )
@@ -138,7 +157,9 @@ class Deadlines(ApiModel):
         None, description="Longest life of the job over all attempts."
     )
     hang_seconds: Seconds | None = Field(
-        None, description="Longest time without a step before an attempt counts as hung."
+        None,
+        description="Longest time without progress before an attempt writes every rank's stack to "
+        "its log and fails; absent waits for ever. Longer than the slowest phase, such as loading.",
     )
     termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
         120, description="Time between SIGTERM and SIGKILL; the checkpoint must fit into it."

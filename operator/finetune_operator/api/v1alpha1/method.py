@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from finetune_operator.api.schema import ABOVE_ZERO, ApiModel, Rule
+from finetune_operator.api.v1alpha1.inputs import Source
 
 
 class MethodType(StrEnum):
@@ -39,6 +40,21 @@ class LoraSpec(ApiModel):
     ] = Field(
         [], description="Module name endings to adapt; empty means every linear layer but the head."
     )
+    rslora: bool = Field(
+        False,
+        description="Scale by alpha / sqrt(r) instead of alpha / r, which keeps high ranks from "
+        "learning slowly (arXiv:2312.03732).",
+    )
+    dora: bool = Field(
+        False,
+        description="Train each weight's magnitude apart from its direction (arXiv:2402.09353); "
+        "slower, often better at low ranks.",
+    )
+    start_from: Source | None = Field(
+        None,
+        description="URI of the folder of an adapter whose weights training begins with; absent "
+        "begins with an adapter that changes nothing.",
+    )
 
 
 class MethodSpec(ApiModel):
@@ -53,7 +69,16 @@ class MethodSpec(ApiModel):
         None, description="Adapter settings of lora and qlora; absent means the defaults."
     )
     quantization: Quantization | None = Field(
-        None, description="Storage of the frozen base; absent means nf4 for qlora, else none."
+        None,
+        description="Storage of the frozen base: nf4 is 4-bit with double quantisation "
+        "(arXiv:2305.14314), int8 8-bit; absent means nf4 for qlora, else none.",
+    )
+    freeze: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=64)
+    ] = Field(
+        [],
+        description="Shell patterns of parameter names that full fine-tuning leaves as they are, "
+        "such as model.embed_tokens.*.",
     )
 
     cel_rules = (
@@ -66,6 +91,11 @@ class MethodSpec(ApiModel):
             "!has(self.quantization) || (self.type == 'qlora') == (self.quantization != 'none')",
             "does not fit the method: qlora needs nf4 or int8, full and lora need none; remove it",
             field="quantization",
+        ),
+        Rule(
+            "self.type == 'full' || size(self.freeze) == 0",
+            "has no effect with adapters, which freeze the whole base; remove it or use type full",
+            field="freeze",
         ),
     )
 
@@ -110,11 +140,25 @@ class StrategySpec(ApiModel):
     offload: Offload = Field(
         Offload.NONE,
         description="Optimizer state (optimizer), parameters as well (cpu), or both on disk "
-        "(nvme, zero3 only).",
+        "(nvme, zero3 only). zero1 and zero2 take optimizer, fsdp takes cpu, zero3 takes any.",
+    )
+    nvme_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        None, description="Folder on each node's fast disk for the files of offload nvme."
+    )
+    replicas: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1,
+        description="HSDP, fsdp only: so many groups of ranks each hold the whole model, and shard "
+        "it within the group; usually the number of nodes.",
+    )
+    reshard_after_forward: bool | None = Field(
+        None,
+        description="fsdp only: free a layer's gathered parameters between forward and backward; "
+        "absent decides by free memory.",
     )
     activation_checkpointing: ActivationCheckpointing = Field(
         ActivationCheckpointing.AUTO,
-        description="Recompute activations to save memory: none, selective, full, or auto.",
+        description="Recompute activations to save memory: none, selective (keeps what is slow to "
+        "compute), full, or auto.",
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="GPUs that share each layer."
@@ -125,13 +169,51 @@ class StrategySpec(ApiModel):
 
     cel_rules = (
         Rule(
-            "self.offload != 'nvme' || self.type == 'zero3'",
+            "self.offload == 'none' || !(self.type in ['ddp', 'auto'])",
+            "has no effect with strategy type ddp, which auto may choose; use type fsdp or zero1 "
+            "to zero3, or remove it",
+            field="offload",
+        ),
+        Rule(
+            "self.offload != 'nvme' || self.type in ['zero3', 'ddp', 'auto']",
             "needs strategy type zero3",
             field="offload",
         ),
         Rule(
-            "self.offload == 'none' || self.type in ['fsdp', 'zero1', 'zero2', 'zero3', 'auto']",
-            "has no effect with strategy type ddp; use fsdp or zero1 to zero3, or remove it",
+            "self.offload != 'cpu' || !(self.type in ['zero1', 'zero2'])",
+            "has no effect with zero1 and zero2, which do not shard parameters; use offload "
+            "optimizer, or type zero3",
             field="offload",
+        ),
+        Rule(
+            "self.offload != 'optimizer' || self.type != 'fsdp'",
+            "cannot be had with fsdp, which moves parameters and optimizer together; use offload "
+            "cpu",
+            field="offload",
+        ),
+        Rule(
+            "self.offload != 'nvme' || has(self.nvmePath)",
+            "needs nvmePath, the folder of its files; set it",
+            field="offload",
+        ),
+        Rule(
+            "!has(self.nvmePath) || self.offload == 'nvme'",
+            "has no effect without offload nvme; remove it",
+            field="nvmePath",
+        ),
+        Rule(
+            "!has(self.nvmePath) || self.nvmePath.startsWith('/')",
+            "must be an absolute path, as ranks start in folders of their own; write it from /",
+            field="nvmePath",
+        ),
+        Rule(
+            "self.replicas == 1 || self.type == 'fsdp'",
+            "has an effect only with strategy type fsdp; remove it",
+            field="replicas",
+        ),
+        Rule(
+            "!has(self.reshardAfterForward) || self.type == 'fsdp'",
+            "has an effect only with strategy type fsdp; remove it",
+            field="reshardAfterForward",
         ),
     )

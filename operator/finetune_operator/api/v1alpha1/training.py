@@ -76,7 +76,21 @@ class TrainingSpec(ApiModel):
     )
     precision: Precision = Field(
         Precision.AUTO,
-        description="bf16, fp16 or fp32; auto is bf16 on a GPU that has it and fp32 on a CPU.",
+        description="bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or "
+        "fp32; auto is bf16 on a GPU that has it and fp32 on a CPU.",
+    )
+    compile: bool = Field(
+        False,
+        description="Compile each decoder layer with torch.compile: a minute or more at the start, "
+        "faster steps after it.",
+    )
+    liger: bool = Field(
+        False, description="Use the fused Triton layers of liger-kernel; GPUs only."
+    )
+    float8: bool = Field(
+        False,
+        description="float8 matrix products (torchao); full fine-tuning on Hopper or newer GPUs "
+        "only.",
     )
     seed: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(
         42, description="Seed of order, initialisation and dropout."

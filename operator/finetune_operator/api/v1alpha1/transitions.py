@@ -19,6 +19,7 @@ _ALWAYS_PRESENT = (
     "capacity",
     "checkpoint",
     "output",
+    "restartPolicy.restartsInPlace",
     "restartPolicy.rules",
     "restartPolicy.backoff",
     "backend",

@@ -28,17 +28,11 @@ def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
 
 
 def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    spec = job.spec
-    inputs = {
-        "spec.model.source": spec.model.source,
-        "spec.dataset.source": spec.dataset.source,
-        "spec.dataset.evalSource": spec.dataset.eval_source,
-    }
-    resume = spec.checkpoint.resume_from
+    inputs = layout.inputs_of(job)
     folders = {
-        "spec.checkpoint.uri": spec.checkpoint.uri,
-        "spec.checkpoint.resumeFrom": None if resume in ("auto", "none") else resume,
-        "spec.output.uri": spec.output.uri,
+        "spec.checkpoint.uri": job.spec.checkpoint.uri,
+        "spec.output.uri": job.spec.output.uri,
+        **layout.folders_read(job),
     }
     for path, uri in (inputs | folders).items():
         if uri is None or (path in inputs and layout.is_on_hub(uri)):
@@ -69,7 +63,7 @@ def missing(
         *_platform(),
         *_model(job, manifest_dir),
         *_data(job, manifest_dir),
-        *_checkpoint(job, manifest_dir),
+        *_start(job, manifest_dir),
         *_folders(job, manifest_dir),
         *overlaps(job, manifest_dir),
         *_processors(job, environ, cores, gpus),
@@ -103,10 +97,8 @@ def _model(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
 
 
 def _data(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    dataset = job.spec.dataset
-    named = {"spec.dataset.source": dataset.source, "spec.dataset.evalSource": dataset.eval_source}
-    for path, uri in named.items():
-        if uri is None or layout.is_on_hub(uri):
+    for path, uri in layout.inputs_of(job).items():
+        if path == "spec.model.source" or layout.is_on_hub(uri):
             continue
         place = layout.file_path(uri, manifest_dir)
         complaint = _complaint_about_data(place)
@@ -131,14 +123,17 @@ def _complaint_about_data(place: Path) -> str:
     return ""
 
 
-def _checkpoint(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    resume = job.spec.checkpoint.resume_from
-    if resume in ("auto", "none"):
-        return
-    folder = layout.file_path(resume, manifest_dir)
-    if not folder.is_dir():
-        message = f"{resume}: {folder} does not exist; name a step-N folder, or use auto"
-        yield Problem("spec.checkpoint.resumeFrom", message)
+def _start(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    """What training begins with: one checkpoint, or one adapter."""
+    for path, uri in layout.folders_read(job).items():
+        folder = layout.file_path(uri, manifest_dir)
+        if path == "spec.checkpoint.resumeFrom":
+            if not folder.is_dir():
+                message = f"{uri}: {folder} does not exist; name a step-N folder, or use auto"
+                yield Problem(path, message)
+        elif not (folder / "adapter_config.json").is_file():
+            message = f"{uri}: {folder} has no adapter_config.json; name the folder of an adapter"
+            yield Problem(path, message)
 
 
 def _folders(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
@@ -148,6 +143,8 @@ def _folders(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
         "spec.checkpoint.uri": folders.checkpoint,
         "spec.output.uri": folders.output,
     }
+    if job.spec.strategy.nvme_path is not None:
+        named["spec.strategy.nvmePath"] = Path(job.spec.strategy.nvme_path)
     refused: set[Path] = set()
     for path, folder in named.items():
         complaint = _complaint_about_folder(folder)

@@ -51,11 +51,35 @@ def model_path(uri: str, manifest_dir: Path) -> str:
     return uri.removeprefix(HUB) if is_on_hub(uri) else str(file_path(uri, manifest_dir))
 
 
-def dataset_source(uri: str, split: str, manifest_dir: Path) -> DatasetSource:
+def dataset_source(
+    uri: str, split: str, manifest_dir: Path, *, weight: float = 1.0
+) -> DatasetSource:
     """Return where a rank reads rows from."""
     if is_on_hub(uri):
-        return DatasetSource(path=uri.removeprefix(HUB), split=split, is_hub=True)
-    return DatasetSource(path=str(file_path(uri, manifest_dir)), split=split)
+        path = uri.removeprefix(HUB)
+        return DatasetSource(path=path, split=split, is_hub=True, weight=weight)
+    return DatasetSource(path=str(file_path(uri, manifest_dir)), split=split, weight=weight)
+
+
+def inputs_of(job: FineTuneJob) -> dict[str, str]:
+    """Return the URI of everything that a job reads and that may be on the hub, by field."""
+    model, dataset = job.spec.model, job.spec.dataset
+    inputs = {"spec.model.source": model.source, "spec.dataset.source": dataset.source}
+    inputs |= {f"spec.dataset.also[{i}].source": one.source for i, one in enumerate(dataset.also)}
+    if dataset.eval_source is not None:
+        inputs["spec.dataset.evalSource"] = dataset.eval_source
+    return inputs
+
+
+def folders_read(job: FineTuneJob) -> dict[str, str]:
+    """Return the URIs of the adapter and of the checkpoint that a job begins with, by field."""
+    lora, resume = job.spec.method.lora, job.spec.checkpoint.resume_from
+    read = {}
+    if lora is not None and lora.start_from is not None:
+        read["spec.method.lora.startFrom"] = lora.start_from
+    if resume not in ("auto", "none"):
+        read["spec.checkpoint.resumeFrom"] = resume
+    return read
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:

@@ -45,17 +45,10 @@ def _named(job: FineTuneJob) -> set[str]:
 
 def _read(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
     """Return the files and folders that the run reads on this machine, by field."""
-    spec = job.spec
-    uris = {
-        "spec.model.source": spec.model.source,
-        "spec.dataset.source": spec.dataset.source,
-        "spec.dataset.evalSource": spec.dataset.eval_source,
-        _RESUME: spec.checkpoint.resume_from,
-    }
     return {
         field: layout.file_path(uri, manifest_dir).resolve()
-        for field, uri in uris.items()
-        if uri is not None and uri.startswith(layout.FILE)
+        for field, uri in (layout.inputs_of(job) | layout.folders_read(job)).items()
+        if uri.startswith(layout.FILE)
     }
 
 

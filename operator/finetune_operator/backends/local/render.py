@@ -99,10 +99,17 @@ def _locations(
         source = dataset.eval_source or dataset.source
         split = dataset.eval_split or ("train" if dataset.eval_source else dataset.split)
         held_out = layout.dataset_source(source, split, base)
+    lora = spec.method.lora
+    adapter = lora.start_from if lora else None
     return Locations(
         model=layout.model_path(spec.model.source, base),
-        train=layout.dataset_source(dataset.source, dataset.split, base),
+        train=layout.dataset_source(dataset.source, dataset.split, base, weight=dataset.weight),
+        also=tuple(
+            layout.dataset_source(part.source, part.split, base, weight=part.weight)
+            for part in dataset.also
+        ),
         eval=held_out,
+        adapter=str(layout.file_path(adapter, base)) if adapter else None,
         run_dir=str(folders.run),
         checkpoint_dir=str(folders.checkpoint),
         output_dir=str(folders.output),
