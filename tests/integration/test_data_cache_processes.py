@@ -40,7 +40,7 @@ if mode == "full":
     # As a full disk does, this refuses what is written beyond the first KiB of a file.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
 try:
-    print(prepare(config, config.train, loaded).fingerprint, flush=True)
+    print(prepare(config, config.sources, loaded).fingerprint, flush=True)
 except TrainerError as error:
     print(error, flush=True)
 """

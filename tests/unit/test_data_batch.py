@@ -25,7 +25,7 @@ def dataset(*rows: tuple[list[int], list[int]]) -> TokenDataset:
         "lengths": np.asarray([len(tokens) for tokens, _ in rows], np.int32),
         "label_counts": np.asarray([mask.sum() for mask in masks], np.int32),
     }
-    return TokenDataset(StoredTokens(arrays, DataReport(), "rows"))
+    return TokenDataset([(StoredTokens(arrays, DataReport(), "rows"), 1.0)])
 
 
 def random_rows(count: int, longest: int = 40) -> TokenDataset:

@@ -49,7 +49,7 @@ def config(path: Path, **changes: Any) -> DataConfig:
 
 
 def prepared(made: DataConfig, tokenizer: Any, name: str = "train") -> TokenDataset:
-    return prepare(made, made.train, tokenizer, name=name)
+    return prepare(made, made.sources, tokenizer, name=name)
 
 
 DIALOGUES = [{"prompt": f"Question {n}?", "completion": "word " * n} for n in range(1, 20)]
@@ -272,3 +272,42 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
+
+
+def test_several_sources_are_one_data_set_in_their_order(tmp_path: Path, tokenizer: Any) -> None:
+    one = config(write_rows(tmp_path / "one.jsonl", *DIALOGUES))
+    two = config(write_rows(tmp_path / "two.jsonl", *DIALOGUES[:3]))
+    alone, further = prepared(one, tokenizer), prepared(two, tokenizer)
+    source = DatasetSource(path=two.train.path, weight=0.5)
+    both = prepared(one.model_copy(update={"also": (source,)}), tokenizer)
+    expected = [part.row(index) for part in (alone, further) for index in range(len(part))]
+    for index, sequence in enumerate(expected):
+        assert np.array_equal(both.row(index).tokens, sequence.tokens)
+        assert np.array_equal(both.row(index).is_label, sequence.is_label)
+    assert both.lengths.tolist() == [*alone.lengths, *further.lengths]
+    assert both.label_counts.tolist() == [*alone.label_counts, *further.label_counts]
+    assert both.weights.tolist() == [1.0] * 19 + [0.5] * 3
+    assert (both.report.rows, both.report.tokens) == (22, both.lengths.sum())
+    assert len(committed(tmp_path)) == 2  # each source has a cache entry of its own
+
+
+def test_the_weight_of_a_source_is_part_of_what_names_the_data(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    made = config(write_rows(tmp_path / "rows.jsonl", *DIALOGUES))
+    twice = made.model_copy(update={"train": DatasetSource(path=made.train.path, weight=2)})
+    assert prepared(made, tokenizer).fingerprint != prepared(twice, tokenizer).fingerprint
+
+
+def test_a_further_source_that_is_missing_is_named_by_its_field(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    made = config(write_rows(tmp_path / "rows.jsonl", *DIALOGUES))
+    missing = made.model_copy(update={"also": (made.train, DatasetSource(path="/no.jsonl"))})
+    with pytest.raises(DataError, match=r"^spec\.dataset\.also\[1\]\.source /no\.jsonl does not"):
+        prepared(missing, tokenizer)
+
+
+def test_a_weight_of_held_out_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weight of held-out rows has no effect"):
+        config(tmp_path / "rows.jsonl", eval=DatasetSource(path="rows.jsonl", weight=2))

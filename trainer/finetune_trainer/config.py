@@ -150,7 +150,9 @@ class DatasetSource(ContractModel):
     split: str = Field("train", description="Split to read; files have only 'train'.")
     is_hub: bool = Field(False, description="The path is a hub data set name.")
     weight: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="How often an epoch holds each of its rows; a fraction draws some of them."
+        1.0,
+        description="How often an epoch holds each of its rows. Of 0.25, each epoch draws the next "
+        "quarter of them, in whole packs and at least one, so four epochs see every row once.",
     )
 
 
@@ -181,6 +183,14 @@ class DataConfig(ContractModel):
     long_rows: LongRows = LongRows.TRUNCATE
     packing: bool = True
     cache_dir: str = Field(description="Folder of the token cache, keyed by content.")
+
+    @model_validator(mode="after")
+    def _held_out_rows_are_not_weighed(self) -> Self:
+        if self.eval is not None and self.eval.weight != 1:
+            raise ValueError(
+                "the weight of held-out rows has no effect, as each is evaluated once; remove it"
+            )
+        return self
 
     @property
     def sources(self) -> tuple[DatasetSource, ...]:

@@ -119,10 +119,10 @@ def _tokenize(
     """Tokenise both data sets, or find them in the cache; one process of a node does the work."""
     telemetry.phase(Phase.TOKENIZING)
     reach("tokenizing")
-    dataset = prepare(config.data, config.data.train, tokenizer, name="train")
+    dataset = prepare(config.data, config.data.sources, tokenizer, name="train")
     held_out = None
     if config.data.eval is not None:
-        held_out = prepare(config.data, config.data.eval, tokenizer, name="eval")
+        held_out = prepare(config.data, (config.data.eval,), tokenizer, name="eval")
     return dataset, held_out
 
 

@@ -6,6 +6,7 @@ packs a little better, but makes packs of equally long, hence similar, rows, and
 """
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,13 @@ class Packs:
     members: IntArray
     starts: IntArray
 
+    @classmethod
+    def join(cls, parts: list[Self]) -> Self:
+        """Return the packs of all parts, one part after the other."""
+        sizes = np.concatenate([np.diff(part.starts) for part in parts])
+        members = np.concatenate([part.members for part in parts])
+        return cls(members, np.concatenate([[0], np.cumsum(sizes)]))
+
     def __len__(self) -> int:
         """Return P, the number of packs."""
         return len(self.starts) - 1
@@ -33,16 +41,14 @@ class Packs:
         """Return the sequence indices of one pack, in the order they are laid out."""
         return tuple(self.members[self.starts[pack] : self.starts[pack + 1]].tolist())
 
-    def sums(self, values: npt.NDArray[np.int32]) -> IntArray:
+    def sums(self, values: npt.NDArray[np.integer[Any]]) -> IntArray:
         """Add up `values` (N,), one a sequence, over each pack: (P,)."""
-        if not len(self):
-            return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(values[self.members].astype(np.int64), self.starts[:-1])
 
 
-def one_sequence_each(num_sequences: int) -> Packs:
+def one_sequence_each(sequences: IntArray) -> Packs:
     """Return packs that hold one sequence each: no packing."""
-    return Packs(np.arange(num_sequences), np.arange(num_sequences + 1))
+    return Packs(sequences, np.arange(len(sequences) + 1))
 
 
 def best_fit(order: IntArray, lengths: npt.NDArray[np.int32], capacity: int) -> Packs:

@@ -5,13 +5,20 @@ label tokens of a step needs no collective, and another number of ranks keeps th
 batches. With P packs an epoch and G packs a step, step `s` (counted from 0) owns positions
 `s * G` to `(s + 1) * G - 1` of the endless stream epoch 0, epoch 1, ...; each epoch holds every
 sequence once, in an order of its own. Only the very last step of a run may be smaller.
+
+Which sequences share a pack is decided once a run, by best fit over all of them shuffled, so that
+P is the same for every epoch and any step is found without those before it. Sequences of one
+weight are packed together; an epoch takes `weight` times their packs, the next ones of an endless
+stream that shuffles them anew each time round. So of weight 0.25 every row is seen once in four
+epochs, and of weight 2 twice in each.
 """
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol, Self
+from functools import lru_cache, partial
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +30,9 @@ Pack = tuple[int, ...]
 """Sequence indices laid out one after the other in one row of a batch; () is padding alone."""
 
 COMPOSITION_EPOCH = -1  # the shuffle that decides which sequences share a pack, before any epoch
+# Tokens of a document at which attention, which grows with their square, costs as much as all
+# else: 12 times the width of the model, here that of one with some billions of parameters.
+ATTENTION_PARITY = 32_768
 
 
 class SequenceLengths(Protocol):
@@ -30,7 +40,7 @@ class SequenceLengths(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all tokens and labels."""
+        """Hash of all tokens, labels and weights."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -40,6 +50,17 @@ class SequenceLengths(Protocol):
     def label_counts(self) -> npt.NDArray[np.int32]:
         """(N,) tokens of each sequence that are predicted."""
 
+    @property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """(N,) how often an epoch holds each sequence."""
+
+
+class Share(NamedTuple):
+    """The packs of one weight: `size` of them, of which an epoch takes `drawn`."""
+
+    size: int
+    drawn: int
+
 
 @dataclass(frozen=True, eq=False)
 class DataPlan:
@@ -47,8 +68,8 @@ class DataPlan:
 
     Attributes:
         total_steps: Optimizer steps of the whole run.
-        packs_per_epoch: P, packs that hold every sequence once.
-        fill_ratio: Share of P * max_seq_len positions that hold tokens.
+        packs_per_epoch: P, packs that hold every sequence as often as its weight says.
+        fill_ratio: Share of a pack's positions that hold tokens.
         fingerprint: Hash of everything that decides the order. A checkpoint stores it: a step
             number means the same data only under the same fingerprint. It holds neither the
             number of ranks, the micro-batch nor the length of the run, which may change.
@@ -59,12 +80,14 @@ class DataPlan:
     fill_ratio: float
     fingerprint: str
     _order_key: str
+    _shares: tuple[Share, ...]
     _total_packs: int
     _global_batch_size: int
     _micro_batch_size: int
     _composition: Packs
     _pack_tokens: IntArray
     _pack_label_tokens: IntArray
+    _pack_costs: IntArray
 
     @classmethod
     def build(
@@ -90,29 +113,28 @@ class DataPlan:
         """
         if (epochs is None) == (max_steps is None):
             raise ValueError("give exactly one of epochs and max_steps")
-        num_sequences = len(dataset.lengths)
-        if not num_sequences:
+        if not len(dataset.lengths):
             raise ValueError("the data set holds no sequence")
         order_key = f"{seed}:{dataset.fingerprint}"
-        if packing:
-            order = _permutation(order_key, COMPOSITION_EPOCH, num_sequences)
-            composition = best_fit(order, dataset.lengths, max_seq_len)
-        else:
-            composition = one_sequence_each(num_sequences)
+        composition, shares = _compose(dataset, order_key, max_seq_len if packing else None)
+        packs_per_epoch = sum(share.drawn for share in shares)
         pack_tokens = composition.sums(dataset.lengths)
-        total_packs = _total_packs(len(composition), global_batch_size, epochs, max_steps)
+        total_packs = _total_packs(packs_per_epoch, global_batch_size, epochs, max_steps)
+        lengths = dataset.lengths.astype(np.int64)
         return cls(
             total_steps=math.ceil(total_packs / global_batch_size),
-            packs_per_epoch=len(composition),
+            packs_per_epoch=packs_per_epoch,
             fill_ratio=float(pack_tokens.sum()) / (len(composition) * max_seq_len),
             fingerprint=_plan_fingerprint(order_key, max_seq_len, packing, global_batch_size),
             _order_key=order_key,
+            _shares=shares,
             _total_packs=total_packs,
             _global_batch_size=global_batch_size,
             _micro_batch_size=micro_batch_size,
             _composition=composition,
             _pack_tokens=pack_tokens,
             _pack_label_tokens=composition.sums(dataset.label_counts),
+            _pack_costs=composition.sums(lengths + lengths**2 // ATTENTION_PARITY),
         )
 
     @classmethod
@@ -150,21 +172,23 @@ class DataPlan:
         """Return the micro-batches of one rank in one step, `micro_batch_size` packs each.
 
         Every rank gets the same number of micro-batches; where a last, smaller step runs out of
-        packs, empty ones fill the places. The longest packs come first and equally long ones
-        together: little padding, a memory peak in the first micro-batch, and ranks that take
-        about equally long.
+        packs, empty ones fill the places. The costliest packs come first and equally costly ones
+        together: little padding, a memory peak in the first micro-batch. Turn by turn the rank
+        with the least work so far gets the longest of the next micro-batches, one for each rank:
+        so all take about equally long, also where every micro-batch is a meeting of the ranks.
         """
         pack_ids = self._pack_ids(step)
-        pack_ids = pack_ids[np.argsort(-self._pack_tokens[pack_ids], kind="stable")]
+        pack_ids = pack_ids[np.argsort(-self._pack_costs[pack_ids], kind="stable")]
         size = self._micro_batch_size
-        micro_batches = []
-        for turn, start in enumerate(range(0, len(pack_ids), world_size * size)):
-            # Ranks take turns in who gets the longest share.
-            place = rank if turn % 2 == 0 else world_size - 1 - rank
-            mine = pack_ids[start + place * size : start + (place + 1) * size]
-            packs = [self._composition[pack] for pack in mine]
-            micro_batches.append((*packs, *[()] * (size - len(packs))))
-        return micro_batches
+        work = np.zeros(world_size, dtype=np.int64)
+        mine = []
+        for start in range(0, len(pack_ids), world_size * size):
+            taken = [pack_ids[start + place * size :][:size] for place in range(world_size)]
+            by_work = np.argsort(work, kind="stable")
+            work[by_work] += [int(self._pack_costs[packs].sum()) for packs in taken]
+            packs = taken[by_work.tolist().index(rank)]
+            mine.append((*(self._composition[pack] for pack in packs), *[()] * (size - len(packs))))
+        return mine
 
     def report(self, report: DataReport) -> DataReport:
         """Add what packing made of the sequences to a data set's report."""
@@ -180,13 +204,26 @@ class DataPlan:
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is not one of the run's {self.total_steps} steps")
         first = step * self._global_batch_size
-        positions = np.arange(first, min(first + self._global_batch_size, self._total_packs))
-        epochs, places = np.divmod(positions, self.packs_per_epoch)
-        pack_ids = np.empty(len(positions), dtype=np.int64)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            order = _permutation(self._order_key, epoch, self.packs_per_epoch)
-            pack_ids[epochs == epoch] = order[places[epochs == epoch]]
-        return pack_ids
+        end = min(first + self._global_batch_size, self._total_packs)
+        order = partial(_epoch_order, self._order_key, shares=self._shares)
+        return _stream(order, self.packs_per_epoch, first, end)
+
+
+def _compose(
+    dataset: SequenceLengths, order_key: str, capacity: int | None
+) -> tuple[Packs, tuple[Share, ...]]:
+    """Return all packs, those of one weight next to each other; without packing at None."""
+    order = _permutation(order_key, COMPOSITION_EPOCH, len(dataset.lengths))
+    parts, shares = [], []
+    for weight in np.unique(dataset.weights):
+        members = order[dataset.weights[order] == weight]
+        if capacity is None:
+            part = one_sequence_each(np.sort(members))
+        else:
+            part = best_fit(members, dataset.lengths, capacity)
+        parts.append(part)
+        shares.append(Share(len(part), max(1, round(weight * len(part)))))
+    return Packs.join(parts), tuple(shares)
 
 
 def _total_packs(
@@ -206,15 +243,40 @@ def _plan_fingerprint(
     return hashlib.sha256(settings.encode()).hexdigest()
 
 
+def _stream(order: Callable[[int], IntArray], size: int, first: int, end: int) -> IntArray:
+    """Return positions `first` to `end - 1` of the endless stream order(0), order(1), ...
+
+    Args:
+        order: The `size` values of one time round.
+        size: How many they are.
+        first: Where to begin.
+        end: Where to stop; more than `first`.
+    """
+    rounds, places = np.divmod(np.arange(first, end), size)
+    return np.concatenate(
+        [order(turn)[places[rounds == turn]] for turn in range(int(rounds[0]), int(rounds[-1]) + 1)]
+    )
+
+
 @lru_cache(maxsize=4)
+def _epoch_order(order_key: str, epoch: int, *, shares: tuple[Share, ...]) -> IntArray:
+    """Return the packs of one epoch in the order they are trained on."""
+    chosen, first_pack = [], 0
+    for share in shares:
+        order = partial(_permutation, f"{order_key}:{first_pack}", size=share.size)
+        drawn = _stream(order, share.size, epoch * share.drawn, (epoch + 1) * share.drawn)
+        chosen.append(first_pack + np.sort(drawn))
+        first_pack += share.size
+    packs = np.concatenate(chosen)
+    return packs[_permutation(order_key, epoch, len(packs))]
+
+
 def _permutation(order_key: str, epoch: int, size: int) -> IntArray:
-    """Return the order of one epoch.
+    """Return the numbers below `size` in the order of one epoch.
 
     Sorting raw Philox words, which numpy never changes, instead of `Generator.permutation`, which
     it may: a checkpoint must mean the same data under another numpy.
     """
     digest = hashlib.sha256(f"{order_key}:{epoch}".encode()).digest()
     words = np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8")).random_raw(size)
-    order = np.argsort(words, kind="stable").astype(np.int64)
-    order.flags.writeable = False
-    return order
+    return np.argsort(words, kind="stable").astype(np.int64)

@@ -70,8 +70,8 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
             "truncated": num_tokens > data.max_seq_len and data.long_rows == "truncate",
             "sequences": len(pieces),
         }
-    dataset = prepare(data, data.train, tokenizer, name="train")
-    held_out = prepare(data, data.eval, tokenizer, name="eval") if data.eval else None
+    dataset = prepare(data, data.sources, tokenizer, name="train")
+    held_out = prepare(data, (data.eval,), tokenizer, name="eval") if data.eval else None
     yield _summary(config, dataset, held_out)
 
 

@@ -22,28 +22,36 @@ from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
-CACHE_VERSION = 2  # raise it whenever the same rows would give other tokens or labels
+CACHE_VERSION = 3  # raise it whenever the same rows would give other tokens or labels
 FEW_ROWS_WITHOUT_LABELS = 0.01
 
 
 class TokenDataset:
-    """The sequences of one data set, in the order of its rows.
+    """The sequences of one source after the other, in the order of their rows.
 
     Attributes:
-        fingerprint: Hash of all tokens and labels; names the data in a plan and a checkpoint.
+        fingerprint: Hash of all tokens, labels and weights; names the data in a plan and a
+            checkpoint.
         lengths: (N,) int32, tokens of each sequence.
         label_counts: (N,) int32, predicted tokens of each sequence; at least 1.
-        report: What became of the rows.
+        weights: (N,) float64, how often an epoch holds each sequence.
+        report: What became of the rows of all sources.
     """
 
-    def __init__(self, stored: StoredTokens) -> None:
-        self.fingerprint: str = stored.fingerprint
-        self.lengths: npt.NDArray[np.int32] = stored.arrays["lengths"]
-        self.label_counts: npt.NDArray[np.int32] = stored.arrays["label_counts"]
-        self.report: DataReport = stored.report
-        self._tokens = stored.arrays["tokens"]
-        self._is_label = stored.arrays["is_label"]
+    def __init__(self, parts: list[tuple[StoredTokens, float]]) -> None:
+        """Join the sources, each given with its weight."""
+        stored = [part for part, _ in parts]
+        self._arrays = [part.arrays for part in stored]
+        self.fingerprint = _fingerprint(parts)
+        self.lengths: npt.NDArray[np.int32] = self._join("lengths")
+        self.label_counts: npt.NDArray[np.int32] = self._join("label_counts")
+        self.weights: npt.NDArray[np.float64] = np.concatenate(
+            [np.full(len(part.arrays["lengths"]), weight) for part, weight in parts]
+        )
+        self.report = _sum_up([part.report for part in stored])
         self._ends = np.cumsum(self.lengths, dtype=np.int64)
+        # Where each source's tokens begin among all; the files themselves are never joined.
+        self._begins = np.cumsum([0, *(len(arrays["tokens"]) for arrays in self._arrays[:-1])])
 
     def __len__(self) -> int:
         """Return N, the number of sequences."""
@@ -53,20 +61,43 @@ class TokenDataset:
         """Return one sequence; its arrays are read-only views of the file."""
         end = int(self._ends[index])
         start = end - int(self.lengths[index])
-        return Sequence(self._tokens[start:end], self._is_label[start:end])
+        source = int(np.searchsorted(self._begins, start, side="right")) - 1
+        arrays, begin = self._arrays[source], int(self._begins[source])
+        here = slice(start - begin, end - begin)
+        return Sequence(arrays["tokens"][here], arrays["is_label"][here])
+
+    def _join(self, name: str) -> npt.NDArray[Any]:
+        return np.concatenate([arrays[name] for arrays in self._arrays])
+
+
+def _fingerprint(parts: list[tuple[StoredTokens, float]]) -> str:
+    named = [(part.fingerprint, weight) for part, weight in parts]
+    if len(named) == 1 and named[0][1] == 1:
+        return named[0][0]  # one whole source is named by its content alone
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+
+
+def _sum_up(reports: list[DataReport]) -> DataReport:
+    counts = [name for name, field in DataReport.model_fields.items() if field.annotation is int]
+    sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
+    return DataReport(**sums, warnings=tuple(said for one in reports for said in one.warnings))
 
 
 def prepare(
-    config: DataConfig, source: DatasetSource, tokenizer: Any, *, name: str = "train"
+    config: DataConfig,
+    sources: tuple[DatasetSource, ...],
+    tokenizer: Any,
+    *,
+    name: str = "train",
 ) -> TokenDataset:
-    """Return the tokens of `source`, from the cache or by tokenising it into the cache.
+    """Return the tokens of all sources, each from the cache or by tokenising it into the cache.
 
-    The cache's name holds the rows' bytes, the tokenizer, its template and every setting that
+    A cache entry's name holds the rows' bytes, the tokenizer, its template and every setting that
     changes a token, so an outdated entry is never read; a damaged one is built again.
 
     Args:
         config: Format, columns and length limit; `config.cache_dir` is where the cache lies.
-        source: The rows: `config.train` or `config.eval`.
+        sources: The rows: `config.sources`, or `config.eval` alone.
         tokenizer: A tokenizer of transformers.
         name: `train` or `eval`; it chooses the field that messages name.
 
@@ -76,6 +107,18 @@ def prepare(
         OutputNotWritableError: the cache folder cannot be written.
         TrainerError: the disk is full, or fails.
     """
+    names = [name, *(f"also[{place}]" for place in range(len(sources) - 1))]
+    return TokenDataset(
+        [
+            (_prepare_source(config, source, tokenizer, name), source.weight)
+            for name, source in zip(names, sources, strict=True)
+        ]
+    )
+
+
+def _prepare_source(
+    config: DataConfig, source: DatasetSource, tokenizer: Any, name: str
+) -> StoredTokens:
     rows = open_rows(source, name=name, cache_dir=Path(config.cache_dir))
     store = TokenStore(Path(config.cache_dir), _cache_key(config, rows, tokenizer))
     stored = store.open()
@@ -84,7 +127,7 @@ def prepare(
             stored = store.open()  # another process may have made it while this one waited
             if stored is None:
                 stored = _tokenize(config, rows, RowEncoder(config, tokenizer), store)
-    return TokenDataset(stored)
+    return stored
 
 
 def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows) -> list[Sequence]:

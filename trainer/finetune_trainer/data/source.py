@@ -17,6 +17,10 @@ from typing import Any, Protocol
 from finetune_trainer.config import DatasetSource
 from finetune_trainer.errors import ConfigError, DataError, TrainerError
 
+FIELDS = {
+    "train": ("spec.dataset.source", "spec.dataset.split"),
+    "eval": ("spec.dataset.evalSource", "spec.dataset.evalSplit"),
+}
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -56,7 +60,7 @@ def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> Rows:
 
     Args:
         source: Path or hub name, and split.
-        name: `train` or `eval`: which field of the manifest messages begin with.
+        name: `train`, `eval` or `also[N]`: which field of the manifest messages begin with.
         cache_dir: Folder that `datasets` may keep its downloads in.
 
     Raises:
@@ -64,11 +68,11 @@ def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> Rows:
         ConfigError: a split is asked of a file.
         TrainerError: the hub cannot be reached.
     """
-    field = "spec.dataset.evalSource" if name == "eval" else "spec.dataset.source"
+    further = (f"spec.dataset.{name}.source", f"spec.dataset.{name}.split")
+    field, split_field = FIELDS.get(name, further)
     if source.is_hub:
         return HubRows(source, field, cache_dir)
     if source.split != "train":
-        split_field = "spec.dataset.evalSplit" if name == "eval" else "spec.dataset.split"
         raise ConfigError(
             f"{split_field} {source.split!r}: the file {source.path} has only the split 'train'; "
             "give each split a file of its own"
