@@ -4,18 +4,20 @@ The store calls it; it knows nothing of commits. `torch.distributed.checkpoint` 
 replicated tensor once, by one of its ranks, and reads a sharded one on any world size.
 """
 
+import threading
 import warnings
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.checkpoint.agreement import RankError, describe
 from finetune_trainer.failpoints import reach
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.staging import DefaultStager
 
 State = dict[str, Any]
 
@@ -24,16 +26,58 @@ class Snapshot:
     """Copies a state to host memory, into buffers that it keeps for the next copy."""
 
     def __init__(self) -> None:
-        self._stager: DefaultStager | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, state: State) -> None:
+        """Make the buffers beside other work: a first copy into new memory takes ten times as long.
+
+        It may read tensors while they change, as nobody looks at what it copied.
+        """
+        import torch
+
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def copy() -> None:
+            if device is not None:  # a new thread would open a context on GPU 0
+                torch.cuda.set_device(device)
+            self._copy(state)
+
+        self._reserving = threading.Thread(target=copy, name="reserve", daemon=True)
+        self._reserving.start()
 
     def take(self, state: State) -> State:
         """Return a copy that later changes of `state` do not reach; syncs with the device.
 
         The copy made before is overwritten, so it must be on disk by now.
         """
-        if self._stager is None:
-            self._stager = _new_stager()
-        return cast(State, self._stager.stage(state))  # a future only from an async stager
+        import torch
+
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        copy: State = self._copy(state)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copy
+
+    def _copy(self, value: Any, name: str = "") -> Any:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(value, dict):
+            return {key: self._copy(part, f"{name}.{key}") for key, part in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return deepcopy(value)
+        local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, local.dtype):
+            buffer = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._buffers[name] = buffer
+        buffer.copy_(local, non_blocking=True)
+        if isinstance(value, DTensor):  # from_local would move it back to the mesh's device
+            return DTensor(buffer, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return buffer
 
 
 def write_shards(state: State, folder: Path, group: "ProcessGroup | None", step: int) -> None:
@@ -90,21 +134,6 @@ def size_bytes(state: State) -> int:
         elif isinstance(value, list | tuple):
             stack.extend(value)
     return total
-
-
-def _new_stager() -> "DefaultStager":
-    import torch
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    has_cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=has_cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=has_cuda,
-        )
-    )
 
 
 def _writer(folder: Path, step: int) -> "FileSystemWriter":

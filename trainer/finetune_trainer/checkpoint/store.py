@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from finetune_trainer.checkpoint import commit
 from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank
+from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best, retire
 from finetune_trainer.checkpoint.shards import (
@@ -42,9 +44,10 @@ GIB = 1024**3
 
 
 class _Written(NamedTuple):
-    """A committed checkpoint, and what went wrong after its commit."""
+    """A committed checkpoint, how long it took, and what went wrong after its commit."""
 
     ref: CheckpointRef
+    seconds: float
     complaint: str | None
 
 
@@ -95,28 +98,24 @@ class CheckpointStore:
         self._in_flight: tuple[int, Future[_Written]] | None = None
         self._failure: str | None = None  # of the newest save, as long as none came after it
         self._unreported: CheckpointRef | None = None
-        self._counted_from: float | None = None
+        self._cadence = Cadence(config)
 
     def is_due(self, step: int) -> bool:
         """Whether `checkpoint.everySteps` asks for a save at `step`; the same on every rank."""
-        every = self._config.every_steps
-        return every is not None and step > 0 and step % every == 0
+        return self._cadence.is_due(step)
 
     def wants_save(self, step: int, now: float) -> bool:
-        """Whether `checkpoint.everySeconds` have passed; true once, then the count starts anew.
+        """Whether the interval between saves has passed; true once, then the count starts anew.
 
         Only rank 0 ever says so, and not at a step that is saved anyway: the others learn it from
         the agreement at the step boundary, as clocks differ. `now` is in seconds of any clock.
         """
-        every = self._config.every_seconds
-        if every is None or self._rank != 0 or self.is_due(step):
-            return False
-        if self._counted_from is None:
-            self._counted_from = now
-        is_over = now - self._counted_from >= every
-        if is_over:
-            self._counted_from = now
-        return is_over
+        return self._rank == 0 and not self.is_due(step) and self._cadence.is_over(now)
+
+    @property
+    def save_seconds(self) -> float | None:
+        """What the newest save took, from its begin to its commit; None before one."""
+        return self._cadence.save_seconds
 
     def save(self, step: int, state: State, *, eval_loss: float | None = None) -> float:
         """Start a save of `state` as it is now, and return the seconds the caller was blocked.
@@ -139,9 +138,9 @@ class CheckpointStore:
         self._finish()
         if self.last is not None and self.last.step == step:
             return time.perf_counter() - started
-        self._counted_from = self._failure = None
-        tensors = {name: part for name, part in state.items() if name != TRAINER_SECTION}
-        copy = self._snapshot.take(tensors)
+        self._failure = None
+        self._cadence.restart()
+        copy = self._snapshot.take(_tensors_of(state))
         trainer = json.dumps(state.get(TRAINER_SECTION, {}))
         draft = Manifest(
             job=self._job,
@@ -152,7 +151,7 @@ class CheckpointStore:
             eval_loss=eval_loss,
             files={},
         )
-        self._in_flight = (step, self._start(draft, copy, trainer))
+        self._in_flight = (step, self._start(partial(self._write, draft, copy, trainer, started)))
         return time.perf_counter() - started
 
     def poll(self) -> CheckpointRef | None:
@@ -195,19 +194,27 @@ class CheckpointStore:
             CheckpointError: the folder that was named is damaged, or does not fit `state`.
         """
         source, self.last, self.best = self._agree_on_start()
+        self._snapshot.reserve(_tensors_of(state))
         if source is None:
             return None
         folder, manifest = source
         reach("restoring", manifest.step)
-        tensors = {name: part for name, part in state.items() if name != TRAINER_SECTION}
+        self.load(folder, state)
+        return manifest
+
+    def load(self, folder: Path, state: State) -> None:
+        """Read the committed checkpoint in `folder` into `state`, in place, on every rank.
+
+        Raises:
+            CheckpointError: it does not fit `state`.
+        """
         try:
-            read_shards(tensors, folder, self._group)
+            read_shards(_tensors_of(state), folder, self._group)
         except RankError as error:
             raise CheckpointError(f"checkpoint {folder} cannot be restored: {error}") from error
         if TRAINER_SECTION in state:
             state[TRAINER_SECTION].clear()
             state[TRAINER_SECTION].update(json.loads((folder / TRAINER_FILE).read_bytes()))
-        return manifest
 
     def check_space(self, state: State) -> None:
         """Refuse to start when the disk cannot hold the checkpoints that `state` will need.
@@ -253,21 +260,21 @@ class CheckpointStore:
             raise chosen
         return chosen
 
-    def _start(self, draft: Manifest, copy: State, trainer: str) -> Future[_Written]:
+    def _start(self, write: Callable[[], _Written]) -> Future[_Written]:
         future: Future[_Written] = Future()
 
         def run() -> None:
             try:
-                future.set_result(self._write(draft, copy, trainer))
+                future.set_result(write())
             except Exception as error:  # it belongs to whoever asks for the result
                 future.set_exception(error)
 
         # A daemon: after the death of a peer it may wait in a collective for minutes, and the
         # process must be able to leave meanwhile.
-        threading.Thread(target=run, name=f"save-{draft.step}", daemon=True).start()
+        threading.Thread(target=run, name="save", daemon=True).start()
         return future
 
-    def _write(self, draft: Manifest, copy: State, trainer: str) -> _Written:
+    def _write(self, draft: Manifest, copy: State, trainer: str, started: float) -> _Written:
         """Write, hash and commit one checkpoint; runs in the saving thread of every rank."""
         step = draft.step
         tmp = commit.tmp_folder(self._root, step)
@@ -283,7 +290,7 @@ class CheckpointStore:
             if self._rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # else the next start removes it
             raise
-        return _Written(ref, self._retire())
+        return _Written(ref, time.perf_counter() - started, self._retire())
 
     def _digests(self, folder: Path) -> dict[str, commit.FileDigest]:
         """Hash the files of `folder`, each by one rank; rank 0's listing counts."""
@@ -308,7 +315,7 @@ class CheckpointStore:
             return
         (step, future), self._in_flight = self._in_flight, None
         try:
-            ref, complaint = future.result()
+            ref, self._cadence.save_seconds, complaint = future.result()
         except (RankError, OSError, RuntimeError) as error:
             self._failure = self._sentence(step, error)
             self._warn(self._failure)
@@ -343,6 +350,10 @@ class CheckpointStore:
         """Call `work` on rank 0 and return its result on every rank."""
         results = on_every_rank(self._group, lambda: work() if self._rank == 0 else None)
         return cast(T, results[0])
+
+
+def _tensors_of(state: State) -> State:
+    return {name: part for name, part in state.items() if name != TRAINER_SECTION}
 
 
 def _make_anew(folder: Path) -> None:
