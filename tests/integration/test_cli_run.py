@@ -310,6 +310,11 @@ def _read(terminal: int) -> bytes:
             {"dataset.source": "file://./absent.jsonl"}, "spec.dataset.source", id="no data"
         ),
         pytest.param(
+            {"strategy.type": "fsdp", "topology.processesPerNode": 1},
+            "spec.strategy.type",
+            id="fsdp of one process",
+        ),
+        pytest.param(
             {
                 "backend": {"type": "aks"},
                 "model.source": "hf://a/b",

@@ -245,6 +245,22 @@ def test_another_training_is_refused_while_the_old_one_is_unfinished(
     assert done.status.phase is JobPhase.SUCCEEDED
 
 
+def test_fsdp_goes_on_with_the_one_process_that_it_cannot_begin_with(tmp_path: Path) -> None:
+    plays = {"1": {"steps": 1000, "save_every": 1}, "2": {"steps": 3}}
+    backend = local_backend(tmp_path, plays)
+    pair, alone = (
+        job(strategy__type="fsdp", topology__processes_per_node=count) for count in (2, 1)
+    )
+    with pytest.raises(InvalidJobError, match=r"spec\.strategy\.type .* at least two processes"):
+        run(backend, alone)
+    stopped = run(backend, pair, on_change=at_step(2, StopRequest.request))
+    assert stopped.status.phase is JobPhase.SUSPENDED
+    with pytest.raises(InvalidJobError, match="at least two processes"):
+        run(backend, alone, fresh=True)
+    assert run(backend, alone).status.phase is JobPhase.SUCCEEDED
+    assert starts(tmp_path) == [(1, 0), (2, 0)]
+
+
 def test_what_is_promised_is_what_the_checkpoint_folder_holds(tmp_path: Path) -> None:
     backend = local_backend(tmp_path, {"1": {"steps": 1000}})
     stopped = run(backend, job(), on_change=at_step(2, lambda stop: stop.request()))

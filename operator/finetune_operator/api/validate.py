@@ -62,14 +62,19 @@ def validate(manifests: Iterable[Manifest]) -> list[Problem]:
     return [problem for manifest in manifests for problem in check_manifest(manifest)]
 
 
-def check_manifest(manifest: Manifest, *, with_unbuilt: bool = True) -> list[Problem]:
+def check_manifest(
+    manifest: Manifest, *, with_unbuilt: bool = True, may_go_on: bool = False
+) -> list[Problem]:
     """Return every problem of one manifest.
 
     Args:
         manifest: What was read.
         with_unbuilt: Report also what is not built yet; without it the verdict is the API server's.
+        may_go_on: Leave out what is asked of the first attempt only, which `check_start` asks.
     """
     value = defaulted(manifest.value)
+    if may_go_on and isinstance(value.get("status"), dict):
+        value["status"]["attempt"] = 1
     findings = check_object(value)
     if with_unbuilt:
         wrong = {finding.path for finding in findings}
@@ -103,12 +108,22 @@ def check_object(value: Any, old: Any = None) -> list[Finding]:
     return findings + check_rules(value, _schema(), findings, old)
 
 
-def load_job(path: Path | str, *, backend: str | None = None) -> tuple[FineTuneJob, ManifestRef]:
+def check_start(job: FineTuneJob) -> list[Problem]:
+    """Return what the API server would refuse in a job that is created as `job` is now."""
+    value = {key: part for key, part in job.to_object().items() if key != "status"}
+    findings = check_object(defaulted(value))
+    return [Problem(show_path(finding.path), finding.message) for finding in findings]
+
+
+def load_job(
+    path: Path | str, *, backend: str | None = None, may_go_on: bool = False
+) -> tuple[FineTuneJob, ManifestRef]:
     """Read and check the one FineTuneJob in a file (`-` is standard input).
 
     Args:
         path: The file.
         backend: Takes the place of `spec.backend`, with that backend's default settings.
+        may_go_on: Leave out what is asked of the first attempt only, which `check_start` asks.
 
     Raises:
         InvalidJobError: the file cannot be read, does not hold exactly one job, or has problems.
@@ -127,7 +142,7 @@ def load_job(path: Path | str, *, backend: str | None = None) -> tuple[FineTuneJ
     manifest = reading.manifests[0]
     if backend is not None:
         manifest = _with_backend(manifest, backend)
-    errors = _errors(check_manifest(manifest))
+    errors = _errors(check_manifest(manifest, may_go_on=may_go_on))
     if errors:
         raise InvalidJobError(errors)
     return job_of(manifest), ManifestRef(manifest)

@@ -71,7 +71,7 @@ def _run_directory(job: str) -> Path:
             )
         return path.resolve()
     if path.is_file():
-        manifest, where = load_job(path)
+        manifest, where = load_job(path, may_go_on=True)
         return folders_of(manifest, where.directory).run
     if "/" in job or path.suffix:
         raise FineTuneError(f"{job} does not exist; name a manifest, a run directory or a job")

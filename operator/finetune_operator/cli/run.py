@@ -18,6 +18,7 @@ from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.lifecycle import OutputFormat
+from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import Observation
 from finetune_operator.cli.live import LiveScreen
 from finetune_operator.cli.plain import PlainScreen
@@ -69,7 +70,10 @@ def run(
     target = open_target(file, backend, runs_here=True)
     target.refuse(target.backend.check_inputs(target.job))
     console = Console(highlight=False)
-    with JobStore(target.folders.run, target.folders.checkpoint) as store:
+    opening = JobStore(target.folders.run, target.folders.checkpoint)
+    if not opening.path.exists():
+        target.refuse(check_start(target.job))  # with its line, and before a folder is made
+    with opening as store:
         job, last = asyncio.run(_follow(target, store, console, fresh=fresh, plain=plain))
     _conclude(console, target, job, last, time.monotonic() - start)
 

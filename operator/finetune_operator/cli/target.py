@@ -81,7 +81,7 @@ def open_target(file: Path, backend: str | None = None, *, runs_here: bool = Fal
     """
     if backend is not None:
         registry.load(backend)  # refused by its name, before the manifest is read with it
-    job, manifest = load_job(file, backend=backend)
+    job, manifest = load_job(file, backend=backend, may_go_on=runs_here)
     chosen = job.spec.backend.type
     if runs_here and chosen != "local":
         message = (

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
+from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import Backend
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_true
@@ -63,9 +64,12 @@ async def open_job(
     that whatever the old run is, and ends first what still runs of it.
 
     Raises:
-        InvalidJobError: the manifest asks for another training than the unfinished run's.
+        InvalidJobError: the manifest asks for another training than the unfinished run's, or no
+            job can begin with it.
         StoreError: the run directory holds another job, or cannot be read.
     """
+    if fresh:
+        _refuse_start(manifest)
     try:
         stored = store.load()
     except StoreError:
@@ -73,6 +77,7 @@ async def open_job(
             raise
         return _new(manifest, store, new_uid, f"moved the old run to {store.move_aside()}")
     if stored is None:
+        _refuse_start(manifest)
         note = ""
         if fresh and store.outside():
             note = f"moved the old run to {store.move_aside()}"
@@ -82,6 +87,7 @@ async def open_job(
         return _new(manifest, store, new_uid, f"moved the old run to {store.move_aside()}")
     _refuse_another_job(stored, manifest, store)
     if is_true(stored.status, ConditionType.COMPLETE):
+        _refuse_start(manifest)
         note = f"the earlier run is complete; moved it to {store.move_aside()}"
         return _new(manifest, store, new_uid, note)
     return _go_on(stored, manifest, store, clock)
@@ -105,6 +111,12 @@ async def _end(job: FineTuneJob, backend: Backend, store: JobStore, clock: Clock
     await drive(job, backend, store, on_change=lambda job, seen: None, stop=stop, clock=clock)
 
 
+def _refuse_start(manifest: FineTuneJob) -> None:
+    problems = check_start(manifest)
+    if problems:
+        raise InvalidJobError(problems)
+
+
 def _refuse_another_job(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore) -> None:
     old = (stored.metadata.namespace, stored.metadata.name)
     new = (manifest.metadata.namespace, manifest.metadata.name)
@@ -117,6 +129,8 @@ def _refuse_another_job(stored: FineTuneJob, manifest: FineTuneJob, store: JobSt
 
 def _go_on(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore, clock: Clock) -> OpenedJob:
     status = stored.status
+    if not status.attempt:
+        _refuse_start(manifest)
     lives = attempts.current(status) is not None
     changed = _changed(stored.spec, manifest.spec)
     if changed and (lives or status.checkpoint.last is not None or store.newest_step() is not None):
