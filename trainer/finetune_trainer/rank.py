@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from finetune_trainer.answers import answer
 from finetune_trainer.checkpoint.commit import Fingerprint
@@ -32,6 +31,7 @@ from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.export import check_replaceable, check_writable, export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, report_commit, train
+from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.schedule import warmup_warning
@@ -148,12 +148,9 @@ def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> Strategy:
     """Load and adapt the model, the same on every rank, and hand it to the strategy."""
     telemetry.phase(Phase.LOADING)
     reach("loading")
-    model: nn.Module = load_model(config, world.device)
+    base = load_model(config, world.device)
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
-    if config.method.lora is not None:
-        from finetune_trainer.model.adapters import attach_lora
-
-        model = attach_lora(model, config.method.lora)
+    model = choose_trained(base, config)
     strategy = create(config, world)
     strategy.prepare(CausalLoss(model))
     return strategy

@@ -1,23 +1,68 @@
-"""Attach LoRA adapters through peft; the only file that imports it for training."""
+"""Choose what is trained: adapters attached through peft, or all weights but the frozen ones.
 
+Called by `rank` with the loaded base. The only file that imports peft for training.
+"""
+
+import fnmatch
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from finetune_trainer.config import LoraSettings
+from finetune_trainer.config import LoraSettings, TrainConfig
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.load import explained, new_token_ids
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import nn
     from transformers import PreTrainedModel
 
+# What an adapter that training starts from must share with this job: its name in peft and here.
+_SHARED = {
+    "peft_type": "spec.method.type",
+    "r": "spec.method.lora.r",
+    "lora_alpha": "spec.method.lora.alpha",
+    "use_rslora": "spec.method.lora.rslora",
+    "use_dora": "spec.method.lora.dora",
+    "trainable_token_indices": "spec.model.addTokens",
+    "rank_pattern": "spec.method.lora.r",
+    "alpha_pattern": "spec.method.lora.alpha",
+}
 
-def attach_lora(model: "PreTrainedModel", settings: LoraSettings) -> "PeftModel":
+
+def choose_trained(model: "PreTrainedModel", config: TrainConfig) -> "PreTrainedModel | PeftModel":
+    """Return the model with exactly the parameters that `config` trains requiring gradients.
+
+    Raises:
+        ConfigError: adapters do not fit the model, or `freeze` names nothing or everything.
+    """
+    if config.method.lora is not None:
+        return attach_lora(model, config.method.lora, new_token_ids(config.model))
+    _freeze(model, config.method.freeze)
+    if config.model.add_tokens and not model.get_input_embeddings().weight.requires_grad:
+        raise ConfigError(
+            "spec.model.addTokens would never be trained: spec.method.freeze freezes the "
+            "embeddings; remove one of the two"
+        )
+    return model
+
+
+def attach_lora(
+    model: "PreTrainedModel", settings: LoraSettings, new_tokens: Sequence[int] = ()
+) -> "PeftModel":
     """Freeze the base and add adapters to the named linear layers, or to all but the head.
 
     Adapter weights are fp32 whatever the base is stored in, so that small updates are not lost.
 
+    Args:
+        model: The base, quantised or not.
+        settings: Shape and place of the adapters, and the folder of those to start from.
+        new_tokens: Tokens whose rows in embedding and head are trained beside the adapters.
+
     Raises:
-        ConfigError: a name in `target_modules` matches no layer, or the layer cannot be adapted.
+        ConfigError: a name in `target_modules` matches no layer, the layer cannot be adapted, or
+            the adapter to start from is another kind of adapter.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -33,14 +78,89 @@ def attach_lora(model: "PreTrainedModel", settings: LoraSettings) -> "PeftModel"
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules) or "all-linear",
+        use_rslora=settings.rslora,
+        use_dora=settings.dora,
+        trainable_token_indices=_token_rows(model, list(new_tokens)),
     )
     try:
         with warnings.catch_warnings():
             # peft 0.21 asks transformers by a name that 5.23 calls deprecated; nobody can mend it.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return get_peft_model(model, lora, autocast_adapter_dtype=True)
+            adapted = get_peft_model(model, lora, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ConfigError(f"spec.method.lora.targetModules cannot be adapted: {error}") from error
+    if settings.start_from is not None:
+        _start_from(adapted, Path(settings.start_from))
+    return adapted
+
+
+def _token_rows(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[int]] | None:
+    """Name the layers that hold a row for each token; peft itself follows tied weights."""
+    if not tokens:
+        return None
+    layers: list[Any] = [model.get_input_embeddings()]
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not layers[0].weight:
+        layers.append(head)
+    return {name: tokens for name, module in model.named_modules() if module in layers}
+
+
+def _start_from(model: "PeftModel", folder: Path) -> None:
+    """Take the weights of an adapter that another run exported.
+
+    Raises:
+        ConfigError: names what of it differs from this job's settings.
+    """
+    from peft import (
+        PeftConfig,
+        get_peft_model_state_dict,
+        load_peft_weights,
+        set_peft_model_state_dict,
+    )
+
+    field = f"spec.method.lora.startFrom {folder}"
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{field} holds no adapter_config.json; name the folder of an adapter")
+    with explained(f"{field}: the adapter"):
+        theirs, ours = PeftConfig.from_pretrained(str(folder)), model.peft_config["default"]
+        found = load_peft_weights(str(folder), device="cpu")
+    for key, name in _SHARED.items():
+        their, our = getattr(theirs, key, None), getattr(ours, key)
+        if (their or None) != (our or None):
+            raise ConfigError(
+                f"{field} has {key} {their}, this job {our}; set {name} to what the adapter has"
+            )
+    wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+    if found.keys() != wanted.keys():
+        raise ConfigError(
+            f"{field} adapts {_adapted(found)}, this job {_adapted(wanted)}, or not the same number"
+            " of them; set spec.method.lora.targetModules to what the adapter has"
+        )
+    with explained(f"{field}: the adapter"):  # a shape of another base model
+        set_peft_model_state_dict(model, found)
+
+
+def _adapted(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in names}))
+
+
+def _freeze(model: "nn.Module", patterns: Sequence[str]) -> None:
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        frozen = fnmatch.filter(parameters, pattern)
+        if not frozen:
+            names = list(parameters)
+            examples = ", ".join((names[0], names[len(names) // 2], names[-1]))
+            raise ConfigError(
+                f"spec.method.freeze {pattern} matches no parameter; names are like {examples}"
+            )
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"spec.method.freeze {', '.join(patterns)} freezes every parameter, so nothing would "
+            "be trained; remove a pattern"
+        )
 
 
 def _linear_names(model: "PreTrainedModel") -> list[str]:

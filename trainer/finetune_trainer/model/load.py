@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.model.quantize import quantization_config, settle
 
 if TYPE_CHECKING:
     import torch
@@ -30,39 +31,54 @@ _DROPOUT_FIELDS = (
 
 
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
-    """Load the model's tokenizer; a missing padding token becomes the end token.
+    """Load the model's tokenizer with the template and the special tokens of the configuration.
+
+    A missing padding token becomes the end token.
 
     Raises:
-        ConfigError: the model or its tokenizer cannot be found or read.
+        ConfigError: the tokenizer cannot be found or read, the template is no Jinja, or a token
+            to be added is there already.
     """
     from transformers import AutoTokenizer
 
-    with _explained("tokenizer", config):
+    with explained(f"spec.model.source: the tokenizer of {config.path}"):
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        _check_template(config.chat_template)
+        tokenizer.chat_template = config.chat_template
+    _add_tokens(tokenizer, config.add_tokens)
     return tokenizer
+
+
+def new_token_ids(config: ModelConfig) -> list[int]:
+    """Return the ids that the tokens of `add_tokens` have in the tokenizer."""
+    if not config.add_tokens:
+        return []
+    ids: list[int] = load_tokenizer(config).convert_tokens_to_ids(list(config.add_tokens))
+    return ids
 
 
 def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel":
     """Load the base model for training: parameters that are trained in fp32, frozen ones narrow.
 
-    With adapters and bf16 the frozen base is kept in bf16, which halves its memory; with full
+    With adapters the frozen base is kept in the format of the arithmetic, or quantised; with full
     fine-tuning every parameter stays in fp32 and autocast narrows the arithmetic alone.
 
     Raises:
-        ConfigError: the model cannot be found or read, or `training.dropout` has no effect on it.
+        ConfigError: the model cannot be found or read, `training.dropout` has no effect on it, or
+            it cannot be quantised as asked.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one bar a rank would be interleaved with what the run tells
-    narrow = config.method.type == "lora" and config.training.precision == "bf16"
-    source = config.model
-    with _explained("model", source):
+    source, dtype = config.model, _base_dtype(config)
+    quantization = quantization_config(config, dtype)
+    with explained(f"spec.model.source: the model of {source.path}"):
         settings = AutoConfig.from_pretrained(
             source.path, revision=source.revision or "main", trust_remote_code=False
         )
@@ -71,7 +87,9 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
             source.path,
             revision=source.revision or "main",
             config=settings,
-            dtype=torch.bfloat16 if narrow else torch.float32,
+            dtype=dtype,
+            quantization_config=quantization,
+            device_map={"": device},
             attn_implementation="sdpa",
             trust_remote_code=False,
             use_safetensors=True,
@@ -79,7 +97,9 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
     if config.strategy.activation_checkpointing == "full":
         # Non-reentrant recomputation works with frozen inputs and under DDP's hooks.
         model.activation_checkpointing_enable({"use_reentrant": False})
-    model = model.to(device)
+    settle(model)
+    if source.add_tokens:
+        _add_rows(model, new_token_ids(source))
     model.train()
     return model
 
@@ -110,6 +130,56 @@ def model_fingerprint(config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
+def _base_dtype(config: TrainConfig) -> "torch.dtype":
+    """Return the format of what is not quantised: that of the arithmetic where it is frozen."""
+    import torch
+
+    precision = config.training.precision
+    if config.method.type == "full" and precision != "fp64":
+        return torch.float32
+    formats = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    return formats.get(precision, torch.float32)
+
+
+def _check_template(template: str) -> None:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([], chat_template=template)  # of no conversation: it only compiles
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"spec.model.chatTemplate is not valid Jinja: line {error.lineno}: {error.message}"
+        ) from error
+
+
+def _add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: tuple[str, ...]) -> None:
+    known = set(tokenizer.get_vocab()) if tokens else set()
+    for token in tokens:
+        if token in known:
+            raise ConfigError(
+                f"spec.model.addTokens {token} is in the vocabulary already, or named twice; "
+                "remove it"
+            )
+        known.add(token)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+
+
+def _add_rows(model: "PreTrainedModel", tokens: list[int]) -> None:
+    """Give new tokens a row in embedding and head: the mean of the others, on every rank alike.
+
+    Models whose vocabulary is padded have room for them already.
+    """
+    import torch
+
+    if max(tokens) >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(max(tokens) + 1, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        with torch.no_grad():
+            known = layer.weight[: min(tokens)]
+            layer.weight[tokens] = known.mean(0, dtype=known.dtype)
+
+
 def _set_dropout(settings: object, dropout: float | None) -> None:
     if dropout is None:
         return
@@ -124,8 +194,8 @@ def _set_dropout(settings: object, dropout: float | None) -> None:
 
 
 @contextmanager
-def _explained(part: str, config: ModelConfig) -> Iterator[None]:
-    """Turn whatever a library raises while it reads the model into a sentence.
+def explained(subject: str) -> Iterator[None]:
+    """Turn whatever a library raises while it reads `subject` into a sentence.
 
     A damaged file shows as an error of any kind (of safetensors, a missing key, a wrong type), and
     the next attempt would meet it again. Want of memory is another matter, and told as such.
@@ -142,6 +212,6 @@ def _explained(part: str, config: ModelConfig) -> Iterator[None]:
         if lines and not isinstance(error, (OSError, ValueError)):
             reason = f"{type(error).__name__}: {reason}"  # a missing key says no more than its name
         raise ConfigError(
-            f"spec.model.source: the {part} of {config.path} cannot be loaded ({reason}); check "
+            f"{subject} cannot be loaded ({reason}); check "
             "the name, the revision, that its files are whole and, for a gated model, the token"
         ) from error
