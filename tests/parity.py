@@ -4,7 +4,7 @@
 `reference` shares no code with the trainer: it pads, masks, normalises and clips by itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.batch import MicroBatch
 from finetune_trainer.model.loss import CausalLoss, loss_inputs, scale_factor
 from finetune_trainer.strategies import create
+from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.world import World
 from launches import train_config
 
@@ -219,8 +220,17 @@ def train_case(case: Case, config: TrainConfig, world: World) -> Outcome:
     """Train one case on this rank; whole weights come back on rank 0 alone."""
     strategy = create(config, world)
     strategy.prepare(CausalLoss(build_model(case)))
+    losses, norms = train_steps(strategy, case, world, range(case.steps))
+    whole = strategy.whole_model()
+    return Outcome(losses, norms, _weights(whole) if whole is not None else {})
+
+
+def train_steps(
+    strategy: Strategy, case: Case, world: World, steps: Iterable[int]
+) -> tuple[list[float], list[float]]:
+    """Make optimizer steps on this rank; return the mean loss and the norm of each."""
     losses, norms = [], []
-    for step in range(case.steps):
+    for step in steps:
         rows = rows_of_step(case, step)
         num_labels = sum(sum(is_label[1:]) for _, is_label in rows)
         scale = scale_factor(num_labels, world.world_size)
@@ -233,10 +243,9 @@ def train_case(case: Case, config: TrainConfig, world: World) -> Outcome:
             inputs = loss_inputs(_collate(rows[first : first + size]), world.device)
             is_last = start + stride >= case.rows
             total += strategy.backward(inputs, scale=scale, is_last=is_last)
-        norms.append(strategy.step(LEARNING_RATE, config.training.max_grad_norm).item())
+        norms.append(strategy.step(LEARNING_RATE, MAX_NORM).item())
         losses.append(world.sum(total).item() / num_labels)
-    whole = strategy.whole_model()
-    return Outcome(losses, norms, _weights(whole) if whole is not None else {})
+    return losses, norms
 
 
 def _collate(rows: Sequence[Row]) -> MicroBatch:
