@@ -82,7 +82,7 @@ def _type_hint(value: Any, expected: str, path: FieldPath) -> str:
     if expected not in ("integer", "number") or not isinstance(value, str):
         return ""
     quantity = _QUANTITY.fullmatch(value)
-    if quantity and str(path[-1]).endswith("Seconds"):
+    if quantity and str(path[-1]).endswith(("Seconds", "meanTimeBetweenFailures")):
         number, unit = quantity.groups()
         if unit in _UNIT_SECONDS:
             return f" of seconds without a unit; write {float(number) * _UNIT_SECONDS[unit]:g}"

@@ -144,6 +144,12 @@ class FineTuneJobSpec(ApiModel):
             field="strategy.type",
         ),
         Rule(
+            "!has(self.method.quantization) || self.method.quantization != 'int8' || "
+            "self.strategy.type != 'fsdp'",
+            "cannot be sharded by strategy type fsdp; use nf4, or type ddp",
+            field="method.quantization",
+        ),
+        Rule(
             "!self.training.float8 || self.method.type == 'full'",
             "needs method type full; remove it",
             field="training.float8",
