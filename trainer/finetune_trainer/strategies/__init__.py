@@ -1,13 +1,49 @@
 """How ranks share one model; each engine is named in one file here and nowhere else."""
 
 from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.world import World
 
 
 def create(config: TrainConfig, world: World) -> Strategy:
-    """Return the strategy `config` asks for; its engine is imported only now."""
-    from finetune_trainer.strategies.ddp import DdpStrategy
+    """Return the strategy `config` asks for; its engine is imported only now.
 
-    engines: dict[str, type[Strategy]] = {"ddp": DdpStrategy}
-    return engines[config.strategy.type](config, world)
+    Raises:
+        ConfigError: the engine or the device cannot do what is asked.
+    """
+    _refuse_bf16_where_it_is_missing(config)
+    if config.strategy.type == "ddp":
+        from finetune_trainer.strategies.ddp import DdpStrategy
+
+        return DdpStrategy(config, world)
+    if config.strategy.type == "fsdp":
+        from finetune_trainer.strategies.fsdp import FsdpStrategy
+
+        return FsdpStrategy(config, world)
+
+    from finetune_trainer.strategies.zero import ZeroStrategy
+
+    return ZeroStrategy(config, world)
+
+
+def single_process_warning(config: TrainConfig) -> str | None:
+    """Say that nothing is left to share, where a run goes on with one process of several."""
+    if config.strategy.type == "ddp" or config.world.world_size > 1:
+        return None
+    return (
+        f"spec.strategy.type {config.strategy.type} goes on with one process, which holds the "
+        "whole model, its gradients and the optimizer's state by itself"
+    )
+
+
+def _refuse_bf16_where_it_is_missing(config: TrainConfig) -> None:
+    if config.training.precision != "bf16" or config.world.device != "cuda":
+        return
+    import torch
+
+    if torch.cuda.get_device_capability() < (8, 0):
+        raise ConfigError(
+            f"spec.training.precision bf16: {torch.cuda.get_device_name()} has no bf16 "
+            "arithmetic; use fp16"
+        )

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies.base import make_optimizer, training_state
+from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer
 from finetune_trainer.world import World
 
 
@@ -25,13 +25,13 @@ class DdpStrategy:
         self._world = world
         self._module: CausalLoss
         self._wrapped: nn.Module
-        self._optimizer: torch.optim.AdamW
-        self._trained: list[nn.Parameter]
+        self._optimizer: NativeOptimizer
 
     def prepare(self, module: CausalLoss) -> None:
         """Wrap the module and make the optimizer.
 
         Raises:
+            ConfigError: the trained parameters are not stored as the precision asks for.
             WorldSizeError: the process group holds another number of ranks than was asked for.
         """
         self._module = self._wrapped = module
@@ -48,8 +48,7 @@ class DdpStrategy:
                     "check the launcher"
                 )
             self._wrapped = wrapped
-        self._optimizer = make_optimizer(module, self._config.training)
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._optimizer = NativeOptimizer(self.model, self._config.training, self._world.device)
 
     def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
         """Run forward and backward; gradients are averaged with the last micro-batch."""
@@ -58,19 +57,12 @@ class DdpStrategy:
         with wrapped.no_sync() if quiet else nullcontext():  # type: ignore[operator]
             with self._autocast():
                 loss_sum: Tensor = wrapped(**inputs)
-            (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.scaled(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
-        """Clip and update; gradients that are not finite, on any rank, change nothing."""
-        norm = nn.utils.clip_grad_norm_(self._trained, max_norm if max_norm > 0 else float("inf"))
-        # What torch's own GradScaler sets: the fused kernel then leaves everything as it is.
-        self._optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return norm
+        """Clip and update; what one rank's gradients make not finite is so on all, averaged."""
+        return self._optimizer.step(learning_rate, max_norm)
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one batch; ranks may call it a different number of times."""
@@ -80,7 +72,7 @@ class DdpStrategy:
 
     def state(self) -> dict[str, Any]:
         """Return live trained parameters and moments under the unwrapped model's names."""
-        return training_state(self._module.model, self._optimizer)
+        return self._optimizer.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Do nothing: a restore has written into the live tensors."""
@@ -95,5 +87,5 @@ class DdpStrategy:
         return self._module.model
 
     def _autocast(self) -> torch.autocast:
-        narrow = self._config.training.precision == "bf16"
-        return torch.autocast(self._world.device.type, dtype=torch.bfloat16, enabled=narrow)
+        narrow = NARROW.get(self._config.training.precision)
+        return torch.autocast(self._world.device.type, dtype=narrow, enabled=narrow is not None)

@@ -1,0 +1,197 @@
+"""Fully sharded data parallel (FSDP2): ranks divide every parameter, gradient and moment.
+
+Each decoder layer is gathered on its own just before it is used; embeddings, final norm and head
+belong to the loss module around the model, whose forward is the only one that is ever called.
+"""
+
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
+from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer
+from finetune_trainer.strategies.skeleton import empty_copy, filled
+from finetune_trainer.world import World
+
+# Share of the free memory that gathered layers, gradients and moments may take; activations and
+# logits need the rest.
+_SHARE_OF_FREE_MEMORY = 0.5
+
+
+class FsdpStrategy:
+    """`torch.distributed.fsdp.fully_shard` on every decoder layer and on the loss module."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self._config = config
+        self._world = world
+        self._mesh = _mesh(config, world)
+        self._module: CausalLoss
+        self._sharded: list[FSDPModule]
+        self._optimizer: NativeOptimizer
+        self._skeleton: nn.Module | None = None
+        self._reshards = True
+
+    def prepare(self, module: CausalLoss) -> None:
+        """Shard the module, make the optimizer, and assert that what was asked is what is there.
+
+        Raises:
+            ConfigError: the model has no layers to shard, or its trained parameters are not
+                stored as the precision asks for.
+            WorldSizeError: the mesh holds another number of ranks than was asked for.
+        """
+        self._module = module
+        if self._world.is_main:
+            self._skeleton = empty_copy(module.model)
+        self._sharded = self._shard(module)
+        self._assert_built_as_asked()
+        shards = self._mesh["shard"].get_group()
+        training, device = self._config.training, self._world.device
+        self._reshards = not self._has_room()
+        for layer in self._sharded[:-1]:  # the root keeps its parameters until backward needs them
+            layer.set_reshard_after_forward(self._reshards, recurse=False)
+        self._optimizer = NativeOptimizer(self.model, training, device, shards)
+
+    def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
+        """Run forward and backward; gradients travel with the last micro-batch."""
+        root = self._sharded[-1]
+        root.set_requires_gradient_sync(is_last)
+        # Where there is room, weights are gathered once for all micro-batches of a step.
+        root.set_reshard_after_backward(is_last or self._reshards)
+        loss_sum: Tensor = self._module(**inputs)
+        self._optimizer.scaled(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        return loss_sum.detach()
+
+    def step(self, learning_rate: float, max_norm: float) -> Tensor:
+        """Clip and update this rank's shards by a norm that all ranks share."""
+        return self._optimizer.step(learning_rate, max_norm)
+
+    def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the summed loss of one batch; every rank must call it equally often."""
+        with torch.no_grad():
+            loss_sum: Tensor = self._module(**inputs)
+        return loss_sum
+
+    def state(self) -> dict[str, Any]:
+        """Return live shards of trained parameters and moments, as `DTensor`s."""
+        return self._optimizer.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Give up gathered weights: a restore has written into the shards behind them."""
+        self._reshard()
+
+    def whole_model(self) -> nn.Module | None:
+        """Return a copy in host memory on rank 0, gathered one tensor after the other."""
+        self._reshard()
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            whole = parameter.detach().to(self._world.device)
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if self._world.is_main:
+                weights[name] = whole.cpu()
+        if self._skeleton is None:
+            return None
+        return filled(self._skeleton, weights).train(self.model.training)
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped transformers or peft model, its parameters divided over the ranks."""
+        return self._module.model
+
+    def _shard(self, module: CausalLoss) -> list[FSDPModule]:
+        """Shard the decoder layers, then the module itself; it comes last."""
+        narrow = NARROW.get(self._config.training.precision)
+        wide = torch.float32 if narrow else None  # gradients are added up over ranks in fp32
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
+        offload = OffloadPolicy()
+        if self._config.strategy.offload == "cpu":
+            offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
+        names = getattr(base_of(module.model), "_no_split_modules", None) or ()
+        layers = [part for part in module.model.modules() if type(part).__name__ in names]
+        if not layers:
+            raise ConfigError(
+                "spec.strategy.type fsdp cannot find the layers of this model, which names none "
+                "that must stay whole; use zero3 or ddp"
+            )
+        return [
+            fully_shard(part, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
+            for part in (*layers, module)
+        ]
+
+    def _assert_built_as_asked(self) -> None:
+        asked = self._config.world.world_size
+        if self._mesh.size() != asked:
+            raise WorldSizeError(
+                f"FSDP was built over {self._mesh.size()} ranks, not {asked}; check the launcher"
+            )
+        whole = [n for n, p in self._module.named_parameters() if not isinstance(p, DTensor)]
+        plain = [m for m in self._sharded if not isinstance(m, FSDPModule)]
+        if whole or plain:
+            raise TrainerError(
+                f"FSDP left {len(whole)} parameters whole (first {whole[:1]}) and {len(plain)} "
+                "modules as they were; this version of torch cannot be used"
+            )
+
+    def _has_room(self) -> bool:
+        """Say whether whole layers may stay in memory from forward to backward, on every rank."""
+        asked = self._config.strategy.reshard_after_forward
+        if asked is not None:
+            return not asked
+        wide = 8 if self._config.training.precision == "fp64" else 4
+        width = 2 if self._config.training.precision in NARROW else wide
+        trained = [p.numel() for p in self._module.parameters() if p.requires_grad]
+        whole = width * sum(p.numel() for p in self._module.parameters())
+        state = 3 * wide * sum(trained) // self._mesh["shard"].size()  # gradients and two moments
+        accumulated = wide * sum(trained) * (self._config.gradient_accumulation_steps > 1)
+        if self._world.device.type == "cuda":
+            free = torch.cuda.mem_get_info()[0]
+        else:
+            free = psutil.virtual_memory().available // self._config.world.nproc_per_node
+        fits = whole + state + accumulated <= free * _SHARE_OF_FREE_MEMORY
+        agreed = torch.tensor(float(fits), device=self._world.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        return bool(agreed.item())
+
+    def _reshard(self) -> None:
+        """Free what an evaluation has left gathered."""
+        for part in self._sharded:
+            part.reshard()
+
+
+def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
+    """Return the ranks as replicas x shards."""
+    replicas, size = config.strategy.replicas, world.world_size
+    if size == 1:
+        replicas = 1
+        if not config.checkpoint.is_continued:
+            raise ConfigError(
+                "spec.strategy.type fsdp needs at least two processes; use ddp, which is the same "
+                "on one"
+            )
+        if not dist.is_initialized():  # one process has no world of its own, and a mesh wants one
+            backend = "nccl" if world.device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    elif size % replicas or size == replicas:
+        raise ConfigError(
+            f"spec.strategy.replicas {replicas} does not divide {size} processes into groups of "
+            "at least two; use another number, or ddp where every process holds the whole model"
+        )
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))
+    shape, names = (replicas, size // replicas), ("replica", "shard")
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)

@@ -1,0 +1,141 @@
+"""The optimizer of the native strategies: AdamW, clipping and fp16's loss scale, never waiting.
+
+One kernel unscales, clips and updates, or leaves everything as it is when a gradient of any rank
+is not finite. Every rank computes the same norm, so every rank decides alike.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from finetune_trainer.config import TrainingConfig
+from finetune_trainer.errors import ConfigError
+
+# The type of forward and backward where it is not that of the trained parameters.
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_LOSS_SCALE = 65_536.0
+# Steps without overflow before fp16's loss scale doubles; an overflow halves it at once.
+GROWTH_INTERVAL = 2_000
+
+
+class NativeOptimizer:
+    """Trained parameters of a model whose gradients autograd leaves in `grad`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        training: TrainingConfig,
+        device: torch.device,
+        shards: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        """Make the optimizer with its state, so that a checkpoint can be read into it in place.
+
+        Args:
+            model: The unwrapped model; its parameters are plain tensors or `DTensor`s.
+            training: Precision, weight decay and learning rate.
+            device: Where norm and loss scale are computed.
+            shards: The ranks among which every gradient is divided, if it is.
+
+        Raises:
+            ConfigError: a trained parameter is stored in another type than the precision asks for.
+        """
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._device = device
+        self._shards = shards
+        self._is_scaled = training.precision == "fp16"
+        self._scale = torch.tensor(FIRST_LOSS_SCALE if self._is_scaled else 1.0, device=device)
+        self._good_steps = torch.tensor(0.0, device=device)
+        _expect_wide(self._trained, training)
+        self._adamw = make_adamw(self._trained.values(), training)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss as backward needs it: with fp16 so large that gradients do not vanish."""
+        return loss * self._scale if self._is_scaled else loss
+
+    def step(self, learning_rate: float, max_norm: float) -> Tensor:
+        """Clip, update, clear the gradients; see `Strategy.step`."""
+        norm = self._norm() / self._scale
+        clip = (norm / max_norm).clamp(min=1) if max_norm > 0 else torch.ones_like(norm)
+        found_inf = (~norm.isfinite()).float()
+        # As torch's GradScaler does it: the kernel divides by the one, and changes nothing, Adam's
+        # step count included, when the other is 1.
+        if clip.dtype == torch.float64:  # of which the kernel's divisor would keep half
+            for grad in self._grads():
+                grad.div_(clip)
+            clip = torch.ones_like(clip)
+        self._adamw.grad_scale = (self._scale * clip).float()  # type: ignore[attr-defined]
+        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        if self._is_scaled:
+            self._rescale(found_inf)
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """Return live tensors as `Strategy.state` describes them; `scaler` only with fp16."""
+        moments = {
+            f"{name}.{key}": value
+            for name, parameter in self._trained.items()
+            for key, value in self._adamw.state[parameter].items()
+        }
+        model = {name: parameter.detach() for name, parameter in self._trained.items()}
+        state = {"model": model, "optimizer": moments}
+        if self._is_scaled:
+            state["scaler"] = {"scale": self._scale, "good_steps": self._good_steps}
+        return state
+
+    def _norm(self) -> Tensor:
+        """Return the norm over all gradients of all ranks, as backward left them."""
+        norm = nn.utils.get_total_norm(self._grads()).to(self._device)
+        if self._shards is None:
+            return norm
+        squared = norm.square()
+        dist.all_reduce(squared, group=self._shards)
+        return squared.sqrt()
+
+    def _grads(self) -> list[Tensor]:
+        """Return this rank's part of every gradient."""
+        grads = [p.grad for p in self._trained.values() if p.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+    def _rescale(self, found_inf: Tensor) -> None:
+        """Halve the loss scale after an overflow, double it after many steps without one."""
+        self._good_steps.add_(1).mul_(1 - found_inf)
+        grown = (self._good_steps == GROWTH_INTERVAL).float()
+        self._scale.mul_(1 + grown - found_inf / 2)
+        self._good_steps.mul_(1 - grown)
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
+    """Make AdamW (arXiv:1711.05101) with its state already there; vectors are not decayed."""
+    trained = list(parameters)
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=training.learning_rate, fused=True
+    )
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def _expect_wide(trained: dict[str, nn.Parameter], training: TrainingConfig) -> None:
+    wide = torch.float64 if training.precision == "fp64" else torch.float32
+    for name, parameter in trained.items():
+        if parameter.dtype != wide:
+            raise ConfigError(
+                f"spec.training.precision {training.precision}: the trained parameter {name} is "
+                f"{parameter.dtype}, not {wide}; small updates would be lost in it"
+            )

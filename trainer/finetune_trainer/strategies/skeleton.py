@@ -1,0 +1,29 @@
+"""A model without weights, kept beside the sharded one, that whole weights are put into.
+
+Engines hook into the module they shard, so a whole model cannot be made from that one.
+"""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def empty_copy(model: nn.Module) -> nn.Module:
+    """Return a copy whose parameters are on the meta device; call it before an engine does."""
+    memo: dict[int, Tensor] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    memo |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of the skeleton with `weights`, which are not copied; tied ones stay tied."""
+    memo = {
+        id(p): nn.Parameter(weights[name], requires_grad=p.requires_grad)
+        for name, p in skeleton.named_parameters()
+    }
+    return copy.deepcopy(skeleton, memo)
