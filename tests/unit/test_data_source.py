@@ -67,6 +67,12 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str, write
     assert values(write(tmp_path / name)) == ROWS
 
 
+def test_nulls_that_parquet_adds_for_fields_of_other_rows_are_left_out(tmp_path: Path) -> None:
+    calls = [{"name": "weather", "arguments": {"city": "Bern"}}, {"name": "now", "arguments": {}}]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    assert values(write_parquet(tmp_path / "rows.parquet", rows)) == rows
+
+
 def test_nested_messages_come_out_of_parquet_as_they_went_in(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     assert values(write_parquet(tmp_path / "rows.parquet", rows)) == rows

@@ -20,16 +20,10 @@ LLAMA3 = (
     "{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
-GEMMA = (
-    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\\n\\n' %}"
-    "{% set loop_messages = messages[1:] %}{% else %}{% set first = '' %}"
-    "{% set loop_messages = messages %}{% endif %}"
-    "{% for m in loop_messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{{ '<|im_start|>' + ('model' if m.role == 'assistant' else m.role) + '\\n' "
-    "+ (first if loop.first else '') + m.content | trim + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>model\\n' }}{% endif %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{% endfor %}"
+    + CHATML_TEMPLATE
 )
 DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}"
@@ -122,16 +116,6 @@ class Encoder:
             id="ChatML keeps white space",
         ),
         pytest.param(
-            LLAMA3,
-            ["A sequence.<|im_end|>", "Also one, naïve 😀.<|im_end|>"],
-            id="Llama 3 trims, stop token without a line break",
-        ),
-        pytest.param(
-            GEMMA,
-            ["A sequence.<|im_end|>", "Also one, naïve 😀.<|im_end|>"],
-            id="Gemma renames the role and refuses some prefixes",
-        ),
-        pytest.param(
             DEFAULT_SYSTEM,
             ["A sequence.<|im_end|>", " Also one, naïve 😀. <|im_end|>"],
             id="a default system prompt",
@@ -159,7 +143,7 @@ def test_exactly_the_answers_and_their_stop_tokens_are_learned(
     assert encoder(template).learned(messages=DIALOGUE) == answers
 
 
-@pytest.mark.parametrize("template", [CHATML_TEMPLATE, LLAMA3, GEMMA, DEFAULT_SYSTEM])
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, LLAMA3, DEFAULT_SYSTEM])
 def test_what_comes_before_an_answer_is_what_the_model_is_given_when_asked(
     encoder: Any, template: str
 ) -> None:
@@ -468,7 +452,7 @@ def test_a_conversation_that_the_template_refuses_is_named(encoder: Any) -> None
     with pytest.raises(
         DataError, match=r"^rows\.jsonl line 1: the model's chat template refuses.*must alternate"
     ):
-        encoder(GEMMA).learned(messages=[DIALOGUE[0], *DIALOGUE])
+        encoder(ALTERNATING).learned(messages=[DIALOGUE[0], *DIALOGUE])
 
 
 def test_a_turn_that_cannot_be_found_in_the_rendered_text_is_named(encoder: Any) -> None:

@@ -69,7 +69,7 @@ class RowEncoder:
             return _ending_in(example.text, "")
         if self._template is None:
             return _without_template(example)
-        if self._template.has_marks and example.learned() == example.answers():
+        if self._template.has_marks and example.is_learned_whole:
             return Encoded(*self._template.marked_tokens(example, row.where))
         return self._template.render(example, row.where)
 

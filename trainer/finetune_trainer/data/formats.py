@@ -4,6 +4,8 @@ Called by `encoding`. Knows column names and their customs (OpenAI messages, Sha
 conversations, prompt and completion, instruction and output), and nothing of tokens.
 """
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,30 +28,27 @@ ROLES = {
     "observation": "tool",
 }
 COLUMNS = "spec.dataset.columns"
+FLAGS = ("train", "weight")  # of a message: 0 or false says that it is not learned
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of a dialogue; assistant turns from index `first_trained` on are learned."""
+    """Turns of a dialogue.
+
+    Attributes:
+        messages: All turns.
+        learned: Index of every turn that is learned, all of them the assistant's.
+        tools: JSON schemas of what the assistant may call.
+    """
 
     messages: tuple[Message, ...]
-    first_trained: int = 0
+    learned: tuple[int, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
-    def answers(self) -> list[int]:
-        """Return the index of every assistant turn, learned or not."""
-        return [turn for turn, said in enumerate(self.messages) if said["role"] == "assistant"]
-
-    def learned(self) -> list[int]:
-        """Return the index of every turn that is learned.
-
-        One that says nothing is not: its stop token alone would teach the model to be silent.
-        """
-        return [
-            turn
-            for turn in self.answers()
-            if turn >= self.first_trained
-            and (self.messages[turn]["content"].strip() or self.messages[turn].get("tool_calls"))
-        ]
+    @property
+    def is_learned_whole(self) -> bool:
+        """Whether all turns of the assistant are learned."""
+        return len(self.learned) == [said["role"] for said in self.messages].count("assistant")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,8 @@ def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conve
     if data_format is DataFormat.INSTRUCTION:
         return _instruction(reader)
     if reader.has("messages", "conversations"):
-        return Conversation((*reader.system(), *reader.messages("messages", "conversations")))
+        messages = reader.messages("messages", "conversations")
+        return _conversation((*reader.system(), *messages), tools=reader.tools())
     if reader.has("prompt") and reader.has("completion"):
         return _prompt_and_completion(reader)
     raise DataError(
@@ -128,6 +128,10 @@ class _RowReader:
             return self.messages(usual)
         return ({"role": role, "content": self.text(usual)},)
 
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """Return the column `tools`: a list of JSON schemas, or JSON text of one."""
+        return tuple(_objects(self._row.values.get("tools"), f"{self._row.where}: column 'tools'"))
+
     def _find(self, usual: tuple[str, ...]) -> str | None:
         configured = getattr(self._columns, usual[0])
         if configured is None:
@@ -157,6 +161,14 @@ class _RowReader:
         if not isinstance(said_by, str) or said_by not in ROLES:
             raise DataError(f"{where} has the role {said_by!r}; use one of {', '.join(ROLES)}")
         role = ROLES[said_by]
+        for flag in FLAGS:
+            if message.get(flag, 1) not in (0, 1):
+                raise DataError(
+                    f"{where} has {flag} {message[flag]!r}; write 1 where it is learned, else 0"
+                )
+        if "tool_calls" in message:
+            calls = _objects(message["tool_calls"], f"{where}: tool_calls")
+            message["tool_calls"] = [_read_call(call, where) for call in calls]
         key = next((key for key in ("content", "value") if key in message), None)
         if key is not None:
             content = _flatten(message.pop(key), where)
@@ -176,7 +188,7 @@ def _instruction(reader: _RowReader) -> Conversation:
     context = reader.text("input") if reader.has("input") else ""
     user = f"{question}\n\n{context}" if context.strip() else question
     answer = reader.text("output")
-    return Conversation(
+    return _conversation(
         (
             *reader.system(),
             {"role": "user", "content": user},
@@ -188,7 +200,51 @@ def _instruction(reader: _RowReader) -> Conversation:
 def _prompt_and_completion(reader: _RowReader) -> Conversation:
     prompt = (*reader.system(), *reader.turns("prompt", "user"))
     # Assistant turns of the prompt are examples to follow, not answers to learn.
-    return Conversation((*prompt, *reader.turns("completion", "assistant")), len(prompt))
+    messages = (*prompt, *reader.turns("completion", "assistant"))
+    return _conversation(messages, first_learned=len(prompt), tools=reader.tools())
+
+
+def _conversation(
+    messages: Iterable[Message], *, first_learned: int = 0, tools: tuple[dict[str, Any], ...] = ()
+) -> Conversation:
+    """Decide which turns are learned: the assistant's that no flag excludes.
+
+    One that says nothing is not: its stop token alone would teach the model to be silent.
+    """
+    turns, learned = [], []
+    for turn, message in enumerate(messages):
+        says = message["content"].strip() or message.get("tool_calls")
+        is_wanted = turn >= first_learned and all(message.get(flag, 1) for flag in FLAGS)
+        if says and is_wanted and message["role"] == "assistant":
+            learned.append(turn)
+        turns.append({key: value for key, value in message.items() if key not in FLAGS})
+    return Conversation(tuple(turns), tuple(learned), tools)
+
+
+def _objects(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return a list of objects that may be written as JSON text; none where there is nothing."""
+    items = _from_json(value, where) or []
+    if isinstance(items, list) and all(isinstance(item, dict) for item in items):
+        return items
+    raise DataError(f"{where} is not a list of objects; correct the row")
+
+
+def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Read arguments that are JSON text, which most templates would write as JSON once more."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _read_call(call["function"], where)}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    return {**call, "arguments": _from_json(call["arguments"], f"{where}: arguments") or {}}
+
+
+def _from_json(value: Any, where: str) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}; correct or delete the row") from error
 
 
 def _flatten(content: Any, where: str) -> str:

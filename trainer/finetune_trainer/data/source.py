@@ -163,7 +163,8 @@ class HubRows:
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows of the split."""
         for number, values in enumerate(self._rows, start=1):
-            yield _row(f"{self.name} split {self._split} row {number}", values)
+            where = f"{self.name} split {self._split} row {number}"
+            yield _row(where, _without_nulls(values))
 
     def fingerprint(self) -> str:
         """Return the fingerprint that `datasets` gives this split."""
@@ -273,7 +274,7 @@ def _parquet_rows(file: Path, field: str, cache_dir: Path) -> Iterator[Row]:
             cache_dir=str(cache_dir / "datasets"),
         )
         for number, values in enumerate(rows, start=1):
-            yield _row(f"{file} row {number}", values)
+            yield _row(f"{file} row {number}", _without_nulls(values))
     except OSError:
         raise
     # Each layer below raises kinds of its own for a malformed file.
@@ -285,6 +286,15 @@ def _parquet_rows(file: Path, field: str, cache_dir: Path) -> Iterator[Row]:
 
 def _row(where: str, values: dict[str, Any]) -> Row:
     return Row(where, {key: value for key, value in values.items() if value is not None})
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop what Arrow adds inside a value: a null for each field that only other rows have."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _first_line(error: Exception) -> str:

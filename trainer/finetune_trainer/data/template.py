@@ -8,7 +8,7 @@ template renders, and checked; a row whose turns cannot be placed is refused by 
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
@@ -61,9 +61,11 @@ class ChatTemplate:
             lambda call: repr(FIXED_DATE.strftime(call[2])), tokenizer.get_chat_template()
         )
         # Whatever the vocabulary adds may end a turn, but for the white space that some add.
-        added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items()}
-        self._stop_tokens = {token for token, text in added.items() if text.strip()}
-        stops = "|".join(re.escape(added[token]) for token in self._stop_tokens) or "(?!)"
+        added = tokenizer.added_tokens_decoder
+        self._stop_tokens = {token for token in added if str(added[token]).strip()}
+        # Only these end a turn for sure: others, such as the end of a call, stand inside one.
+        self._special_tokens = {token for token in added if added[token].special}
+        stops = "|".join(re.escape(str(added[token])) for token in self._stop_tokens) or "(?!)"
         self._stop_at_start = re.compile(rf"\s*(?:{stops})")
         self._stop_at_end = re.compile(rf"(?:{stops})(?=\s*\Z)")
 
@@ -78,7 +80,7 @@ class ChatTemplate:
         Many templates close their mark in front of the stop token; a model trained so never stops.
         """
         encoding = self._apply(
-            conversation.messages,
+            conversation,
             where,
             tokenize=True,
             return_dict=True,
@@ -87,7 +89,7 @@ class ChatTemplate:
         tokens: list[int] = encoding["input_ids"]
         is_label = [bool(mark) for mark in encoding["assistant_masks"]]
         for place in range(1, len(tokens)):
-            follows_turn = is_label[place - 1] and tokens[place - 1] not in self._stop_tokens
+            follows_turn = is_label[place - 1] and tokens[place - 1] not in self._special_tokens
             if follows_turn and tokens[place] in self._stop_tokens:
                 is_label[place] = True
         return tokens, is_label
@@ -98,13 +100,10 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation, or a turn cannot be placed.
         """
-        messages = conversation.messages
-        text = self._apply(messages, where)
+        text = self._apply(conversation, where)
         spans = []
-        for turn in conversation.learned():
-            span = self._place_by_prefix(text, messages, turn) or self._place_by_marker(
-                text, messages, turn
-            )
+        for turn in conversation.learned:
+            span = self._place(text, conversation, turn)
             if span is None:
                 raise DataError(
                     f"{where}: turn {turn + 1} cannot be found in what the model's chat template "
@@ -115,53 +114,86 @@ class ChatTemplate:
         ends_in_turn = bool(spans) and not text[spans[-1][1] :].strip()
         return Rendered(text, tuple(spans), ends_in_turn and not self._stop_at_end.search(text))
 
-    def _place_by_prefix(self, text: str, messages: Sequence[Message], turn: int) -> Span | None:
-        """Compare what is rendered up to the turn with and without it; None where they differ."""
-        is_last = turn == len(messages) - 1
-        before = self._try(messages[:turn], add_generation_prompt=True)
-        after = text if is_last else self._try(messages[: turn + 1])
-        if before is None or after is None:
-            return None
-        if not (after.startswith(before) and text.startswith(after)):
-            return None
-        start, piece = len(before), after[len(before) :]
-        if set(messages[turn]) == {"role", "content"}:
+    def _place(self, text: str, conversation: Conversation, turn: int) -> Span | None:
+        """Compare what is rendered up to the turn with and without it; None where it is nowhere."""
+        earlier, said = conversation.messages[:turn], conversation.messages[turn]
+        before = self._try(conversation, earlier, add_generation_prompt=True)
+        start = len(before) if before is not None and text.startswith(before) else None
+        # Thoughts in front of a call are often left out once an answer follows.
+        bare = {"role": "assistant", "content": "", "tool_calls": said.get("tool_calls")}
+        afters = (
+            (text,)
+            if turn == len(conversation.messages) - 1
+            else (self._try(conversation, (*earlier, turn)) for turn in (said, bare))
+        )
+        after = next((after for after in afters if after and text.startswith(after)), "")
+        if start is None or len(after) < start:
+            return self._place_by_marker(text, conversation, turn, start)
+        piece = after[start:]
+        if set(said) == {"role", "content"}:
             # What the template puts before the answer (a header that the generation prompt lacks,
             # an empty block of thoughts) is not the assistant's to say.
-            answer = messages[turn]["content"]
-            start += max(0, piece.find(answer if answer in piece else answer.strip()))
+            answer = said["content"]
+            skipped = max(0, piece.find(answer if answer in piece else answer.strip()))
+        else:
+            skipped = 0
         stop = self._stop_at_end.search(piece)
-        return start, len(before) + (stop.end() if stop else len(piece))
+        return start + skipped, start + (stop.end() if stop else len(piece))
 
-    def _place_by_marker(self, text: str, messages: Sequence[Message], turn: int) -> Span | None:
-        """Render with the answer replaced by a marker; what stays the same is around it."""
+    def _place_by_marker(
+        self, text: str, conversation: Conversation, turn: int, start: int | None
+    ) -> Span | None:
+        """Render with a marker as the whole answer; what stays the same is around it.
+
+        A turn that a call of a tool opens and ends in another way begins at `start`, after the
+        generation prompt, and ends where the next turn begins.
+        """
         marker = "answer-" + hashlib.sha256(text.encode()).hexdigest()[:16]
-        replaced = [*messages[:turn], {**messages[turn], "content": marker}, *messages[turn + 1 :]]
-        marked = self._try(replaced)
+        replaced = list(conversation.messages)
+        replaced[turn] = {"role": "assistant", "content": marker}
+        marked = self._try(conversation, replaced)
         if marked is None or marked.count(marker) != 1:
             return None
         head, tail = marked.split(marker)
-        if not (text.startswith(head) and text.endswith(tail)):
-            return None
-        start, end = len(head), len(text) - len(tail)
-        if end < start:
-            return None
         stop = self._stop_at_start.match(tail)
-        return start, end + (stop.end() if stop else 0)
+        following = tail[stop.end() :] if stop else tail
+        if text.startswith(head):
+            start = len(head)
+        end = len(text) - len(following)
+        if start is None or end < start or not text.endswith(following):
+            return None
+        return start, end
 
-    def _try(self, messages: Sequence[Message], **options: Any) -> str | None:
-        """Render part of a conversation, which a template may refuse: then None."""
+    def _refuse_ignored(self, conversation: Conversation, where: str) -> None:
+        """Say aloud that the template has no place for the tools or the calls of a row."""
+        names = {"tools"} if conversation.tools else set()
+        names.update(*conversation.messages)
+        for name in sorted(names & {"tools", "tool_calls"}):
+            if name not in self._template:
+                raise DataError(
+                    f"{where} has {name}, which the model's chat template leaves out; use a "
+                    "template that shows them (spec.model.chatTemplate), or delete them"
+                )
+
+    def _try(
+        self, conversation: Conversation, messages: Sequence[Message], **options: Any
+    ) -> str | None:
+        """Render other messages, which a template may refuse: then None."""
         try:
-            return str(self._apply(messages, "", **options)) if messages else None
+            part = replace(conversation, messages=tuple(messages))
+            return str(self._apply(part, "", **options)) if messages else None
         except DataError:
             return None
 
-    def _apply(self, messages: Sequence[Message], where: str, **options: Any) -> Any:
+    def _apply(self, conversation: Conversation, where: str, **options: Any) -> Any:
         from jinja2 import TemplateError
 
+        self._refuse_ignored(conversation, where)
         options = {"tokenize": False, "chat_template": self._template} | options
         try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
+            return self._tokenizer.apply_chat_template(
+                list(conversation.messages), tools=list(conversation.tools) or None, **options
+            )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(
                 f"{where}: the model's chat template refuses the conversation: {error}; correct or "

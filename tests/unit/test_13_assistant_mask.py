@@ -1,0 +1,292 @@
+"""Exactly answers and their stop tokens are learned, on templates of the shapes that models ship.
+
+The shapes are those of Llama 3, Qwen3, Gemma 3 and gpt-oss: how they name roles, where they trim,
+what they add to the last turn, leave out of earlier ones or refuse, and how each turn ends.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from finetune_trainer.config import DataConfig, DatasetSource
+from finetune_trainer.data.encoding import RowEncoder
+from finetune_trainer.data.source import Row
+from finetune_trainer.errors import DataError
+from text_fixtures import tiny_tokenizer
+
+# Every system turn tells the tools; results come back under a role of another name.
+LLAMA3 = """\
+{{- '<|begin_of_text|>' }}
+{%- if messages[0].role == 'system' %}{% set system, turns = messages[0].content, messages[1:] %}
+{%- else %}{% set system, turns = '', messages %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nKnowledge ends in 2023\n\n' }}
+{%- for tool in tools or [] %}{{ tool | tojson }}{{ '\n' }}{% endfor %}
+{{- system + '<|eot_id|>' }}
+{%- for m in turns %}
+{%- set name = 'ipython' if m.role == 'tool' else m.role %}
+{{- '<|start_header_id|>' + name + '<|end_header_id|>\n\n' }}
+{%- if m.role == 'assistant' %}GEN
+{%- if m.tool_calls %}
+{{- '{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}
+{{- m.tool_calls[0].function.arguments | tojson }}{{ '}<|eot_id|>' }}
+{%- else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}END
+{%- else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
+"""
+# An empty block of thoughts in the last turn alone; results are a turn of the user.
+QWEN3 = """\
+{%- if tools %}{{ '<|im_start|>system\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
+{%- set asked = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|im_start|>assistant\n' }}
+{%- if loop.index0 > asked.last and loop.last and not m.reasoning_content %}
+{{- '<think>\n\n</think>\n\n' }}{% endif %}GEN
+{%- if loop.index0 > asked.last and m.reasoning_content %}
+{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}END
+{{- '<|im_end|>\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+# The system turn is put into the first question; roles must alternate; there are no tools.
+GEMMA3 = """\
+{{- '<bos>' }}
+{%- if messages[0].role == 'system' %}
+{%- set first, turns = messages[0].content + '\n\n', messages[1:] %}
+{%- else %}{% set first, turns = '', messages %}{% endif %}
+{%- for m in turns %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+{%- if loop.first %}{{ first }}{% endif %}
+{%- if m.role == 'assistant' %}GEN{{ m.content | trim }}END
+{%- else %}{{ m.content | trim }}{% endif %}
+{{- '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}
+"""
+# Channels; the last answer ends in another token, and thoughts before an answer are left out.
+GPT_OSS = """\
+{{- '<|start|>system<|message|>You are a model.<|end|>' }}
+{%- if tools or messages[0].role == 'system' %}{{ '<|start|>developer<|message|>' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- for tool in tools or [] %}{{ 'type ' + tool.function.name + ' = any;' }}{% endfor %}
+{{- '<|end|>' }}{% endif %}
+{%- set called = namespace(name='') %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'tool' %}
+{%- if not called.name %}{{ raise_exception('a result without a call') }}{% endif %}
+{{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- m.content + '<|end|>' }}{% set called.name = '' %}
+{%- elif m.role == 'assistant' %}
+{%- set later = namespace(answer=false) %}
+{%- for n in messages[loop.index:] %}
+{%- if n.role == 'assistant' and not n.tool_calls %}{% set later.answer = true %}{% endif %}
+{%- endfor %}
+{{- '<|start|>assistant' }}GEN
+{%- if m.tool_calls %}
+{%- if m.thinking and not later.answer %}
+{{- '<|channel|>analysis<|message|>' + m.thinking + '<|end|><|start|>assistant' }}{% endif %}
+{%- set called.name = m.tool_calls[0].function.name %}
+{{- ' to=functions.' + called.name + '<|channel|>commentary json<|message|>' }}
+{{- m.tool_calls[0].function.arguments | tojson }}{{ '<|call|>' }}
+{%- else %}
+{%- if m.thinking and loop.last %}
+{{- '<|channel|>analysis<|message|>' + m.thinking + '<|end|><|start|>assistant' }}{% endif %}
+{{- '<|channel|>final<|message|>' + m.content }}
+{{- '<|return|>' if loop.last else '<|end|>' }}{% endif %}END
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+SHAPES = {"llama3": LLAMA3, "qwen3": QWEN3, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}
+SPECIAL_TOKENS = [
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<bos>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+]
+PLAIN_TOKENS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+DIALOGUE: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is a list?"},
+    {"role": "assistant", "content": "A sequence."},
+    {"role": "user", "content": "And a tuple, é?"},
+    {"role": "assistant", "content": " Also one, naïve 😀. "},
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "How warm is it?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "It is 21 degrees"},
+    {"role": "assistant", "content": "Warm."},
+]
+LLAMA3_CALL = '{"name": "weather", "parameters": {"city": "Bern"}}<|eot_id|>'
+QWEN3_CALL = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>'
+)
+GPT_OSS_CALL = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>'
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the text of each run of labels that a row has on a shape of template."""
+
+    @cache
+    def encoder(shape: str, has_marks: bool) -> tuple[RowEncoder, Any]:
+        tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("t"))
+        tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
+        tokenizer.add_tokens(PLAIN_TOKENS)
+        begin, end = ("{%- generation %}", "{%- endgeneration %}") if has_marks else ("", "")
+        tokenizer.chat_template = SHAPES[shape].replace("GEN", begin).replace("END", end)
+        source = DatasetSource(path="rows.jsonl")
+        return RowEncoder(DataConfig(train=source, cache_dir="unused"), tokenizer), tokenizer
+
+    def learned(shape: str, *, has_marks: bool = False, **row: Any) -> list[str]:
+        made, tokenizer = encoder(shape, has_marks)
+        [encoded] = made.encode([Row("rows.jsonl line 1", row)])
+        runs: list[list[int]] = []
+        was_label = False
+        for token, is_label in zip(encoded.tokens, encoded.is_label, strict=True):
+            if is_label and not was_label:
+                runs.append([])
+            if is_label:
+                runs[-1].append(token)
+            was_label = is_label
+        return [tokenizer.decode(run) for run in runs]
+
+    return learned
+
+
+@pytest.mark.parametrize(
+    ("shape", "answers"),
+    [
+        ("llama3", ["A sequence.<|eot_id|>", "Also one, naïve 😀.<|eot_id|>"]),
+        ("qwen3", ["A sequence.<|im_end|>", " Also one, naïve 😀. <|im_end|>"]),
+        ("gemma3", ["A sequence.<end_of_turn>", "Also one, naïve 😀.<end_of_turn>"]),
+        ("gpt-oss", ["A sequence.<|end|>", " Also one, naïve 😀. <|return|>"]),
+    ],
+)
+def test_every_answer_of_a_dialogue_is_learned_with_its_stop_token_and_nothing_else(
+    learned: Any, shape: str, answers: list[str]
+) -> None:
+    assert learned(shape, messages=DIALOGUE) == answers
+    marked = learned(shape, messages=DIALOGUE, has_marks=True)
+    # gpt-oss: what is marked begins with the channel, which the model has to choose.
+    header = "<|channel|>final<|message|>" if shape == "gpt-oss" else ""
+    assert marked == [header + answer for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("shape", "answers"),
+    [
+        ("llama3", [LLAMA3_CALL, "Warm.<|eot_id|>"]),
+        ("qwen3", [QWEN3_CALL, "Warm.<|im_end|>"]),
+        ("gpt-oss", [GPT_OSS_CALL, "Warm.<|return|>"]),
+    ],
+)
+@pytest.mark.parametrize(
+    "thoughts", [{}, {"thinking": "look", "reasoning_content": "look"}], ids=["", "with thoughts"]
+)
+def test_a_call_is_learned_whole_and_what_the_tool_answers_is_not(
+    learned: Any, shape: str, answers: list[str], thoughts: dict[str, str]
+) -> None:
+    calling = [CALLING[0], CALLING[1] | thoughts, *CALLING[2:]]
+    if thoughts and shape == "qwen3":
+        answers = ["<think>\nlook\n</think>\n\n" + QWEN3_CALL, answers[1]]
+    assert learned(shape, messages=calling, tools=TOOLS) == answers
+    marked = learned(shape, messages=calling, tools=TOOLS, has_marks=True)
+    assert [part.removeprefix("<|channel|>final<|message|>") for part in marked] == answers
+
+
+@pytest.mark.parametrize(
+    ("shape", "answers"),
+    [
+        ("llama3", [LLAMA3_CALL, "Warm.<|eot_id|>", "Also one, naïve 😀.<|eot_id|>"]),
+        ("qwen3", [QWEN3_CALL, "Warm.<|im_end|>", " Also one, naïve 😀. <|im_end|>"]),
+        ("gpt-oss", [GPT_OSS_CALL, "Warm.<|end|>", " Also one, naïve 😀. <|return|>"]),
+    ],
+)
+def test_a_call_in_the_middle_of_a_dialogue_is_learned_too(
+    learned: Any, shape: str, answers: list[str]
+) -> None:
+    assert learned(shape, messages=[*CALLING, *DIALOGUE[3:]], tools=TOOLS) == answers
+
+
+def test_tools_and_arguments_may_be_json_text(learned: Any) -> None:
+    call = {"function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    calling = [CALLING[0], CALLING[1] | {"tool_calls": [call]}, *CALLING[2:]]
+    tools = '[{"type": "function", "function": {"name": "weather"}}]'
+    assert learned("qwen3", messages=calling, tools=tools) == [QWEN3_CALL, "Warm.<|im_end|>"]
+
+
+@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}])
+def test_an_answer_that_its_row_excludes_is_not_learned(
+    learned: Any, flag: dict[str, Any], has_marks: bool
+) -> None:
+    messages = [*DIALOGUE[:2], DIALOGUE[2] | flag, DIALOGUE[3], DIALOGUE[4] | {"weight": 1}]
+    answers = learned("llama3", messages=messages, has_marks=has_marks)
+    assert answers == ["Also one, naïve 😀.<|eot_id|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        pytest.param(
+            {"messages": DIALOGUE, "tools": "weather"},
+            "rows.jsonl line 1: column 'tools' is not JSON: Expecting value: line 1 column 1 "
+            "(char 0); correct or delete the row",
+            id="tools that are not JSON",
+        ),
+        pytest.param(
+            {"messages": DIALOGUE, "tools": ["weather"]},
+            "rows.jsonl line 1: column 'tools' is not a list of objects; correct the row",
+            id="names of tools",
+        ),
+        pytest.param(
+            {"messages": [CALLING[0], {"role": "assistant", "tool_calls": {"name": "weather"}}]},
+            "rows.jsonl line 1: column 'messages' turn 2: tool_calls is not a list of objects; "
+            "correct the row",
+            id="one call without a list",
+        ),
+        pytest.param(
+            {"messages": [DIALOGUE[1], DIALOGUE[2] | {"weight": 0.5}]},
+            "rows.jsonl line 1: column 'messages' turn 2 has weight 0.5; write 1 where it is "
+            "learned, else 0",
+            id="half a weight",
+        ),
+        pytest.param(
+            {"messages": DIALOGUE, "tools": TOOLS},
+            "rows.jsonl line 1 has tools, which the model's chat template leaves out; use a "
+            "template that shows them (spec.model.chatTemplate), or delete them",
+            id="a template without tools",
+        ),
+        pytest.param(
+            {"messages": CALLING},
+            "rows.jsonl line 1 has tool_calls, which the model's chat template leaves out; use a "
+            "template that shows them (spec.model.chatTemplate), or delete them",
+            id="a template without calls",
+        ),
+    ],
+)
+def test_a_row_whose_tools_or_flags_cannot_be_used_is_refused(
+    learned: Any, row: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        learned("gemma3", **row)
+    assert str(error.value) == sentence
