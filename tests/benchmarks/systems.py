@@ -23,6 +23,7 @@ class Task:
 
     Attributes:
         model: Folder of the base model.
+        method: `lora`, `qlora` or `full`.
         shape: `chat` (prompt and completion, of any length) or `uniform` (rows of `pack_tokens`).
         rows: Number of rows in rows.jsonl; each is seen once.
         rows_per_step: Rows of one optimizer step without packing.
@@ -39,6 +40,7 @@ class Task:
     learning_rate: float
     threads: int
     device: str
+    method: str = "lora"
 
     @classmethod
     def read(cls, folder: Path) -> "Task":
@@ -67,7 +69,7 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
             "packing": is_chat,
             "cache_dir": str(folder / "cache"),
         },
-        "method": {"type": "lora", "lora": LORA},
+        "method": _method(task),
         "training": {
             "global_batch_size": 1 if is_chat else task.rows_per_step,
             "micro_batch_size": 1 if is_chat else task.rows_per_step,
@@ -78,7 +80,10 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
             "seed": task.seed,
         },
         "checkpoint": {"dir": str(folder / "checkpoints"), "every_steps": 1_000_000, "keep": 1},
-        "output": {"dir": str(folder / "adapter")},
+        "output": {
+            "dir": str(folder / "adapter"),
+            "format": "merged" if task.method == "full" else "adapter",
+        },
         "telemetry": {"metrics_port": 0},
         "run_dir": str(folder / "run"),
         "termination_path": str(folder / "termination.json"),
@@ -97,6 +102,13 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
     }
 
 
+def _method(task: Task) -> dict[str, Any]:
+    if task.method == "full":
+        return {"type": "full"}
+    quantization = {"quantization": "nf4"} if task.method == "qlora" else {}
+    return {"type": task.method, "lora": LORA, **quantization}
+
+
 def _run_main(config: Path) -> None:
     import subprocess
 
@@ -108,12 +120,13 @@ def train_trl(task: Task, folder: Path, *, is_tuned: bool) -> dict[str, Any]:
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     torch.set_num_threads(task.threads)
     tuning: dict[str, Any] = {"per_device_train_batch_size": task.rows_per_step}
     model: Any = task.model
+    if task.method == "qlora":
+        model = _base(task)
     if is_tuned:
         tuning = {
             "per_device_train_batch_size": 1,
@@ -122,13 +135,13 @@ def train_trl(task: Task, folder: Path, *, is_tuned: bool) -> dict[str, Any]:
             "max_length": task.pack_tokens,
             "gradient_checkpointing": False,
         }
-        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.bfloat16)
+        model = _base(task)
     rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train")
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(**_arguments(task, folder), **tuning),
         train_dataset=rows.map(_as_messages, remove_columns=rows.column_names),
-        peft_config=_lora(LoraConfig),
+        peft_config=None if task.method == "full" else _lora(LoraConfig),
     )
     watch = _Calls(trainer.model)
     done = trainer.train()
@@ -146,18 +159,20 @@ def train_hf(task: Task, folder: Path) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+    from transformers import AutoTokenizer, Trainer, TrainingArguments
 
     torch.set_num_threads(task.threads)
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     texts = [json.loads(line)["text"] for line in (folder / "rows.jsonl").open()]
     tokens = [tokenizer(text)["input_ids"][: task.pack_tokens] for text in texts]
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in tokens])
-    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.bfloat16)
+    model = _base(task)
+    if task.method != "full":
+        model = get_peft_model(model, _lora(LoraConfig))
     arguments = TrainingArguments(
         per_device_train_batch_size=task.rows_per_step, **_arguments(task, folder)
     )
-    trainer = Trainer(get_peft_model(model, _lora(LoraConfig)), arguments, train_dataset=rows)
+    trainer = Trainer(model, arguments, train_dataset=rows)
     done = trainer.train()
     return {
         "seconds": done.metrics["train_runtime"],
@@ -182,6 +197,22 @@ def _arguments(task: Task, folder: Path) -> dict[str, Any]:
         "disable_tqdm": True,
         "dataloader_pin_memory": task.device != "cpu",
     }
+
+
+def _base(task: Task) -> Any:
+    """Load the base as ours does: frozen in bf16 or NF4, in fp32 where all of it is trained."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {"dtype": torch.float32 if task.method == "full" else torch.bfloat16}
+    if task.method == "qlora":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    return AutoModelForCausalLM.from_pretrained(task.model, **options)
 
 
 def _lora(factory: Any) -> Any:
@@ -223,7 +254,7 @@ class _Calls:
             before, after = (self._model(**one).loss for one in (call, changed))
         return bool(torch.equal(before, after))
 
-    def _keep(self, _: Any, __: Any, call: dict[str, Any]) -> None:
+    def _keep(self, _: Any, __: tuple[Any, ...], call: dict[str, Any]) -> None:
         self._first = self._first or dict(call)
 
 
