@@ -37,8 +37,8 @@ LOCATIONS = Locations(
 )
 
 
-def derived(**overrides) -> TrainConfig:
-    return derive_train_config(make_plan(job(**overrides)), 1, LOCATIONS)
+def derived(locations: Locations = LOCATIONS, **overrides) -> TrainConfig:
+    return derive_train_config(make_plan(job(**overrides)), 1, locations)
 
 
 def test_train_config_survives_its_json(tmp_path):
@@ -161,6 +161,7 @@ def test_train_config_has_the_strategy_of_the_manifest():
 
 def test_train_config_has_the_training_of_the_manifest():
     config = derived(
+        replace(LOCATIONS, eval=DatasetSource(path="/data/eval.jsonl")),
         training={
             "precision": "fp16",
             "compile": True,
@@ -168,7 +169,7 @@ def test_train_config_has_the_training_of_the_manifest():
             "float8": True,
             "evalEverySteps": 5,
             "earlyStopping": {"patience": 2, "minDelta": 0.5},
-        }
+        },
     )
     assert config.training == TrainingConfig(
         global_batch_size=4,

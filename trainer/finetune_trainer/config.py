@@ -439,6 +439,16 @@ class TrainConfig(ContractModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _early_stopping_has_evaluations(self) -> Self:
+        has_them = self.training.eval_every_steps is not None and self.data.eval is not None
+        if self.training.early_stopping is not None and not has_them:
+            raise ValueError(
+                "spec.training.earlyStopping has no effect without evaluations; set "
+                "spec.training.evalEverySteps and spec.dataset.evalSource, or remove it"
+            )
+        return self
+
     @property
     def gradient_accumulation_steps(self) -> int:
         """Forward passes a rank makes for one optimizer step."""

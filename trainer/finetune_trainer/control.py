@@ -7,19 +7,23 @@
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination
-from finetune_trainer.errors import TrainerError
+from finetune_trainer.errors import Preempted, TrainerError
 from finetune_trainer.world import World
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Work
+
+_T = TypeVar("_T")
 
 # What gloo, NCCL and the store say when the process at the other end is gone or does not answer.
 _LOST_PEER_PHRASES = (
@@ -37,24 +41,38 @@ _LOST_PEER_PHRASES = (
 _OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "cuda out of memory")
 
 
+class _BrokenOff(BaseException):
+    """A signal came where nothing needs to be saved; no `except Exception` may take it."""
+
+
 class StopSignal:
     """Remembers that SIGTERM or SIGINT came; the loop asks at its step boundaries.
 
-    A signal never interrupts the work, and a second one changes nothing: Ctrl-C in a terminal
-    reaches a rank twice, from the terminal and from its supervisor.
+    A signal interrupts no work but that inside `breaks`, and a second one changes nothing: Ctrl-C
+    in a terminal reaches a rank twice, from the terminal and from its supervisor.
     """
 
     def __init__(self) -> None:
         self._reason: str | None = None
+        self._asked_at = 0.0
+        self._notice_seconds = float("inf")
+        self._breaks = False
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT; call from the main thread."""
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
-    def request(self, reason: str) -> None:
-        """Ask for a stop from inside the program; the first reason is kept."""
-        self._reason = self._reason or reason
+    def request(self, reason: str, notice_seconds: float = float("inf")) -> None:
+        """Ask for a stop from inside the program; the first reason is kept.
+
+        Args:
+            reason: what stops the run, as in "stopped by ...".
+            notice_seconds: when the node goes, where that is known.
+        """
+        if self._reason is None:
+            self._asked_at, self._notice_seconds = time.monotonic(), notice_seconds
+            self._reason = reason
 
     @property
     def requested(self) -> bool:
@@ -66,8 +84,30 @@ class StopSignal:
         """Name of the signal that came first, or None."""
         return self._reason
 
+    def seconds_left(self, grace_seconds: float) -> float:
+        """Return the time until this process must be gone; infinite before a request."""
+        if self._reason is None:
+            return float("inf")
+        return self._asked_at + min(grace_seconds, self._notice_seconds) - time.monotonic()
+
+    @contextmanager
+    def breaks(self) -> Iterator[None]:
+        """Let a signal, also one that has come already, end the block at once."""
+        try:
+            self._breaks = True
+            if self.requested:
+                raise _BrokenOff
+            yield
+        except _BrokenOff:
+            return
+        finally:
+            self._breaks = False
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
+        if self._breaks:
+            self._breaks = False  # what is cleaned up on the way out must not break off again
+            raise _BrokenOff
 
 
 @dataclass(frozen=True)
@@ -98,9 +138,35 @@ class Agreement:
         self._group = world.control_group
         self._step = step
         self._in_flight: tuple[Work, torch.Tensor, int] | None = None
+        self._save_is_open = False
 
     def exchange(self, stop: bool, save: bool = False) -> Agreed:
         """Cast this rank's votes, and return what all ranks voted at the boundary before."""
+        agreed = self._vote(stop, save)
+        agreed = replace(agreed, save=agreed.save or self._save_is_open)
+        self._save_is_open = False
+        return agreed
+
+    def is_stopping(self, stop: bool) -> bool:
+        """Vote between two boundaries; a save that was voted for stays for the next boundary."""
+        agreed = self._vote(stop, False)
+        self._save_is_open = self._save_is_open or agreed.save
+        return agreed.stop
+
+    def any(self, vote: bool) -> bool:
+        """Return whether any rank votes so; unlike the others it waits for all of them."""
+        self.settle()
+        if self._group is None:
+            return vote
+
+        import torch
+        import torch.distributed as dist
+
+        ballot = torch.tensor([vote], dtype=torch.int32)
+        dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(ballot.item())
+
+    def _vote(self, stop: bool, save: bool) -> Agreed:
         step, self._step = self._step, self._step + 1
         if self._group is None:
             return Agreed(stop, save, step)
@@ -124,6 +190,25 @@ class Agreement:
         work.wait()  # over since long: it had a whole step for 8 bytes
         stop, save = votes.tolist()
         return Agreed(bool(stop), bool(save), step)
+
+
+def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T]) -> _T:
+    """Do work that a signal breaks off, as nothing of it needs saving; a collective.
+
+    Raises:
+        Preempted: it was broken off on some rank, so every rank leaves here.
+    """
+    done: list[_T] = []
+    with stop.breaks():
+        done.append(work())
+    if agreement.any(not done):
+        raise preempted(stop)
+    return done[0]
+
+
+def preempted(stop: StopSignal, when: str = "while there was nothing new to save") -> Preempted:
+    """Return the error that every rank leaves with."""
+    return Preempted(f"stopped by {stop.reason or 'another rank'} {when}")
 
 
 @dataclass(frozen=True)

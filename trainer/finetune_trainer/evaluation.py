@@ -1,5 +1,7 @@
 """The held-out loss: every row once over all ranks, no logits kept."""
 
+from collections.abc import Callable
+
 import torch
 
 from finetune_trainer.data.batch import eval_batches
@@ -12,11 +14,19 @@ from finetune_trainer.world import World
 MAX_TOKENS_PER_BATCH = 2048
 
 
-def held_out_loss(strategy: Strategy, dataset: TokenDataset, world: World) -> float:
+def held_out_loss(
+    strategy: Strategy, dataset: TokenDataset, world: World, is_stopping: Callable[[], bool]
+) -> float | None:
     """Return the mean loss over all label tokens of `dataset`, the same on every rank.
 
     Every rank sums the losses of its own batches; sums and counts meet in one reduction, so the
     result does not depend on how the rows were divided. Dropout is off meanwhile.
+
+    Args:
+        strategy: What is evaluated.
+        dataset: The held-out rows.
+        world: All ranks; each has the same number of batches.
+        is_stopping: Asked after each batch, a collective; once true the result is None.
     """
     model = strategy.model
     was_training = model.training
@@ -32,6 +42,8 @@ def held_out_loss(strategy: Strategy, dataset: TokenDataset, world: World) -> fl
             inputs = loss_inputs(batch, world.device)
             totals[0] += strategy.evaluate(inputs).item()  # waits for the device
             totals[1] += batch.label_tokens
+            if is_stopping():
+                return None
     finally:
         model.train(was_training)
     summed = world.sum(totals.to(world.device)).tolist()

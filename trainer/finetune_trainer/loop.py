@@ -15,15 +15,15 @@ import torch
 
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.config import CheckpointRef, Phase, TrainConfig
-from finetune_trainer.control import Agreement, StopSignal
+from finetune_trainer.control import Agreement, StopSignal, preempted
 from finetune_trainer.data.batch import collate
 from finetune_trainer.data.plan import DataPlan, Pack
 from finetune_trainer.data.sequences import TokenDataset
-from finetune_trainer.errors import Preempted
 from finetune_trainer.failpoints import reach
 from finetune_trainer.model.loss import loss_inputs, scale_factor
 from finetune_trainer.numerics import LateNumbers
 from finetune_trainer.schedule import learning_rate
+from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.world import World
@@ -42,8 +42,10 @@ class Run:
     telemetry: Telemetry
     stop: StopSignal
     agreement: Agreement
-    evaluate: Callable[[], float] | None  # global mean held-out loss; None without held-out rows
+    patience: Patience
+    evaluate: Callable[[], float | None] | None  # held-out loss of all ranks; None without rows
     notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
+    pad_to: int | None  # tokens of a row; None pads to the longest
     pad_id: int
     numbers: LateNumbers = field(init=False)
     blocked_seconds: float = field(default=0.0, init=False)
@@ -52,8 +54,10 @@ class Run:
         self.numbers = LateNumbers(self.world, self.agreement, self.telemetry)
 
 
-def train(run: Run, first_step: int) -> None:
-    """Make the optimizer steps `first_step` to the last, counted from 0.
+def train(run: Run, first_step: int) -> int:
+    """Make the optimizer steps from `first_step`, counted from 0; return how many there are now.
+
+    At least one must be left to make.
 
     Raises:
         Preempted: told to stop; every rank left after the same step with a committed checkpoint.
@@ -71,7 +75,7 @@ def train(run: Run, first_step: int) -> None:
         losses = []
         for index, packs in enumerate(micro_batches):
             asked = perf_counter()
-            batch = collate(run.dataset, packs, pad_to=_pad_to(run), pad_id=run.pad_id)
+            batch = collate(run.dataset, packs, pad_to=run.pad_to, pad_id=run.pad_id)
             waited += perf_counter() - asked
             _reseed(config.training.seed, step, packs)
             is_last = index == len(micro_batches) - 1
@@ -101,62 +105,68 @@ def train(run: Run, first_step: int) -> None:
         )
         run.numbers.put(report, total, grad_norm, losses, micro_batches)
         run.blocked_seconds = 0.0  # a save at this boundary counts towards the next step
-        _boundary(run, step + 1)
+        if _boundary(run, step + 1):
+            break
     run.numbers.report()
     run.agreement.settle()
+    return step + 1
 
 
-def _boundary(run: Run, step: int) -> None:
-    """Do what may be due after `step` optimizer steps: evaluate, save, leave."""
+def _boundary(run: Run, step: int) -> bool:
+    """Evaluate, save and leave as it is due after `step` steps; return whether it was the last."""
     is_last = step == run.plan.total_steps
-    every = run.config.training.eval_every_steps
-    eval_loss = None
-    if run.evaluate is not None and (is_last or (every and step % every == 0)):
+    eval_loss, is_better = None, False
+    if is_evaluation_due(run, step):
         run.numbers.report()
         eval_loss = evaluate(run, step)
+        is_better = run.patience.improves(eval_loss)
+        is_last = is_last or run.patience.is_over
         run.telemetry.phase(Phase.SAVING if is_last else Phase.TRAINING)
-    wants_save = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
-    agreed = run.agreement.exchange(stop=run.stop.requested, save=wants_save)
-    if agreed.save or agreed.stop or is_last or run.store.is_due(step):
+    wants = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
+    agreed = run.agreement.exchange(stop=run.stop.requested, save=wants)
+    is_leaving = agreed.stop and not is_last
+    if is_leaving and _is_too_late_to_save(run):
+        raise preempted(run.stop, f"after step {step}, too late to save it")
+    if agreed.save or is_leaving or is_last or is_better or run.store.is_due(step):
         run.numbers.report()
         state = run.strategy.state() | {"trainer": run.notes()}
         run.blocked_seconds += run.store.save(step, state, eval_loss=eval_loss)
-    if (committed := run.store.poll()) is not None:
-        report_commit(run, committed)
-    if agreed.stop and not is_last:
-        _leave(run, step)
+    report_commit(run, run.store.poll())
+    if is_leaving:
+        run.telemetry.phase(Phase.STOPPING)
+        report_commit(run, run.store.wait())
+        raise preempted(run.stop, f"after step {step}")
+    return is_last
 
 
-def evaluate(run: Run, step: int) -> float:
-    """Return the held-out loss after `step` steps and report it."""
-    assert run.evaluate is not None, "callers check that there are held-out rows"
+def is_evaluation_due(run: Run, step: int) -> bool:
+    """Whether the model of `step` steps is to be evaluated."""
+    every = run.config.training.eval_every_steps or run.plan.total_steps
+    return run.evaluate is not None and (step % every == 0 or step == run.plan.total_steps)
+
+
+def evaluate(run: Run, step: int) -> float | None:
+    """Return the held-out loss after `step` steps and report it; None when told to stop."""
+    assert run.evaluate is not None, "callers ask whether it is due"
     run.telemetry.phase(Phase.EVALUATING)
     reach("evaluating", step)
     began = perf_counter()
     loss = run.evaluate()
-    run.telemetry.evaluated(step, loss, perf_counter() - began)
+    if loss is not None:
+        run.telemetry.evaluated(step, loss, perf_counter() - began)
     return loss
 
 
-def report_commit(run: Run, committed: CheckpointRef) -> None:
-    """Tell what is committed now, and which committed checkpoint is the best so far."""
-    run.telemetry.checkpointed(committed)
-    if run.store.best is not None:
-        run.telemetry.best(run.store.best)
+def report_commit(run: Run, committed: CheckpointRef | None) -> None:
+    """Tell of a checkpoint that is committed now, and of the best one so far."""
+    if committed is not None:
+        run.telemetry.checkpointed(committed, best=run.store.best)
 
 
-def _leave(run: Run, step: int) -> None:
-    """Leave with every other rank, once the checkpoint of `step` is committed."""
-    run.telemetry.phase(Phase.STOPPING)
-    if (committed := run.store.wait()) is not None:
-        report_commit(run, committed)
-    raise Preempted(f"stopped by {run.stop.reason or 'another rank'} after step {step}")
-
-
-def _pad_to(run: Run) -> int | None:
-    """Return a fixed length where compiled kernels want one; a CPU saves the padding."""
-    fixed = run.config.data.packing and run.world.device.type == "cuda"
-    return run.config.data.max_seq_len if fixed else None
+def _is_too_late_to_save(run: Run) -> bool:
+    """Whether some rank must be gone before a save could be committed, going by the last one."""
+    left = run.stop.seconds_left(run.config.termination_grace_seconds)
+    return run.agreement.any((run.store.save_seconds or 0.0) > left)
 
 
 def _reseed(seed: int, step: int, packs: tuple[Pack, ...]) -> None:

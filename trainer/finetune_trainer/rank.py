@@ -5,11 +5,11 @@ exports; it starts no process and ends none.
 """
 
 import hashlib
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from finetune_trainer.answers import answer
 from finetune_trainer.checkpoint.commit import Fingerprint
@@ -23,22 +23,22 @@ from finetune_trainer.config import (
     Termination,
     TrainConfig,
 )
-from finetune_trainer.control import Agreement, StopSignal
+from finetune_trainer.control import Agreement, StopSignal, preempted, unless_stopped
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.export import check_replaceable, check_writable, export
 from finetune_trainer.failpoints import reach
-from finetune_trainer.loop import Run, evaluate, report_commit, train
+from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.schedule import warmup_warning
-from finetune_trainer.strategies import create
-from finetune_trainer.strategies.base import Strategy
+from finetune_trainer.stopping import Patience
+from finetune_trainer.strategies import create, single_process_warning
 from finetune_trainer.telemetry import Telemetry
-from finetune_trainer.world import World, barrier
+from finetune_trainer.world import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,17 +48,33 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     """Do everything one rank has to do and return the last words of a finished run.
 
     Raises:
+        Preempted: told to stop; every rank leaves, at the same step once there are steps.
         TrainerError: the run cannot go on; its class says which exit code that means.
     """
+    agreement = Agreement(world)
     if world.rank == 0:
         check_writable(config.run_dir, config.checkpoint.dir, config.output.dir)
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
     tokenizer = load_tokenizer(config.model)
-    dataset, held_out = _tokenize(config, tokenizer, telemetry)
+    dataset, held_out = unless_stopped(
+        agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
+    )
     plan = DataPlan.of(dataset, config)
     _tell_data(config, telemetry, plan, dataset, held_out)
-    strategy = _load(config, world, telemetry)
+    model = unless_stopped(agreement, stop, partial(_load, config, world, telemetry))
+    strategy = create(config, world)
+    alone = single_process_warning(config)
+    if alone is not None:
+        telemetry.warn(alone)
+    strategy.prepare(CausalLoss(model))
+    is_gpu = world.device.type == "cuda"
+    patience = Patience(config.training.early_stopping)
+
+    def is_stopping() -> bool:
+        telemetry.alive()
+        return agreement.is_stopping(stop.requested)
+
     run = Run(
         config=config,
         world=world,
@@ -76,28 +92,37 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         ),
         telemetry=telemetry,
         stop=stop,
-        agreement=Agreement(world),
-        evaluate=_evaluator(strategy, held_out, world),
-        notes=partial(_notes, telemetry),
+        agreement=agreement,
+        patience=patience,
+        evaluate=None
+        if held_out is None
+        else partial(held_out_loss, strategy, held_out, world, is_stopping),
+        notes=partial(_notes, telemetry, patience),
+        # Compiled kernels want one length; a CPU saves the padding.
+        pad_to=config.data.max_seq_len if config.data.packing and is_gpu else None,
         pad_id=tokenizer.pad_token_id,
     )
     first_step = _resume(run)
     if first_step == 0:
         if run.evaluate is not None:
             evaluate(run, 0)
-        _answer_prompts(run, tokenizer, is_trained=False)
-    train(run, first_step)
+        unless_stopped(agreement, stop, partial(_answer_prompts, run, tokenizer, when="before"))
+    if agreement.any(stop.requested):
+        raise preempted(stop)
+    is_trained = patience.is_over or first_step == plan.total_steps
+    last_step = first_step if is_trained else train(run, first_step)
     _finish_saving(run)
-    _answer_prompts(run, tokenizer, is_trained=True)
-    return _export(run, tokenizer)
-
-
-def _evaluator(
-    strategy: Strategy, held_out: TokenDataset | None, world: World
-) -> Callable[[], float] | None:
-    if held_out is None:
-        return None
-    return partial(held_out_loss, strategy, held_out, world)
+    message = _choose_weights(run, last_step)
+    unless_stopped(agreement, stop, partial(_answer_prompts, run, tokenizer, when="after"))
+    artifacts = unless_stopped(agreement, stop, partial(_export, run, tokenizer))
+    telemetry.phase(Phase.DONE)
+    return Termination(
+        failure_class=FailureClass.COMPLETED,
+        exit_code=ExitCode.DONE,
+        message=message,
+        step=last_step,
+        artifacts=artifacts,
+    )
 
 
 class _Notes(ContractModel):
@@ -105,11 +130,20 @@ class _Notes(ContractModel):
 
     eval_loss_before: float | None = None
     samples: tuple[SampleAnswer, ...] = ()
+    skipped_steps: int = 0
+    best_eval_loss: float | None = None
+    evaluations_since_best: int = 0
 
 
-def _notes(telemetry: Telemetry) -> dict[str, Any]:
+def _notes(telemetry: Telemetry, patience: Patience) -> dict[str, Any]:
     progress = telemetry.progress
-    notes = _Notes(eval_loss_before=progress.eval_loss_before, samples=progress.samples)
+    notes = _Notes(
+        eval_loss_before=progress.eval_loss_before,
+        samples=progress.samples,
+        skipped_steps=progress.skipped_steps,
+        best_eval_loss=patience.best,
+        evaluations_since_best=patience.misses,
+    )
     return notes.model_dump(mode="json", by_alias=True)
 
 
@@ -144,16 +178,13 @@ def _tell_data(
         telemetry.warn(rising)
 
 
-def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> Strategy:
-    """Load and adapt the model, the same on every rank, and hand it to the strategy."""
+def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> nn.Module:
+    """Load and adapt the model, the same on every rank."""
     telemetry.phase(Phase.LOADING)
     reach("loading")
     base = load_model(config, world.device)
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
-    model = choose_trained(base, config)
-    strategy = create(config, world)
-    strategy.prepare(CausalLoss(model))
-    return strategy
+    return choose_trained(base, config)
 
 
 def _fingerprint(config: TrainConfig, dataset: TokenDataset, plan: DataPlan) -> Fingerprint:
@@ -176,12 +207,16 @@ def _resume(run: Run) -> int:
         return 0
     run.strategy.load_state(state)
     notes = _Notes.model_validate(state["trainer"])
+    run.patience.best, run.patience.misses = notes.best_eval_loss, notes.evaluations_since_best
     run.telemetry.resumed(
         manifest.step,
         eval_loss_before=notes.eval_loss_before,
         eval_loss=manifest.eval_loss,
+        skipped_steps=notes.skipped_steps,
         samples=notes.samples,
     )
+    if manifest.eval_loss is None and is_evaluation_due(run, manifest.step):
+        run.patience.improves(evaluate(run, manifest.step))  # a stop had broken it off
     return manifest.step
 
 
@@ -192,47 +227,51 @@ def _finish_saving(run: Run) -> None:
     except CheckpointError as error:
         run.telemetry.warn(f"{error}; the trained model is exported from memory")
         return
-    if committed is not None:
-        report_commit(run, committed)
+    report_commit(run, committed)
 
 
-def _answer_prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", *, is_trained: bool) -> None:
+def _choose_weights(run: Run, last_step: int) -> str:
+    """With early stopping go back to the best weights; return what the run came to."""
+    if run.config.training.early_stopping is None:
+        return f"finished after {last_step} steps"
+    telemetry, state = run.telemetry, run.strategy.state()
+    telemetry.plan(last_step)
+    best = run.store.load_best(state)
+    is_early = last_step < run.plan.total_steps
+    said = f"stopped early at step {last_step}" if is_early else f"finished after {last_step} steps"
+    if best is None:
+        return said
+    run.strategy.load_state(state)
+    telemetry.log("went_back", step=best.step, eval_loss=best.eval_loss)
+    return f"{said}, best step {best.step}"
+
+
+def _answer_prompts(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", *, when: Literal["before", "after"]
+) -> None:
     """Let rank 0 answer the sample prompts, before training and after it."""
     prompts = run.config.telemetry.sample_prompts
     if not prompts:
         return
     run.telemetry.phase(Phase.ANSWERING)
-    reach("answering", run.plan.total_steps if is_trained else 0)
+    reach("answering", run.plan.total_steps if when == "after" else 0)
     model = run.strategy.whole_model()
     if model is None:
         return
     for prompt in prompts:
-        said = answer(model, tokenizer, prompt)
-        run.telemetry.answered(prompt, **{"after" if is_trained else "before": said})
+        run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
 
 
-def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
-    """Write the trained model from rank 0 and say what became of the job."""
-    telemetry, steps = run.telemetry, run.plan.total_steps
+def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Write the trained model from rank 0, and return the paths of what was written there."""
+    telemetry = run.telemetry
     telemetry.phase(Phase.EXPORTING)
-    artifacts: tuple[str, ...] = ()
     model = run.strategy.whole_model()
-    if model is not None:
-        reach("exporting", steps)
-        artifacts = export(
-            model,
-            tokenizer,
-            run.config,
-            progress=telemetry.progress,
-            warn=telemetry.warn,
-        )
-        telemetry.artifacts(artifacts)
-    barrier(run.world)  # no rank leaves while the model is being written
-    telemetry.phase(Phase.DONE)
-    return Termination(
-        failure_class=FailureClass.COMPLETED,
-        exit_code=ExitCode.DONE,
-        message=f"finished after {steps} steps",
-        step=steps,
-        artifacts=artifacts,
+    if model is None:
+        return ()
+    reach("exporting", run.plan.total_steps)
+    artifacts = export(
+        model, tokenizer, run.config, progress=telemetry.progress, warn=telemetry.warn
     )
+    telemetry.artifacts(artifacts)
+    return artifacts

@@ -216,6 +216,22 @@ class CheckpointStore:
             state[TRAINER_SECTION].clear()
             state[TRAINER_SECTION].update(json.loads((folder / TRAINER_FILE).read_bytes()))
 
+    def load_best(self, state: State) -> CheckpointRef | None:
+        """Load the checkpoint with the lowest held-out loss into `state`, in place.
+
+        None, and a warning, when it does not verify; None as well when none was evaluated.
+        """
+        best = self.best
+        if best is None:
+            return None
+        try:
+            self._on_rank_0(lambda: commit.verify(Path(best.path)))
+        except RankError as error:
+            self._warn(f"the best checkpoint cannot be used ({error}); the last weights stay")
+            return None
+        self.load(Path(best.path), state)
+        return best
+
     def check_space(self, state: State) -> None:
         """Refuse to start when the disk cannot hold the checkpoints that `state` will need.
 

@@ -128,6 +128,7 @@ class Telemetry:
         *,
         eval_loss_before: float | None = None,
         eval_loss: float | None = None,
+        skipped_steps: int = 0,
         samples: Sequence[SampleAnswer] = (),
     ) -> None:
         """Say that training goes on after `step`, and what earlier attempts had found out."""
@@ -139,6 +140,7 @@ class Telemetry:
             step=step,
             eval_loss_before=eval_loss_before,
             eval_loss=eval_loss,
+            skipped_steps=skipped_steps,
             samples=tuple(samples),
         )
 
@@ -202,17 +204,12 @@ class Telemetry:
             self._metrics.evaluated(loss, seconds)
         self._plot(step, {"eval/loss": loss})
 
-    def checkpointed(self, checkpoint: CheckpointRef) -> None:
-        """Report a checkpoint that is committed, which is when it counts."""
-        self.log("checkpointed", checkpoint=checkpoint)
-        self._update(checkpoint=checkpoint)
+    def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
+        """Report a checkpoint that is committed, which is when it counts, and the best so far."""
+        self.log("checkpointed", checkpoint=checkpoint, best=best)
+        self._update(checkpoint=checkpoint, best_checkpoint=best)
         if self._metrics is not None:
             self._metrics.checkpointed(checkpoint)
-
-    def best(self, checkpoint: CheckpointRef) -> None:
-        """Report the checkpoint with the lowest held-out loss so far."""
-        self.log("best", checkpoint=checkpoint)
-        self._update(best_checkpoint=checkpoint)
 
     def answered(self, prompt: str, *, before: str | None = None, after: str | None = None) -> None:
         """Report the model's answer to a sample prompt; each half may come in its own call."""
@@ -241,6 +238,15 @@ class Telemetry:
         self._artifacts = tuple(paths)
         self.log("exported", artifacts=self._artifacts)
 
+    def alive(self) -> None:
+        """Say that the run is getting on, where there is nothing else to tell."""
+        self._alive_at = self._clock()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time since anything was reported."""
+        return self._clock() - self._alive_at
+
     def close(self) -> None:
         """Write the last progress and close every outlet; a second call does nothing."""
         with self._lock:
@@ -255,7 +261,8 @@ class Telemetry:
 
     def _update(self, *, urgent: bool = True, **changes: Any) -> None:
         with self._lock:
-            self._progress = self._progress.model_copy(update={**changes, "time": self._clock()})
+            self._alive_at = self._clock()
+            self._progress = self._progress.model_copy(update={**changes, "time": self._alive_at})
             if self._file is not None:
                 self._file.write(self._progress, urgent=urgent)
 
