@@ -41,7 +41,13 @@ def tiny_tokenizer(folder: Path, *, template: str | None = CHATML_TEMPLATE) -> A
     return AutoTokenizer.from_pretrained(folder)
 
 
-def tiny_model(folder: Path, *, template: str | None = CHATML_TEMPLATE, seed: int = 0) -> Path:
+def tiny_model(
+    folder: Path,
+    *,
+    template: str | None = CHATML_TEMPLATE,
+    seed: int = 0,
+    tied: bool = False,
+) -> Path:
     """Save a random two-layer Llama (hidden 64) with its tokenizer into `folder`; return it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,6 +64,7 @@ def tiny_model(folder: Path, *, template: str | None = CHATML_TEMPLATE, seed: in
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=tied,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,17 +1,21 @@
 """Merge adapters into a copy of the base model, and prove that the copy answers alike.
 
 `export` calls it on rank 0. The model that was trained is never changed: un-merging W + BA leaves
-rounding behind.
+rounding behind. A quantised base is dequantised first: the adapters were trained against those
+weights and not against the ones it was quantised from.
 """
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from finetune_trainer.errors import TrainerError
+from finetune_trainer.model.adapters import adapt
+from finetune_trainer.model.quantize import full_weight
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -22,7 +26,15 @@ PROBE_TOKENS = 32
 # Largest relative difference, in norm, between the logits of the merged model and those of base
 # and adapters, both computed in fp32. Measured on a 30-layer model: 1e-6 before the weights are
 # rounded to the type of the base, 2.5e-3 after rounding to bfloat16.
-MERGE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+MERGE_TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+# The same between the trained model where it is and its copy in fp32; the second where numbers of
+# fewer bits make the difference, of which a forward pass through many layers has much.
+COPY_TOLERANCE, NARROW_COPY_TOLERANCE = 1e-3, 0.3
 # Share of what the adapters do to the logits that rounding may lose before the user is told.
 LOST_EFFECT = 0.25
 
@@ -36,27 +48,31 @@ def merged_copy(model: "PeftModel", warn: Callable[[str], None]) -> "PreTrainedM
     each parameter.
 
     Args:
-        model: The adapted model, on any device; it is not changed.
+        model: The adapted model, on any device, quantised or not; it is not changed.
         warn: Is told when the type of the base is too coarse for what the adapters learnt.
 
     Raises:
         TrainerError: the merged model answers differently from base and adapters together.
     """
-    dtype = cast("PreTrainedModel", model.get_base_model()).dtype
-    wide = _wide_copy(model)
+    base = cast("PreTrainedModel", model.get_base_model())
+    dtype, wide_dtype = base.dtype, torch.promote_types(base.dtype, torch.float32)
+    is_exact = dtype == wide_dtype and not hasattr(base.config, "quantization_config")
+    wide = _wide_copy(model, wide_dtype)
     adapted = probe_logits(wide)
+    copied = COPY_TOLERANCE if is_exact else NARROW_COPY_TOLERANCE
+    _require(_relative(probe_logits(model).cpu(), adapted), copied, dtype)
     with wide.disable_adapter():
         effect = _relative(probe_logits(wide), adapted)
     try:
         merged = cast("PreTrainedModel", wide.merge_and_unload(safe_merge=True))
     except ValueError as error:
         raise TrainerError(f"the adapters cannot be merged: {error}") from error
-    _require(_relative(probe_logits(merged), adapted), torch.float32)
-    if dtype != torch.float32:
+    _require(_relative(probe_logits(merged), adapted), MERGE_TOLERANCE[wide_dtype], wide_dtype)
+    if dtype != wide_dtype:
         _cast_parameters(merged, dtype)
-        _cast_parameters(merged, torch.float32)
+        _cast_parameters(merged, wide_dtype)
         gap = _relative(probe_logits(merged), adapted)
-        _require(gap, dtype)
+        _require(gap, MERGE_TOLERANCE[dtype], dtype)
         if gap > LOST_EFFECT * effect:
             warn(
                 f"rounding the merged weights to {dtype} changes the answers by {gap:.1e}, the "
@@ -86,8 +102,7 @@ def probe_logits(model: "nn.Module") -> "Tensor":
     return logits
 
 
-def _require(gap: float, dtype: torch.dtype) -> None:
-    limit = MERGE_TOLERANCE[dtype]
+def _require(gap: float, limit: float, dtype: torch.dtype) -> None:
     if not gap <= limit:
         raise TrainerError(
             f"the merged model's answers differ from those of base and adapter by {gap:.1e}, more "
@@ -95,15 +110,27 @@ def _require(gap: float, dtype: torch.dtype) -> None:
         )
 
 
-def _wide_copy(model: "PeftModel") -> "PeftModel":
-    """Copy straight to the CPU in fp32; a copy on the device first may not fit there."""
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        wide = parameter.detach().to("cpu", torch.float32, copy=True)
-        memo[id(parameter)] = torch.nn.Parameter(wide, requires_grad=False)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-    return copy.deepcopy(model, memo)
+def _wide_copy(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
+    """Build base and adapters anew on the CPU, and fill in the weights the training computed with.
+
+    Built anew, the copy has none of the layers that quantisation or speed put into the model.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    base = cast("PreTrainedModel", model.get_base_model())
+    settings = copy.deepcopy(base.config)
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    with no_init_weights():
+        plain = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+    plain.generation_config = base.generation_config
+    wide = adapt(plain, copy.deepcopy(model.peft_config["default"]))
+    with torch.no_grad():
+        for name, tensor in chain(wide.named_parameters(), wide.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            tensor.copy_(full_weight(model.get_submodule(owner), leaf))
+    return wide
 
 
 def _cast_parameters(model: "nn.Module", dtype: torch.dtype) -> None:

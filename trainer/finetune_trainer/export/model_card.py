@@ -14,7 +14,9 @@ import yaml
 
 from finetune_trainer.config import Progress, TrainConfig
 
-_PACKAGES = ("finetune-operator", "torch", "transformers", "peft", "datasets")
+Kind = Literal["adapter", "model"]
+
+_PACKAGES = ("finetune-operator", "torch", "transformers", "peft", "bitsandbytes", "datasets")
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class CardFacts:
         kind: `adapter` for LoRA weights alone, `model` for a whole model.
         base: Name or path of the base model, as it is written into the adapter.
         base_is_public: `base` is a name another machine can resolve.
-        data_hash: Content hash of the training rows; None when they could not be read again.
+        data_hash: Content hash of each training set; None when they could not be read again.
     """
 
-    kind: Literal["adapter", "model"]
+    kind: Kind
     base: str
     base_is_public: bool
     data_hash: str | None
@@ -41,6 +43,7 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
         f"---\n{yaml.safe_dump(_front_matter(config, facts), sort_keys=False)}---",
         f"# {config.job.name}",
         f"{what} `{facts.base}`, trained for {progress.step} steps by finetune-operator.",
+        *notes(config, facts.kind),
         "## Load it",
         f"```python\n{_snippet(facts)}\n```",
         "## Results",
@@ -55,8 +58,31 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
     return "\n\n".join(sections) + "\n"
 
 
+def notes(config: TrainConfig, kind: Kind) -> list[str]:
+    """Return what whoever loads this kind of export has to know, a sentence each."""
+    method, said = config.method, []
+    if method.quantization != "none" and kind == "model":
+        said.append(
+            f"The adapters were merged into the {method.quantization} base, dequantised, which "
+            "they were trained against, not into the weights that base was quantised from"
+        )
+    elif method.quantization != "none":
+        said.append(
+            f"The adapter was trained against the base in {method.quantization}; on an "
+            "unquantised base it answers slightly differently"
+        )
+    held = ["DoRA magnitudes"] if method.lora is not None and method.lora.dora else []
+    held += ["rows of added tokens"] if config.model.add_tokens else []
+    if held and kind == "adapter":
+        said.append(
+            f"The adapter holds {' and '.join(held)}, which vLLM does not load; for vLLM export "
+            "with spec.output.format merged"
+        )
+    return said
+
+
 def _front_matter(config: TrainConfig, facts: CardFacts) -> dict[str, Any]:
-    method = "lora" if config.method.type == "lora" else "full-fine-tuning"
+    method = "full-fine-tuning" if config.method.type == "full" else config.method.type
     matter: dict[str, Any] = {
         "library_name": "peft" if facts.kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
@@ -65,8 +91,8 @@ def _front_matter(config: TrainConfig, facts: CardFacts) -> dict[str, Any]:
     if facts.base_is_public:
         matter["base_model"] = facts.base
         matter["base_model_relation"] = "adapter" if facts.kind == "adapter" else "finetune"
-    if config.data.train.is_hub:
-        matter["datasets"] = [config.data.train.path]
+    if hub_sets := [source.path for source in config.data.sources if source.is_hub]:
+        matter["datasets"] = hub_sets
     return matter
 
 
@@ -105,8 +131,11 @@ def _data(config: TrainConfig, progress: Progress, facts: CardFacts) -> list[tup
             ("rows without a label", "rows_without_labels"),
         )
     ]
-    if config.data.train.is_hub:
-        rows.insert(0, ("data set", f"{config.data.train.path} ({config.data.train.split})", "-"))
+    rows[:0] = [
+        ("data set", f"{source.path} ({source.split}), weight {source.weight:g}", "-")
+        for source in config.data.sources
+        if source.is_hub
+    ]
     rows.append(("content hash", facts.data_hash or "-", "-"))
     return rows
 
@@ -118,12 +147,14 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
         by_alias=True,
         exclude_none=True,
         include={
+            "model": {"add_tokens"},
             "method": True,
             "training": True,
             "strategy": True,
             "world": True,
             "data": {"format", "max_seq_len", "long_rows", "packing"},
         },
+        exclude={"method": {"lora": {"start_from"}}, "strategy": {"nvme_path"}},
     )
     return settings
 

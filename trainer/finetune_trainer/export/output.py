@@ -8,13 +8,12 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
-from finetune_trainer.export.model_card import CardFacts, model_card
+from finetune_trainer.export.model_card import CardFacts, Kind, model_card, notes
 from finetune_trainer.export.publish import open_staging, publish, refuse_foreign
 from finetune_trainer.model.load import base_name
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-Kind = Literal["adapter", "model"]
 # What an export may write of each kind; which of it exactly is known when it is written.
 _BESIDE = (
     "README.md",
@@ -41,15 +39,6 @@ _PATTERNS: dict[Kind, tuple[str, ...]] = {
     "adapter": (*_BESIDE, ADAPTER_FILE, ADAPTER_CONFIG),
     "model": (*_BESIDE, "config.json", "generation_config.json", "model*.safetensors*"),
 }
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One folder of the output."""
-
-    kind: Kind
-    folder: str  # below output.dir
-    write: Callable[[Path], None]
 
 
 def check_writable(*dirs: str) -> None:
@@ -103,6 +92,7 @@ def export(
     *,
     progress: Progress,
     warn: Callable[[str], None],
+    max_shard_bytes: int = 4 * 2**30,
 ) -> tuple[str, ...]:
     """Write the formats of `output.format` to `output.dir` and return their folders.
 
@@ -115,6 +105,7 @@ def export(
         config: The run's configuration.
         progress: The run's last progress, for the model card.
         warn: Receives a sentence for what is worth knowing but no failure.
+        max_shard_bytes: A whole model larger than this is written as several files.
 
     Raises:
         TrainerError: the adapter is empty, the merged model answers differently, or the output
@@ -131,17 +122,21 @@ def export(
             "which another machine cannot load; set spec.model.baseName"
         )
     base = public_name or config.model.path
-    parts = _parts(model, config, base, warn)
-    data_hash = _data_hash(config, warn)
+    layout, data_hash = _layout(config), _data_hash(config, warn)
     try:
         staged = open_staging(output)
         try:
-            for part in parts:
-                folder = staged / part.folder
+            for kind, below in layout:
+                folder = staged / below
                 folder.mkdir(exist_ok=True)
-                part.write(folder)
+                if kind == "adapter":
+                    _write_adapter(cast("PeftModel", model), folder, base)
+                else:
+                    _write_model(model, folder, max_shard_bytes, warn)
                 _write_tokenizer(tokenizer, folder)
-                facts = CardFacts(part.kind, base, public_name is not None, data_hash)
+                for note in notes(config, kind):
+                    warn(note)
+                facts = CardFacts(kind, base, public_name is not None, data_hash)
                 (folder / "README.md").write_text(model_card(config, progress, facts))
             publish(staged, output, config.job, progress.step)
         finally:
@@ -151,7 +146,7 @@ def export(
             f"spec.output.uri {output} could not be written ({error}); the last checkpoint is "
             "committed, so make room and start the job again"
         ) from error
-    return tuple(str(output / part.folder) for part in parts)
+    return tuple(str(output / below) for _, below in layout)
 
 
 def _layout(config: TrainConfig) -> list[tuple[Kind, str]]:
@@ -161,34 +156,17 @@ def _layout(config: TrainConfig) -> list[tuple[Kind, str]]:
     return [("adapter" if config.output.format == "adapter" else "model", "")]
 
 
-def _parts(
-    model: "nn.Module", config: TrainConfig, base: str, warn: Callable[[str], None]
-) -> list[_Part]:
-    """Say what is written where; nothing is written or merged yet."""
+def _write_model(
+    model: "nn.Module", folder: Path, max_shard_bytes: int, warn: Callable[[str], None]
+) -> None:
+    from finetune_trainer.export.merge import merged_copy, probe_logits
 
-    def write_adapter(folder: Path) -> None:
-        _write_adapter(cast("PeftModel", model), folder, base)
-
-    def write_model(folder: Path) -> None:
-        from finetune_trainer.export.merge import merged_copy
-
-        is_whole = config.method.type == "full"
-        whole = _whole(model) if is_whole else merged_copy(cast("PeftModel", model), warn)
-        _write_model(whole, folder)
-
-    writers: dict[Kind, Callable[[Path], None]] = {"adapter": write_adapter, "model": write_model}
-    return [_Part(kind, folder, writers[kind]) for kind, folder in _layout(config)]
-
-
-def _whole(model: "nn.Module") -> "PreTrainedModel":
-    from finetune_trainer.export.merge import probe_logits
-
-    probe_logits(model)  # refuses a model that has broken down
-    return cast("PreTrainedModel", model)
-
-
-def _write_model(model: "PreTrainedModel", folder: Path) -> None:
-    model.save_pretrained(folder)
+    whole = cast("PreTrainedModel", model)
+    if hasattr(model, "peft_config"):
+        whole = merged_copy(cast("PeftModel", model), warn)
+    else:
+        probe_logits(model)  # refuses a model that has broken down
+    whole.save_pretrained(folder, max_shard_size=max_shard_bytes)
 
 
 def _write_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -199,7 +177,7 @@ def _write_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None
 
 
 def _write_adapter(model: "PeftModel", folder: Path, base: str) -> None:
-    # Embeddings are never resized here; "auto" would ask the hub whether they were.
+    # Rows of added tokens are written with the adapters; "auto" would ask the hub for the base.
     model.save_pretrained(str(folder), save_embedding_layers=False)
     path = folder / ADAPTER_CONFIG
     settings = json.loads(path.read_text()) | {"base_model_name_or_path": base}
@@ -239,9 +217,12 @@ def _data_hash(config: TrainConfig, warn: Callable[[str], None]) -> str | None:
     """Hash the training rows once more; the export does not fail for want of it."""
     from finetune_trainer.data.source import open_rows
 
-    source, cache = config.data.train, Path(config.data.cache_dir)
+    cache = Path(config.data.cache_dir)
     try:
-        return open_rows(source, name="train", cache_dir=cache).fingerprint()
+        return " ".join(
+            open_rows(source, name="train", cache_dir=cache).fingerprint()
+            for source in config.data.sources
+        )
     except (TrainerError, OSError) as error:
         warn(f"the model card lacks the hash of the training data: {error}")
         return None

@@ -14,7 +14,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.load import explained, new_token_ids
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -64,7 +64,7 @@ def attach_lora(
         ConfigError: a name in `target_modules` matches no layer, the layer cannot be adapted, or
             the adapter to start from is another kind of adapter.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     missing = [name for name in settings.target_modules if not _matches(model, name)]
     if missing:
@@ -83,15 +83,22 @@ def attach_lora(
         trainable_token_indices=_token_rows(model, list(new_tokens)),
     )
     try:
-        with warnings.catch_warnings():
-            # peft 0.21 asks transformers by a name that 5.23 calls deprecated; nobody can mend it.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            adapted = get_peft_model(model, lora, autocast_adapter_dtype=True)
+        adapted = adapt(model, lora)
     except ValueError as error:
         raise ConfigError(f"spec.method.lora.targetModules cannot be adapted: {error}") from error
     if settings.start_from is not None:
         _start_from(adapted, Path(settings.start_from))
     return adapted
+
+
+def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":
+    """Attach adapters as peft's own configuration says."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        # peft 0.21 asks transformers by a name that 5.23 calls deprecated; nobody can mend it.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(model, lora, autocast_adapter_dtype=True)
 
 
 def _token_rows(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[int]] | None:
