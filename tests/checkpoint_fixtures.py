@@ -91,13 +91,15 @@ def run_processes(
     environ: Mapping[str, str] | None = None,
     max_file_bytes: Mapping[int, int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    preload: tuple[str, ...] = (),
 ) -> list[int | None]:
     """Call `work(*arguments)` in new processes, and return their exit codes by rank.
 
     With more than one, each is connected with the others over gloo and `work` gets the process
-    group first. `max_file_bytes` limits how long a file a rank may write.
+    group first. `max_file_bytes` limits how long a file a rank may write; `preload` names modules
+    to import once for all launches, when this is the first one of the test process.
     """
-    context = _context()
+    context = _context(preload)
     meeting_point = f"{arguments[0]}.rendezvous-{world_size}"
     processes = [
         context.Process(
@@ -122,10 +124,11 @@ def run_processes(
 
 
 @cache
-def _context() -> ForkServerContext:
+def _context(preload: tuple[str, ...]) -> ForkServerContext:
     """Import torch once, not in every process of every test."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoint_fixtures", "torch.distributed.checkpoint"])
+    modules = ("checkpoint_fixtures", "torch.distributed.checkpoint", *preload)
+    context.set_forkserver_preload(list(modules))
     return context
 
 

@@ -4,8 +4,9 @@
 `reference` shares no code with the trainer: it pads, masks, normalises and clips by itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,23 @@ if TYPE_CHECKING:
 
 VOCAB = 256
 LONGEST = 24
-LEARNING_RATE = 1e-3
 MAX_NORM = 1.0
 
+PRELOAD = ("parity", "peft", "transformers.models.llama.modeling_llama")
+
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
+
+
+def uneven_rows(case: "Case", step: int) -> list[Row]:
+    """Return rows of very unequal length and label counts; every fourth has no label at all."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + step)
+    rows = []
+    for index in range(case.rows):
+        length = int(torch.randint(3, LONGEST + 1, (1,), generator=generator))
+        tokens = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        first = length if index % 4 == 3 else 1 + index * length // case.rows
+        rows.append((tokens, [place >= first for place in range(length)]))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -44,8 +58,8 @@ class Case:
         seed: Of weights and rows.
         micro_batch_size: Rows of one forward pass of one rank; the rest is accumulated.
         rows: Of one optimizer step.
-        training: Further values of `TrainingConfig`.
-        poison: Step and rank where the gradient of one micro-batch is made not finite.
+        rows_of: Makes the rows of a step.
+        poison: Step and rank where the gradient of every micro-batch is made not finite.
     """
 
     name: str
@@ -56,7 +70,8 @@ class Case:
     micro_batch_size: int = 2
     rows: int = 8
     steps: int = 20
-    training: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float = 1e-3
+    rows_of: Callable[["Case", int], list[Row]] = uneven_rows
     poison: tuple[int, int] | None = None
 
 
@@ -67,18 +82,6 @@ class Outcome:
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
-
-
-def rows_of_step(case: Case, step: int) -> list[Row]:
-    """Return rows of very unequal length and label counts; every fourth has no label at all."""
-    generator = torch.Generator().manual_seed(1000 * case.seed + step)
-    rows = []
-    for index in range(case.rows):
-        length = int(torch.randint(3, LONGEST + 1, (1,), generator=generator))
-        tokens = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-        first = length if index % 4 == 3 else 1 + index * length // case.rows
-        rows.append((tokens, [place >= first for place in range(length)]))
-    return rows
 
 
 def build_model(case: Case) -> nn.Module:
@@ -114,13 +117,13 @@ def _with_adapters(model: nn.Module) -> nn.Module:
 
 
 def reference(case: Case) -> Outcome:
-    """Train in this process, all rows of a step in one padded batch."""
+    """Train in this process, a step in one padded batch; a poisoned step changes nothing."""
     model = build_model(case)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, foreach=False)
+    optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, weight_decay=0.0, foreach=False)
     losses, norms = [], []
     for step in range(case.steps):
-        rows = rows_of_step(case, step)
+        rows = case.rows_of(case, step)
         ids = torch.zeros(len(rows), LONGEST, dtype=torch.int64)
         labels = torch.full((len(rows), LONGEST), -100)
         for place, (tokens, is_label) in enumerate(rows):
@@ -133,10 +136,12 @@ def reference(case: Case) -> Outcome:
         norm = torch.stack([p.grad.norm() for p in trained]).norm()
         for parameter in trained:
             parameter.grad.mul_(min(1.0, MAX_NORM / float(norm)))
-        optimizer.step()
+        is_skipped = case.poison is not None and case.poison[0] == step
+        if not is_skipped:
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        norms.append(norm.item())
+        norms.append(math.nan if is_skipped else norm.item())
     return Outcome(losses, norms, _weights(model))
 
 
@@ -157,6 +162,7 @@ def train_cases(
         world_size=world_size,
         environ={"HF_HUB_OFFLINE": "1", **(environ or {})},
         timeout_seconds=timeout,
+        preload=PRELOAD,
     )
     assert codes == [0] * world_size
     outcomes = []
@@ -171,7 +177,7 @@ def train_cases(
     return outcomes
 
 
-def case_config(case: Case, folder: Path, world_size: int) -> TrainConfig:
+def case_config(case: Case, folder: Path, world_size: int, **changes: Any) -> TrainConfig:
     """Return the configuration of a case."""
     is_lora = case.method == "lora"
     return train_config(
@@ -183,19 +189,21 @@ def case_config(case: Case, folder: Path, world_size: int) -> TrainConfig:
             "global_batch_size": case.rows,
             "micro_batch_size": case.micro_batch_size,
             "max_steps": case.steps,
-            "learning_rate": LEARNING_RATE,
+            "learning_rate": case.learning_rate,
             "max_grad_norm": MAX_NORM,
             "precision": case.precision,
-            **case.training,
         },
+        **changes,
     )
 
 
 def worst_differences(found: Outcome, expected: Outcome) -> tuple[float, float, float]:
     """Return the largest differences: of losses, of norms (relative), of weights (per tensor)."""
     assert found.weights.keys() == expected.weights.keys()
+    pairs = list(zip(found.norms, expected.norms, strict=True))
+    assert all(math.isfinite(a) == math.isfinite(b) for a, b in pairs)
     loss = max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True))
-    norm = max(abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True))
+    norm = max(abs(a - b) / b for a, b in pairs if math.isfinite(b))
     weights = max(
         float((found.weights[name].double() - weight.double()).norm() / weight.double().norm())
         for name, weight in expected.weights.items()
@@ -204,38 +212,48 @@ def worst_differences(found: Outcome, expected: Outcome) -> tuple[float, float, 
 
 
 def _train_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]) -> None:
-    import torch.distributed as dist
-
-    if group is None:
-        world = World(0, 0, 1, torch.device("cpu"))
-    else:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        world = World(rank, rank, size, torch.device("cpu"), dist.group.WORLD, group, group)
+    world = world_of(group)
     for case in cases:
-        outcome = train_case(case, case_config(case, folder, world.world_size), world)
+        outcome = train_case(case, folder, world)
         torch.save(vars(outcome), folder / f"{case.name}.{world.rank}.pt")
 
 
-def train_case(case: Case, config: TrainConfig, world: World) -> Outcome:
+def world_of(group: "ProcessGroup | None") -> World:
+    """Return the world that `run_processes` has opened, or one of this process alone."""
+    if group is None:
+        return World(0, 0, 1, torch.device("cpu"))
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, rank, size, torch.device("cpu"), dist.group.WORLD, group, group)
+
+
+def train_case(case: Case, folder: Path, world: World) -> Outcome:
     """Train one case on this rank; whole weights come back on rank 0 alone."""
-    strategy = create(config, world)
-    strategy.prepare(CausalLoss(build_model(case)))
+    strategy = prepared(case, folder, world)
     losses, norms = train_steps(strategy, case, world, range(case.steps))
     whole = strategy.whole_model()
     return Outcome(losses, norms, _weights(whole) if whole is not None else {})
 
 
+def prepared(case: Case, folder: Path, world: World, **changes: Any) -> Strategy:
+    """Return the case's strategy around its model; `changes` are those of `train_config`."""
+    strategy = create(case_config(case, folder, world.world_size, **changes), world)
+    strategy.prepare(CausalLoss(build_model(case)))
+    return strategy
+
+
 def train_steps(
     strategy: Strategy, case: Case, world: World, steps: Iterable[int]
 ) -> tuple[list[float], list[float]]:
-    """Make optimizer steps on this rank; return the mean loss and the norm of each."""
+    """Make optimizer steps as the loop does, and return mean loss and gradient norm of each."""
     losses, norms = [], []
     for step in steps:
-        rows = rows_of_step(case, step)
+        rows = case.rows_of(case, step)
         num_labels = sum(sum(is_label[1:]) for _, is_label in rows)
         scale = scale_factor(num_labels, world.world_size)
         if case.poison == (step, world.rank):
-            scale = float("inf")
+            scale = math.inf
         size, stride = case.micro_batch_size, case.micro_batch_size * world.world_size
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, case.rows, stride):
@@ -243,7 +261,7 @@ def train_steps(
             inputs = loss_inputs(_collate(rows[first : first + size]), world.device)
             is_last = start + stride >= case.rows
             total += strategy.backward(inputs, scale=scale, is_last=is_last)
-        norms.append(strategy.step(LEARNING_RATE, MAX_NORM).item())
+        norms.append(strategy.step(case.learning_rate, MAX_NORM).item())
         losses.append(world.sum(total).item() / num_labels)
     return losses, norms
 

@@ -1,0 +1,86 @@
+"""Twenty steps under DDP and FSDP2 against a plain loop in one process: the same mathematics."""
+
+from pathlib import Path
+
+import pytest
+
+from parity import Case, Outcome, at_seeds, reference, train_cases, worst_differences
+
+SEEDS = 5
+DDP = {"type": "ddp"}
+RESHARDING = {"type": "fsdp", "reshard_after_forward": True}
+KEEPING = {"type": "fsdp", "reshard_after_forward": False}
+HYBRID = {"type": "fsdp", "replicas": 2}
+FAMILIES = [
+    Case("ddp-full", DDP),
+    Case("ddp-lora", DDP, method="lora"),
+    Case("resharding-full", RESHARDING),
+    Case("resharding-lora", RESHARDING, method="lora"),
+]
+KEPT = [Case("keeping-full", KEEPING), Case("keeping-lora", KEEPING, method="lora")]
+IN_FP64 = [
+    Case(f"{name}-{method}-fp64", strategy, method=method, precision="fp64")
+    for name, strategy in (("ddp", DDP), ("resharding", RESHARDING))
+    for method in ("full", "lora")
+]
+POISONED = [
+    Case("ddp-poisoned", DDP, poison=(7, 1)),
+    Case("resharding-poisoned", RESHARDING, poison=(7, 1)),
+    Case("resharding-lora-poisoned", RESHARDING, method="lora", poison=(7, 1)),
+]
+HYBRIDS = [
+    Case("hybrid-full", HYBRID, micro_batch_size=1),
+    Case("hybrid-lora", HYBRID, method="lora", micro_batch_size=1),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    seeded = [case for family in FAMILIES for case in at_seeds(family, SEEDS)]
+    cases = [*seeded, *KEPT, *IN_FP64, *POISONED]
+    found = train_cases(tmp_path_factory.mktemp("parity"), cases)
+    return {case.name: outcome for case, outcome in zip(cases, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, int], Outcome]:
+    methods = ("full", "lora")
+    return {
+        (m, s): reference(Case("", {}, method=m, seed=s)) for m in methods for s in range(SEEDS)
+    }
+
+
+@pytest.mark.parametrize("family", [pytest.param(case, id=case.name) for case in FAMILIES])
+def test_every_seed_gives_the_numbers_of_one_process(family, outcomes, expected):
+    for case in at_seeds(family, SEEDS):
+        _within_fp32(outcomes[case.name], expected[case.method, case.seed])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KEPT])
+def test_layers_that_stay_gathered_change_no_number(case, outcomes, expected):
+    _within_fp32(outcomes[case.name], expected[case.method, 0])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in IN_FP64])
+def test_in_fp64_nothing_is_left_but_rounding(case, outcomes):
+    loss, norm, weights = worst_differences(outcomes[case.name], reference(case))
+    assert loss <= 1e-9
+    assert norm <= 1e-9
+    assert weights <= 1e-9
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in POISONED])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(case, outcomes):
+    _within_fp32(outcomes[case.name], reference(case))
+
+
+def test_four_ranks_in_two_replicas_give_the_numbers_of_one_process(tmp_path: Path, expected):
+    for case, found in zip(HYBRIDS, train_cases(tmp_path, HYBRIDS, world_size=4), strict=True):
+        _within_fp32(found, expected[case.method, 0])
+
+
+def _within_fp32(found: Outcome, expected: Outcome) -> None:
+    loss, norm, weights = worst_differences(found, expected)
+    assert loss <= 3e-6
+    assert norm <= 1e-5
+    assert weights <= 5e-5
