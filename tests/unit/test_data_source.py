@@ -168,7 +168,7 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         pytest.param(
             "rows.json",
             b"[" * 100_000,
-            "cannot be read: nested too deeply; correct or delete it",
+            "line 1 cannot be read: nested too deeply; correct or delete it",
             id="a file of brackets",
         ),
         pytest.param(
@@ -180,7 +180,7 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         pytest.param(
             "rows.json",
             b'[{"text": "a"},\n {"text": ]\n',
-            "line 2 is not JSON: Expecting value; correct the file",
+            "line 2 is not JSON: Expecting value at column 11; correct or delete the line",
             id="malformed array",
         ),
         pytest.param(

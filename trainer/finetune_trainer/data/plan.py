@@ -4,7 +4,8 @@ Every rank builds the same plan and asks it for any step, so resuming skips no d
 label tokens of a step needs no collective, and another number of ranks keeps the same global
 batches. With P packs an epoch and G packs a step, step `s` (counted from 0) owns positions
 `s * G` to `(s + 1) * G - 1` of the endless stream epoch 0, epoch 1, ...; each epoch holds every
-sequence once, in an order of its own. Only the very last step of a run may be smaller.
+sequence as often as its weight says, in an order of its own. Only the very last step of a run may
+be smaller.
 
 Which sequences share a pack is decided once a run, by best fit over all of them shuffled, so that
 P is the same for every epoch and any step is found without those before it. Sequences of one
@@ -18,48 +19,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, Protocol, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from finetune_trainer.config import DataReport, TrainConfig
 from finetune_trainer.data.packing import IntArray, Packs, best_fit, one_sequence_each
+from finetune_trainer.data.sequences import TokenDataset
 
 Pack = tuple[int, ...]
 """Sequence indices laid out one after the other in one row of a batch; () is padding alone."""
+
+Share = tuple[int, int]
+"""How many packs one weight has, and how many of them an epoch takes."""
 
 COMPOSITION_EPOCH = -1  # the shuffle that decides which sequences share a pack, before any epoch
 # Tokens of a document at which attention, which grows with their square, costs as much as all
 # else: 12 times the width of the model, here that of one with some billions of parameters.
 ATTENTION_PARITY = 32_768
-
-
-class SequenceLengths(Protocol):
-    """What the plan needs of a data set; `TokenDataset` is one."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all tokens, labels and weights."""
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """(N,) tokens of each sequence."""
-
-    @property
-    def label_counts(self) -> npt.NDArray[np.int32]:
-        """(N,) tokens of each sequence that are predicted."""
-
-    @property
-    def weights(self) -> npt.NDArray[np.float64]:
-        """(N,) how often an epoch holds each sequence."""
-
-
-class Share(NamedTuple):
-    """The packs of one weight: `size` of them, of which an epoch takes `drawn`."""
-
-    size: int
-    drawn: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +69,7 @@ class DataPlan:
     @classmethod
     def build(
         cls,
-        dataset: SequenceLengths,
+        dataset: TokenDataset,
         *,
         seed: int,
         max_seq_len: int,
@@ -117,7 +94,7 @@ class DataPlan:
             raise ValueError("the data set holds no sequence")
         order_key = f"{seed}:{dataset.fingerprint}"
         composition, shares = _compose(dataset, order_key, max_seq_len if packing else None)
-        packs_per_epoch = sum(share.drawn for share in shares)
+        packs_per_epoch = sum(drawn for _, drawn in shares)
         pack_tokens = composition.sums(dataset.lengths)
         total_packs = _total_packs(packs_per_epoch, global_batch_size, epochs, max_steps)
         lengths = dataset.lengths.astype(np.int64)
@@ -138,7 +115,7 @@ class DataPlan:
         )
 
     @classmethod
-    def of(cls, dataset: SequenceLengths, config: TrainConfig) -> Self:
+    def of(cls, dataset: TokenDataset, config: TrainConfig) -> Self:
         """Lay out the run that `config` describes; see `build`."""
         training = config.training
         return cls.build(
@@ -210,7 +187,7 @@ class DataPlan:
 
 
 def _compose(
-    dataset: SequenceLengths, order_key: str, capacity: int | None
+    dataset: TokenDataset, order_key: str, capacity: int | None
 ) -> tuple[Packs, tuple[Share, ...]]:
     """Return all packs, those of one weight next to each other; without packing at None."""
     order = _permutation(order_key, COMPOSITION_EPOCH, len(dataset.lengths))
@@ -222,7 +199,7 @@ def _compose(
         else:
             part = best_fit(members, dataset.lengths, capacity)
         parts.append(part)
-        shares.append(Share(len(part), max(1, round(weight * len(part)))))
+        shares.append((len(part), max(1, round(weight * len(part)))))
     return Packs.join(parts), tuple(shares)
 
 
@@ -244,14 +221,7 @@ def _plan_fingerprint(
 
 
 def _stream(order: Callable[[int], IntArray], size: int, first: int, end: int) -> IntArray:
-    """Return positions `first` to `end - 1` of the endless stream order(0), order(1), ...
-
-    Args:
-        order: The `size` values of one time round.
-        size: How many they are.
-        first: Where to begin.
-        end: Where to stop; more than `first`.
-    """
+    """Return positions `first` to `end - 1` of the stream order(0), order(1), ..., `size` each."""
     rounds, places = np.divmod(np.arange(first, end), size)
     return np.concatenate(
         [order(turn)[places[rounds == turn]] for turn in range(int(rounds[0]), int(rounds[-1]) + 1)]
@@ -262,11 +232,11 @@ def _stream(order: Callable[[int], IntArray], size: int, first: int, end: int) -
 def _epoch_order(order_key: str, epoch: int, *, shares: tuple[Share, ...]) -> IntArray:
     """Return the packs of one epoch in the order they are trained on."""
     chosen, first_pack = [], 0
-    for share in shares:
-        order = partial(_permutation, f"{order_key}:{first_pack}", size=share.size)
-        drawn = _stream(order, share.size, epoch * share.drawn, (epoch + 1) * share.drawn)
-        chosen.append(first_pack + np.sort(drawn))
-        first_pack += share.size
+    for size, drawn in shares:
+        order = partial(_permutation, f"{order_key}:{first_pack}", size=size)
+        packs = _stream(order, size, epoch * drawn, (epoch + 1) * drawn)
+        chosen.append(first_pack + np.sort(packs))
+        first_pack += size
     packs = np.concatenate(chosen)
     return packs[_permutation(order_key, epoch, len(packs))]
 

@@ -6,8 +6,8 @@ others wait at a file lock, so that a large data set cannot run into a collectiv
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,74 +148,43 @@ def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows) -> list[Sequenc
     return pieces
 
 
-@dataclass
-class _Tally:
-    """Counts what became of the rows while they stream by."""
+def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
+    """Sum up what became of the rows.
 
-    rows: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    label_tokens: int = 0
-    long_rows: int = 0
-    rows_without_labels: int = 0
-
-    def add(self, encoded: Encoded, sequences: list[Sequence], max_seq_len: int) -> None:
-        self.rows += 1
-        self.sequences += len(sequences)
-        self.tokens += sum(len(sequence.tokens) for sequence in sequences)
-        self.label_tokens += sum(int(sequence.is_label.sum()) for sequence in sequences)
-        self.long_rows += len(encoded.tokens) > max_seq_len
-        self.rows_without_labels += not sequences
-
-    def report(self, config: DataConfig, rows: Rows) -> DataReport:
-        """Sum up.
-
-        Raises:
-            DataError: there is no row, or none has a label token.
-        """
-        if not self.rows:
-            raise DataError(f"{rows.field} {rows.name} holds no rows; give a data set with some")
-        if not self.sequences:
-            raise DataError(
-                f"{rows.field} {rows.name}: none of the {self.rows} rows has a label token, so "
-                "there is nothing to learn; each row needs an answer (an assistant turn, "
-                "completion, output or text) that begins within spec.training.maxSeqLength "
-                f"({config.max_seq_len}) tokens"
-            )
-        is_split = config.long_rows is LongRows.SPLIT
-        return DataReport(
-            rows=self.rows,
-            sequences=self.sequences,
-            tokens=self.tokens,
-            label_tokens=self.label_tokens,
-            truncated_rows=0 if is_split else self.long_rows,
-            split_rows=self.long_rows if is_split else 0,
-            rows_without_labels=self.rows_without_labels,
-            warnings=tuple(self._warnings(config, rows)),
+    Raises:
+        DataError: there is no row, or none has a label token.
+    """
+    what = f"{rows.field} {rows.name}"
+    if not tally["rows"]:
+        raise DataError(f"{what} holds no rows; give a data set with some")
+    if not tally["sequences"]:
+        raise DataError(
+            f"{what}: none of the {tally['rows']} rows has a label token, so there is nothing to "
+            "learn; each row needs an answer (an assistant turn, completion, output or text) that "
+            f"begins within spec.training.maxSeqLength ({config.max_seq_len}) tokens"
         )
-
-    def _warnings(self, config: DataConfig, rows: Rows) -> Iterator[str]:
-        if self.rows_without_labels > FEW_ROWS_WITHOUT_LABELS * self.rows:
-            share = 100 * self.rows_without_labels / self.rows
-            yield (
-                f"{rows.field} {rows.name}: {self.rows_without_labels} of {self.rows} rows "
-                f"({share:.1f} %) have no label token and are left out"
-            )
-        if self.long_rows and config.long_rows is LongRows.TRUNCATE:
-            yield (
-                f"{rows.field} {rows.name}: {self.long_rows} of {self.rows} rows were cut to "
-                f"{config.max_seq_len} tokens; raise spec.training.maxSeqLength, or set "
-                "spec.dataset.longRows to split"
-            )
+    warnings = []
+    left_out, cut = tally["rows_without_labels"], tally["truncated_rows"]
+    if left_out > FEW_ROWS_WITHOUT_LABELS * tally["rows"]:
+        warnings.append(
+            f"{what}: {left_out} of {tally['rows']} rows ({100 * left_out / tally['rows']:.1f} %) "
+            "have no label token and are left out"
+        )
+    if cut:
+        warnings.append(
+            f"{what}: {cut} of {tally['rows']} rows were cut to {config.max_seq_len} tokens; raise "
+            "spec.training.maxSeqLength, or set spec.dataset.longRows to split"
+        )
+    return DataReport(**tally, warnings=tuple(warnings))
 
 
 def _tokenize(
     config: DataConfig, rows: Rows, encoder: RowEncoder, store: TokenStore
 ) -> StoredTokens:
-    tally = _Tally()
+    tally: Counter[str] = Counter()
     try:
         store.write(_sequences(config, rows, encoder, tally))
-        store.commit(tally.report(config, rows))
+        store.commit(_report(tally, config, rows))
     except OSError as error:
         raise TrainerError(
             f"the token cache in {config.cache_dir} cannot be written: {error.strerror or error}; "
@@ -231,11 +200,18 @@ def _tokenize(
 
 
 def _sequences(
-    config: DataConfig, rows: Rows, encoder: RowEncoder, tally: _Tally
+    config: DataConfig, rows: Rows, encoder: RowEncoder, tally: Counter[str]
 ) -> Iterator[Sequence]:
+    """Yield the sequences of all rows, and count in `tally` what became of them."""
+    long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
     for encoded in encoder.encode(rows):
         pieces = fit(encoded, config.max_seq_len, config.long_rows)
-        tally.add(encoded, pieces, config.max_seq_len)
+        tally["rows"] += 1
+        tally["sequences"] += len(pieces)
+        tally["tokens"] += sum(len(piece.tokens) for piece in pieces)
+        tally["label_tokens"] += sum(int(piece.is_label.sum()) for piece in pieces)
+        tally["rows_without_labels"] += not pieces
+        tally[long] += len(encoded.tokens) > config.max_seq_len
         yield from pieces
 
 

@@ -1,8 +1,8 @@
 """Read rows from a file, a folder of files or the hub, and say where each one stands.
 
-Called by `sequences` and the preview. JSON and CSV are read here, so that a message can name the
-line; Parquet and the hub go through `datasets`. Rows stream: no file is held in memory, but for a
-`.json` file that is one array.
+Called by `sequences` and the preview. Files are read here, so that a message can name the line; the
+hub goes through `datasets`. Rows stream: no file is held in memory, but for a `.json` file that is
+one array.
 """
 
 import csv
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from finetune_trainer.config import DatasetSource
 from finetune_trainer.errors import ConfigError, DataError, TrainerError
@@ -37,25 +37,7 @@ class Row:
     values: dict[str, Any]
 
 
-class Rows(Protocol):
-    """The rows of one data set; iterating starts at the first one every time."""
-
-    @property
-    def name(self) -> str:
-        """Path or hub name."""
-
-    @property
-    def field(self) -> str:
-        """Field of the manifest that names them; messages begin with it."""
-
-    def __iter__(self) -> Iterator[Row]:
-        """Yield the rows in order."""
-
-    def fingerprint(self) -> str:
-        """Return a hash of the content."""
-
-
-def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> Rows:
+def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> "Rows":
     """Find the rows that `source` names.
 
     Args:
@@ -88,17 +70,26 @@ def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> Rows:
         raise DataError(
             f"{field} {unknown[0]} is not a {', '.join(SUFFIXES)} file; convert it to one of them"
         )
-    return FileRows(str(path), field, tuple(files), cache_dir)
+    return FileRows(str(path), field, tuple(files))
+
+
+class _MalformedError(Exception):
+    """A file cannot be read as what it seems to be; the message begins with the place."""
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of files, one file after the other."""
+    """The rows of files, one file after the other; iterating starts at the first every time.
+
+    Attributes:
+        name: The path that was given.
+        field: Field of the manifest that names it; messages begin with it.
+        files: The files in order.
+    """
 
     name: str
     field: str
     files: tuple[Path, ...]
-    cache_dir: Path
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows.
@@ -108,7 +99,9 @@ class FileRows:
         """
         for file in self.files:
             try:
-                yield from self._read(file)
+                yield from _read(file)
+            except _MalformedError as error:
+                raise DataError(f"{self.field} {error}") from error
             except OSError as error:
                 reason = error.strerror or error
                 raise DataError(f"{self.field} {file} cannot be read: {reason}") from error
@@ -125,25 +118,18 @@ class FileRows:
             digest.update(file.suffix.encode() + part)
         return digest.hexdigest()
 
-    def _read(self, file: Path) -> Iterator[Row]:
-        if file.suffix == ".parquet":
-            yield from _parquet_rows(file, self.field, self.cache_dir)
-        elif file.suffix == ".csv":
-            yield from _csv_rows(file, self.field)
-        elif file.suffix == ".json" and _is_array(file):
-            yield from _array_rows(file, self.field)
-        else:
-            yield from _line_rows(file, self.field)
-
 
 class HubRows:
-    """One split of a data set on the hub, downloaded once by `datasets`."""
+    """One split of a data set on the hub, downloaded once by `datasets`; else as `FileRows`."""
 
     def __init__(self, source: DatasetSource, field: str, cache_dir: Path) -> None:
         self.name = source.path
         self.field = field
         self._split = source.split
-        datasets = _datasets()
+        import datasets  # half a second
+
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity_error()
         try:
             self._rows = datasets.load_dataset(
                 source.path, split=source.split, cache_dir=str(cache_dir / "datasets")
@@ -171,69 +157,73 @@ class HubRows:
         return f"hub:{self._rows._fingerprint}"
 
 
+Rows = FileRows | HubRows
+
+
 def _data_files(folder: Path) -> list[Path]:
     return [file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file()]
 
 
-def _line_rows(file: Path, field: str) -> Iterator[Row]:
+def _read(file: Path) -> Iterator[Row]:
+    if file.suffix == ".parquet":
+        return _parquet_rows(file)
+    if file.suffix == ".csv":
+        return _csv_rows(file)
+    if file.suffix == ".json" and _is_array(file):
+        return _array_rows(file)
+    return _line_rows(file)
+
+
+def _line_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file} line {number}"
-            try:
-                # A byte order mark can only stand at the start of the file.
-                values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{field} {where} is not UTF-8 text; convert the file") from error
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{field} {where} is not JSON: {error.msg} at column {error.colno}; "
-                    "correct or delete the line"
-                ) from error
-            except (ValueError, RecursionError) as error:
-                raise _unreadable(f"{field} {where}", error) from error
-            yield _json_row(where, values, field)
+            if line.strip():
+                yield _json_row(f"{file} line {number}", _parse(line, file, number))
 
 
-def _array_rows(file: Path, field: str) -> Iterator[Row]:
+def _array_rows(file: Path) -> Iterator[Row]:
+    for number, values in enumerate(_parse(file.read_bytes(), file, 1), start=1):
+        yield _json_row(f"{file} row {number}", values)
+
+
+def _parse(text: bytes, file: Path, first_line: int) -> Any:
+    """Read JSON that begins in this line of the file, maybe with a byte order mark."""
+    where = f"{file} line {first_line}"
     try:
-        items = json.loads(file.read_bytes().decode("utf-8-sig"))
+        return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{field} {file} is not UTF-8 text; convert the file") from error
+        raise _MalformedError(f"{where} is not UTF-8 text; convert the file") from error
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{field} {file} line {error.lineno} is not JSON: {error.msg}; correct the file"
+        raise _MalformedError(
+            f"{file} line {first_line + error.lineno - 1} is not JSON: {error.msg} at column "
+            f"{error.colno}; correct or delete the line"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _unreadable(f"{field} {file}", error) from error
-    for number, values in enumerate(items, start=1):
-        yield _json_row(f"{file} row {number}", values, field)
+        raise _unreadable(where, error) from error
 
 
-def _json_row(where: str, values: Any, field: str) -> Row:
+def _json_row(where: str, values: Any) -> Row:
     if not isinstance(values, dict):
-        raise DataError(
-            f"{field} {where} is a JSON {type(values).__name__}; a row must be an object "
-            "with named columns"
+        raise _MalformedError(
+            f"{where} is a JSON {type(values).__name__}; a row must be an object with named columns"
         )
     try:
         # An escape such as \\ud83d alone is half of a character, which no tokenizer takes.
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(
-            f"{field} {where} holds half of a character ({half}); correct or delete the row"
+        raise _MalformedError(
+            f"{where} holds half of a character ({half}); correct or delete the row"
         ) from error
     except RecursionError as error:
-        raise _unreadable(f"{field} {where}", error) from error
+        raise _unreadable(where, error) from error
     return _row(where, values)
 
 
-def _unreadable(place: str, error: Exception) -> DataError:
+def _unreadable(where: str, error: Exception) -> _MalformedError:
     """Say why text that may be JSON is refused by the reader."""
     reason = "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
-    return DataError(f"{place} cannot be read: {reason}; correct or delete it")
+    return _MalformedError(f"{where} cannot be read: {reason}; correct or delete it")
 
 
 def _is_array(file: Path) -> bool:
@@ -241,7 +231,7 @@ def _is_array(file: Path) -> bool:
         return content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _csv_rows(file: Path, field: str) -> Iterator[Row]:
+def _csv_rows(file: Path) -> Iterator[Row]:
     # Every value stays the text it is: a reader that infers types turns 3.10 into 3.1.
     csv.field_size_limit(sys.maxsize)  # the default refuses values over 128 KiB
     try:
@@ -250,37 +240,31 @@ def _csv_rows(file: Path, field: str) -> Iterator[Row]:
             for values in reader:
                 where = f"{file} line {reader.line_num}"
                 if None in values:
-                    raise DataError(
-                        f"{field} {where} has more values than the header has columns; quote "
-                        "values that hold a comma"
+                    raise _MalformedError(
+                        f"{where} has more values than the header has columns; quote values that "
+                        "hold a comma"
                     )
                 yield _row(where, values)
     except UnicodeDecodeError as error:
-        raise DataError(f"{field} {file} is not UTF-8 text; convert the file") from error
+        raise _MalformedError(f"{file} is not UTF-8 text; convert the file") from error
     except csv.Error as error:
-        raise DataError(
-            f"{field} {file} line {reader.reader.line_num} is not CSV: {error}; correct the file"
+        raise _MalformedError(
+            f"{file} line {reader.reader.line_num} is not CSV: {error}; correct the file"
         ) from error
 
 
-def _parquet_rows(file: Path, field: str, cache_dir: Path) -> Iterator[Row]:
-    datasets = _datasets()
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
     try:
-        rows = datasets.load_dataset(
-            "parquet",
-            data_files=str(file),
-            split="train",
-            streaming=True,
-            cache_dir=str(cache_dir / "datasets"),
-        )
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        rows = (values for batch in batches for values in batch.to_pylist())
         for number, values in enumerate(rows, start=1):
             yield _row(f"{file} row {number}", _without_nulls(values))
-    except OSError:
-        raise
-    # Each layer below raises kinds of its own for a malformed file.
-    except Exception as error:
-        raise DataError(
-            f"{field} {file} is not a readable Parquet file: {_first_line(error)}; write it again"
+    except pyarrow.ArrowException as error:
+        raise _MalformedError(
+            f"{file} is not a readable Parquet file: {_first_line(error)}; write it again"
         ) from error
 
 
@@ -300,12 +284,3 @@ def _without_nulls(value: Any) -> Any:
 def _first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
-
-
-def _datasets() -> Any:
-    """Import `datasets` (half a second) only where Parquet or the hub is read, and quieten it."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    return datasets

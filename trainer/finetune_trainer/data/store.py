@@ -1,7 +1,7 @@
 """The token cache on disk: raw arrays that are memory-mapped, committed by one rename.
 
 Called by `sequences.prepare` alone. A folder `KEY/` is either complete or does not exist: it is
-written as `KEY.HOST.tmp`, its manifest of sizes and hashes last, and renamed. Several processes
+written as `KEY.HOST.tmp`, its manifest of hashes last, and renamed. Several processes
 of one machine agree by a file lock that the kernel drops when its holder dies; machines that share
 the folder may both write, and the first rename wins.
 """
@@ -41,17 +41,10 @@ class Sequence:
     is_label: npt.NDArray[np.bool_]
 
 
-class StoredFile(ContractModel):
-    """Size and SHA-256 of one file of the cache."""
-
-    size_bytes: int
-    sha256: str
-
-
 class Manifest(ContractModel):
-    """What a complete cache folder holds."""
+    """What a complete cache folder holds: the SHA-256 of each file, and what became of the rows."""
 
-    files: dict[str, StoredFile]
+    files: dict[str, str]
     report: DataReport
 
 
@@ -81,7 +74,7 @@ class TokenStore:
         """Map the committed arrays; None when there are none, or when they are damaged."""
         try:
             manifest = Manifest.read(self._folder / MANIFEST)
-            if manifest.files != {name: _describe(self._path(name)) for name in ARRAYS}:
+            if manifest.files != {name: _digest(self._path(name)) for name in ARRAYS}:
                 return None
         except (OSError, ValidationError):
             return None
@@ -89,7 +82,7 @@ class TokenStore:
             name: np.memmap(self._path(name), dtype=dtype, mode="r")
             for name, dtype in ARRAYS.items()
         }
-        hashes = "".join(manifest.files[name].sha256 for name in ARRAYS)
+        hashes = "".join(manifest.files[name] for name in ARRAYS)
         fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
         return StoredTokens(arrays, manifest.report, fingerprint)
 
@@ -113,7 +106,7 @@ class TokenStore:
 
     def commit(self, report: DataReport) -> None:
         """Make the draft the cache folder, in the place of a damaged one."""
-        files = {name: _describe(self._path(name, self._draft)) for name in ARRAYS}
+        files = {name: _digest(self._path(name, self._draft)) for name in ARRAYS}
         with (self._draft / MANIFEST).open("w") as file:
             file.write(Manifest(files=files, report=report).to_json())
             file.flush()
@@ -152,7 +145,6 @@ class TokenStore:
         return (folder or self._folder) / f"{name}.bin"
 
 
-def _describe(path: Path) -> StoredFile:
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return StoredFile(size_bytes=path.stat().st_size, sha256=digest)
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -119,15 +119,14 @@ class ChatTemplate:
         earlier, said = conversation.messages[:turn], conversation.messages[turn]
         before = self._try(conversation, earlier, add_generation_prompt=True)
         start = len(before) if before is not None and text.startswith(before) else None
-        # Thoughts in front of a call are often left out once an answer follows.
-        bare = {"role": "assistant", "content": "", "tool_calls": said.get("tool_calls")}
-        afters = (
-            (text,)
-            if turn == len(conversation.messages) - 1
-            else (self._try(conversation, (*earlier, turn)) for turn in (said, bare))
-        )
-        after = next((after for after in afters if after and text.startswith(after)), "")
-        if start is None or len(after) < start:
+        after: str | None = text
+        if turn < len(conversation.messages) - 1:
+            after = self._try(conversation, (*earlier, said))
+            if "tool_calls" in said and not (after and text.startswith(after)):
+                # Thoughts in front of a call are often left out once an answer follows.
+                bare = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
+                after = self._try(conversation, (*earlier, bare))
+        if start is None or after is None or not text.startswith(after) or len(after) < start:
             return self._place_by_marker(text, conversation, turn, start)
         piece = after[start:]
         if set(said) == {"role", "content"}:
