@@ -51,6 +51,8 @@ class NativeOptimizer:
         self._good_steps = torch.tensor(0.0, device=device)
         _expect_wide(self._trained, training)
         self._adamw = make_adamw(self._trained.values(), training)
+        for parameter in self._trained.values():
+            self._adamw.state[parameter] = fresh_state(parameter)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss as backward needs it: with fp16 so large that gradients do not vanish."""
@@ -113,22 +115,24 @@ class NativeOptimizer:
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
-    """Make AdamW (arXiv:1711.05101) with its state already there; vectors are not decayed."""
+    """Make AdamW (arXiv:1711.05101), as yet without state; vectors are not decayed."""
     trained = list(parameters)
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=training.learning_rate, fused=True
     )
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
+
+
+def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
+    """Return the state AdamW would give `parameter` at its first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
 
 
 def _expect_wide(trained: dict[str, nn.Parameter], training: TrainingConfig) -> None:

@@ -1,0 +1,263 @@
+"""ZeRO stages 1, 2 and 3 through DeepSpeed's engine (arXiv:1910.02054).
+
+The only file that starts the engine; `zero_state` reads and writes what the engine shards. Whoever
+configures the trainer says nothing to DeepSpeed itself: every setting follows from `TrainConfig`.
+"""
+
+import importlib.util
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
+from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.strategies import zero_state
+from finetune_trainer.strategies.optimizer import make_adamw
+from finetune_trainer.strategies.skeleton import empty_copy, filled
+from finetune_trainer.world import World
+
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ZeroStrategy:
+    """A DeepSpeed engine around the loss module."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        _refuse(config)
+        self._config = config
+        self._world = world
+        self._stage = int(config.strategy.type.removeprefix("zero"))
+        self._module: CausalLoss
+        self._engine: Any
+        self._skeleton: nn.Module | None = None
+
+    def prepare(self, module: CausalLoss) -> None:
+        """Let DeepSpeed shard the module, and assert that it built what was asked.
+
+        Every rank has loaded the whole model; what stage 3 shards is given back only now.
+
+        Raises:
+            ConfigError: DeepSpeed cannot work here as configured.
+            WorldSizeError: the engine was built over another number of ranks.
+        """
+        largest = max(p.numel() for p in module.parameters())
+        settings = deepspeed_config(self._config, largest_parameter=largest)
+        deepspeed = _start_deepspeed(self._config, self._world)
+        self._module = module
+        if self._stage == 3 and self._world.is_main:
+            self._skeleton = empty_copy(module.model)
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=make_adamw(self._trained().values(), self._config.training),
+            config=settings,
+            dist_init_required=False,
+        )
+        self._assert_built_as_asked()
+        if self._engine.fp16_enabled():  # the loop ends a run whose steps are all skipped
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        zero_state.create_moments(self._engine, self._stage)
+
+    def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
+        """Run forward and backward; stages 2 and 3 reduce the gradients of every micro-batch."""
+        engine = self._engine
+        engine.set_gradient_accumulation_boundary(is_last)
+        loss_sum: Tensor = engine(**inputs)
+        engine.backward(loss_sum * scale, scale_wrt_gas=False)
+        return loss_sum.detach()
+
+    def step(self, learning_rate: float, max_norm: float) -> Tensor:
+        """Clip and update; gradients that are not finite, on any rank, change nothing.
+
+        DeepSpeed looks at the norm on the host, once a step.
+        """
+        optimizer = self._engine.optimizer
+        optimizer.clip_grad = max_norm
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()  # infinite when the step was skipped
+        return torch.as_tensor(norm, dtype=torch.float32, device=self._world.device)
+
+    def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the summed loss of one batch; a collective in stage 3."""
+        with torch.no_grad():
+            loss_sum: Tensor = self._module(**inputs)
+        return loss_sum
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of the fp32 weights, moments and step counts; a collective."""
+        return zero_state.read(self._engine, self._trained(), self._world)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Write what a restore read into the engine's shards; a collective."""
+        zero_state.write(self._engine, self._trained(), state)
+
+    def whole_model(self) -> nn.Module | None:
+        """Return the model on rank 0; of stage 3 a copy in host memory, gathered one by one."""
+        if self._stage < 3:
+            return self.model if self._world.is_main else None
+        gathered = zero_state.gather(self.model, keep=self._world.is_main)
+        if self._skeleton is None:
+            return None
+        return filled(self._skeleton, gathered).train(self.model.training)
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped transformers or peft model, in stage 3 without its weights."""
+        return self._module.model
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _assert_built_as_asked(self) -> None:
+        engine, asked = self._engine, self._config
+        if engine.dp_world_size != asked.world.world_size:
+            raise WorldSizeError(
+                f"DeepSpeed was built over {engine.dp_world_size} ranks, not "
+                f"{asked.world.world_size}; check the launcher"
+            )
+        built = (engine.zero_optimization_stage(), engine.get_data_types()[0])
+        expected = (self._stage, _PRECISIONS[asked.training.precision])
+        is_sharded = any(hasattr(p, "ds_id") for p in self._module.parameters())
+        if built != expected or is_sharded != (self._stage == 3):
+            raise TrainerError(
+                f"DeepSpeed built stage {built[0]} in {built[1]} (parameters sharded: "
+                f"{is_sharded}), not stage {expected[0]} in {expected[1]}; this version of it "
+                "cannot be used"
+            )
+
+
+def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict[str, Any]:
+    """Return the engine's JSON for `config`; nothing in it is left to the engine to guess.
+
+    Gradient accumulation is ours, so the engine's is 1: it must not divide by it.
+
+    Args:
+        config: What is asked.
+        largest_parameter: Elements of the model's largest one; sizes the buffers of offload nvme.
+    """
+    training, world = config.training, config.world
+    zero: dict[str, Any] = {
+        "stage": int(config.strategy.type.removeprefix("zero")),
+        "overlap_comm": world.device == "cuda",
+        "contiguous_gradients": True,
+        **_offload(config, largest_parameter),
+    }
+    is_narrow = training.precision != "fp32"
+    return {
+        "train_batch_size": training.micro_batch_size * world.world_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": training.max_grad_norm,
+        "zero_optimization": zero,
+        # The optimizer is torch's, whose fused kernel exists for CPUs as well: nothing to compile.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": training.precision == "bf16"},
+        "fp16": {
+            "enabled": training.precision == "fp16",
+            "loss_scale": 0,  # dynamic, with the values of torch's own GradScaler
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+        },
+        # Sums of many small numbers: over micro-batches, and over ranks.
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if is_narrow else {}),
+        "communication_data_type": "fp32",
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device at each step
+    }
+
+
+def _offload(config: TrainConfig, largest_parameter: int) -> dict[str, Any]:
+    strategy = config.strategy
+    if strategy.offload == "none":
+        return {}
+    if strategy.offload == "optimizer":
+        return {"offload_optimizer": {"device": "cpu"}}
+    if strategy.offload == "cpu":
+        return {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    place = {"device": "nvme", "nvme_path": strategy.nvme_path}
+    share = -(-largest_parameter // config.world.world_size)
+    return {
+        "offload_optimizer": dict(place),
+        "offload_param": {**place, "buffer_size": max(share, 1_000_000)},
+    }
+
+
+def _refuse(config: TrainConfig) -> None:
+    """Refuse what DeepSpeed would not do, or would do wrongly without a word."""
+    kind, training = config.strategy.type, config.training
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"spec.strategy.type {kind} needs DeepSpeed, which is not installed; "
+            "pip install finetune-operator[deepspeed], or use fsdp"
+        )
+    if training.precision == "fp64":
+        raise ConfigError(
+            f"spec.training.precision fp64 has no effect with spec.strategy.type {kind}, whose "
+            "optimizer computes in fp32; use ddp or fsdp"
+        )
+    if kind == "zero3" and config.method.type == "qlora":
+        raise ConfigError(
+            "spec.strategy.type zero3 cannot shard the quantised weights of spec.method.type "
+            "qlora; use zero1, zero2 or ddp, or spec.method.type lora"
+        )
+
+
+def _start_deepspeed(config: TrainConfig, world: World) -> Any:
+    """Import DeepSpeed for the world that is already there, and keep it quiet."""
+    import torch.distributed as dist
+
+    # Read at import; without it DeepSpeed guesses from what the machine has.
+    os.environ["DS_ACCELERATOR"] = world.device.type
+    os.environ["LOCAL_RANK"] = str(world.local_rank)  # mpirun does not set it
+    # DeepSpeed still calls collectives by names that torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed|torch.distributed")
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    if not dist.is_initialized():  # one process has no world of its own, and DeepSpeed wants one
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Else it compiles an operator for collectives between CPUs, for 45 s at the first start.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    _refuse_here(config)
+    return deepspeed
+
+
+def _refuse_here(config: TrainConfig) -> None:
+    """Refuse what this machine lacks, now rather than in the middle of the first step."""
+    from deepspeed.accelerator import get_accelerator
+
+    if config.training.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            "spec.training.precision fp16: DeepSpeed finds no fp16 arithmetic on this device; "
+            "use bf16 or fp32"
+        )
+    if config.strategy.offload != "nvme":
+        return
+
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        Path(str(config.strategy.nvme_path)).mkdir(parents=True, exist_ok=True)
+        AsyncIOBuilder().load(verbose=False)  # compiled at the first use, for about two minutes
+    except OSError as error:
+        raise ConfigError(
+            f"spec.strategy.nvmePath {config.strategy.nvme_path} cannot be written into "
+            f"({error.strerror}); name a folder that this process may write into"
+        ) from error
+    except RuntimeError as error:
+        raise ConfigError(
+            "spec.strategy.offload nvme: DeepSpeed cannot build its asynchronous input and output "
+            f"({str(error).splitlines()[0]}); install libaio-dev, g++ and ninja, or use offload cpu"
+        ) from error
