@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 
 from finetune_trainer.__main__ import main
-from finetune_trainer.config import CheckpointRef, ExitCode, FailureClass, Termination, TrainConfig
+from finetune_trainer.config import (
+    CheckpointRef,
+    ExitCode,
+    FailureClass,
+    Phase,
+    Termination,
+    TrainConfig,
+)
 from finetune_trainer.control import Agreement, StopSignal
 from finetune_trainer.errors import ConfigError, DataError, Preempted, WorldSizeError
 from finetune_trainer.telemetry import StepReport, Telemetry
@@ -40,6 +47,15 @@ def act(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     if world.rank == int(os.environ["ACT_RANK"]):
         _ACTS[os.environ["ACT"]]()
     barrier(world)
+    return finish(config, world, stop, telemetry)
+
+
+def hang(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+    """Let rank 1 get nowhere, and rank 0 wait for it, once both have begun to train."""
+    barrier(world)
+    telemetry.phase(Phase.TRAINING)
+    if world.rank == 1:
+        time.sleep(600)
     return finish(config, world, stop, telemetry)
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination, TrainConfig
 from finetune_trainer.control import leave
-from finetune_trainer.launch.report import DEFAULT_ENTRY
+from finetune_trainer.launch.report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, say_last_words
 from finetune_trainer.world import launched_by_another
 
@@ -44,11 +44,14 @@ def _be_a_rank(config: TrainConfig, entry: str) -> int:
     """Do one rank's work; rank 0 speaks for all, as no supervisor of ours is there to do so."""
     from finetune_trainer.launch.worker import run_rank  # imports what a supervisor has no use for
 
-    report = run_rank(config, entry)
-    if report.rank == 0:
-        say_last_words(report.termination, config.termination_path)
-    else:
-        print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
+    def tell(report: RankReport) -> None:
+        if report.rank == 0:
+            say_last_words(report.termination, config.termination_path)
+        else:
+            print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
+
+    report = run_rank(config, entry, tell=tell)
+    tell(report)
     return report.termination.exit_code
 
 

@@ -40,6 +40,7 @@ class FailureClass(StrEnum):
     DO_NOT_RESTART = "DoNotRestart"
     OUT_OF_MEMORY = "OutOfMemory"
     WORKER_LOST = "WorkerLost"
+    HUNG = "Hung"
     ERROR = "Error"
 
 

@@ -34,6 +34,7 @@ from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commi
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import create, single_process_warning
@@ -52,6 +53,9 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         TrainerError: the run cannot go on; its class says which exit code that means.
     """
     agreement = Agreement(world)
+    if config.control.scheduled_events_url is not None and world.local_rank == 0:
+        log = partial(telemetry.log, "scheduled_events")
+        watch_scheduled_events(config.control.scheduled_events_url, stop, log)
     if world.rank == 0:
         check_writable(config.run_dir, config.checkpoint.dir, config.output.dir)
         check_replaceable(config)
@@ -184,7 +188,8 @@ def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> nn.Module:
     reach("loading")
     base = load_model(config, world.device)
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
-    return choose_trained(base, config)
+    model: nn.Module = choose_trained(base, config)
+    return model
 
 
 def _fingerprint(config: TrainConfig, dataset: TokenDataset, plan: DataPlan) -> Fingerprint:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -27,6 +28,7 @@ from finetune_trainer.launch.report import (
     write_report,
 )
 from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.watchdog import watch_progress
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -39,15 +41,23 @@ def main() -> NoReturn:
     config_path, entry = sys.argv[1:]
     # Left behind it would go on writing to a checkpoint that the next attempt writes to as well.
     end_with_parent(int(os.environ[ENV_SUPERVISOR_PID]), signal.SIGKILL)
-    report = run_rank(TrainConfig.read(Path(config_path)), entry)
-    write_report(Path(os.environ[ENV_REPORT_DIR]), report)
+    tell = partial(write_report, Path(os.environ[ENV_REPORT_DIR]))
+    report = run_rank(TrainConfig.read(Path(config_path)), entry, tell=tell)
+    tell(report)
     leave(report.termination.exit_code)
 
 
 def run_rank(
-    config: TrainConfig, entry: str = DEFAULT_ENTRY, environ: Mapping[str, str] = os.environ
+    config: TrainConfig,
+    entry: str = DEFAULT_ENTRY,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    tell: Callable[[RankReport], None] = lambda report: None,
 ) -> RankReport:
-    """Do the work of the rank that the environment names, and return how it ended."""
+    """Do the work of the rank that the environment names, and return how it ended.
+
+    When it hangs the process ends here, and `tell` has received the report.
+    """
     telemetry: Telemetry | None = None
     stop = StopSignal()
     stop.install()
@@ -60,8 +70,17 @@ def run_rank(
         if launch.launcher == ACCELERATE:  # it dies of SIGTERM without passing it on
             end_with_parent(os.getppid(), signal.SIGTERM)
         telemetry = _open_telemetry(config, launch, environ)
+        if config.control.hang_seconds is not None:
+            stacks = Path(config.run_dir) / "logs" / f"rank-{rank}.stacks.txt"
+            watch_progress(telemetry, config.control.hang_seconds, stacks, end_hung)
         with open_world(config, environ, should_stop=lambda: stop.requested) as world:
             return _load(entry)(_continued(config, environ), world, stop, telemetry)
+
+    def end_hung(termination: Termination) -> None:
+        assert telemetry is not None, "it is what the watchdog watches"
+        words = _close(telemetry, termination.model_copy(update={"rank": rank}))
+        tell(RankReport(rank=rank, time=time.time(), termination=words))
+        leave(words.exit_code)
 
     def on_error(verdict: Verdict, trace: str) -> None:
         is_unexpected = verdict.exit_code == ExitCode.ERROR and not verdict.is_collateral

@@ -240,12 +240,12 @@ class Telemetry:
 
     def alive(self) -> None:
         """Say that the run is getting on, where there is nothing else to tell."""
-        self._alive_at = self._clock()
+        self._alive_at = time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
         """Time since anything was reported."""
-        return self._clock() - self._alive_at
+        return time.monotonic() - self._alive_at
 
     def close(self) -> None:
         """Write the last progress and close every outlet; a second call does nothing."""
@@ -261,8 +261,8 @@ class Telemetry:
 
     def _update(self, *, urgent: bool = True, **changes: Any) -> None:
         with self._lock:
-            self._alive_at = self._clock()
-            self._progress = self._progress.model_copy(update={**changes, "time": self._alive_at})
+            self.alive()
+            self._progress = self._progress.model_copy(update={**changes, "time": self._clock()})
             if self._file is not None:
                 self._file.write(self._progress, urgent=urgent)
 

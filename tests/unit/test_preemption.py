@@ -1,0 +1,97 @@
+"""What a node's metadata service says of its end, asked of a stand-in on this machine."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from finetune_trainer.control import StopSignal
+from finetune_trainer.preemption import watch_scheduled_events
+from launches import free_port, until
+
+
+class Service:
+    """A metadata service of the machine `node-1`."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.asked = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.headers["Metadata"] != "true":
+                    self.send_error(400)
+                    return
+                is_name = self.path.startswith("/metadata/instance/compute/name?")
+                if not is_name:
+                    outer.asked.set()
+                self.send_response(200)
+                self.end_headers()
+                text = "node-1" if is_name else json.dumps({"Events": outer.events})
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{port}/metadata/scheduledevents?api-version=2020-07-01"
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.server.shutdown()
+    thread.join()
+    made.server.server_close()
+
+
+def event(kind: str, machine: str, **fields: Any) -> dict[str, Any]:
+    return {"EventId": "e", "EventType": kind, "Resources": [machine], "NotBefore": ""} | fields
+
+
+@pytest.mark.parametrize("kind", ["Preempt", "Terminate"])
+def test_an_event_that_takes_this_machine_stops_the_run_in_the_time_it_leaves(
+    service: Service, kind: str
+) -> None:
+    begins = formatdate(time.time() + 30, usegmt=True)
+    service.events = [event(kind, "node-1", NotBefore=begins)]
+    stop, told = StopSignal(), list[str]()
+    watch_scheduled_events(service.url, stop, lambda message: told.append(message))
+    until(lambda: stop.requested, timeout=10)
+    assert stop.reason == f"an Azure {kind} event"
+    assert 25 < stop.seconds_left(grace_seconds=600) <= 30
+    assert told == []
+
+
+def test_other_events_and_other_machines_stop_nothing(service: Service) -> None:
+    service.events = [event("Preempt", "node-2"), event("Freeze", "node-1")]
+    stop = StopSignal()
+    watch_scheduled_events(service.url, stop, lambda message: None)
+    assert service.asked.wait(10)
+    service.asked.clear()
+    assert service.asked.wait(10), "it is asked again"
+    assert not stop.requested
+    service.events = [event("Preempt", "node-1")]
+    until(lambda: stop.requested, timeout=10)
+    assert stop.seconds_left(grace_seconds=600) > 590
+
+
+def test_a_service_that_is_not_there_is_told_of_once_and_asked_on() -> None:
+    port, stop, told = free_port(), StopSignal(), list[str]()
+    url = f"http://127.0.0.1:{port}/metadata/scheduledevents?api-version=2020-07-01"
+    watch_scheduled_events(url, stop, lambda message: told.append(message))
+    until(lambda: bool(told), timeout=10)
+    assert told[0].startswith(f"Scheduled Events cannot be read from {url} (")
+    assert not stop.requested
+    stop.request("the end of the test")
+    assert len(told) == 1

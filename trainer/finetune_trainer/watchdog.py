@@ -1,0 +1,60 @@
+"""Ends a rank that hangs, after every rank has written where each of its threads stands.
+
+Started by `worker`. A rank that is stuck stops all others in their next collective, so all notice
+within the same seconds; the first must not be gone before the last has written its stacks.
+"""
+
+import faulthandler
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune_trainer.config import ExitCode, FailureClass, Termination
+from finetune_trainer.telemetry import Telemetry
+
+SECONDS_FOR_THE_OTHERS = 2.0
+
+
+def watch_progress(
+    telemetry: Telemetry, hang_seconds: float, stacks: Path, end: Callable[[Termination], None]
+) -> None:
+    """Look from a thread whether anything was reported within the last `hang_seconds`.
+
+    Args:
+        telemetry: hears of every step, phase, batch of an evaluation and commit.
+        hang_seconds: longest time without any of them.
+        stacks: file that receives the stacks of all threads.
+        end: ends the process with these last words.
+    """
+
+    def watch() -> None:
+        while True:
+            _wait_until_idle(telemetry, hang_seconds)
+            with stacks.open("a") as file:
+                file.write(f"no progress for {telemetry.idle_seconds:.0f} s\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+            time.sleep(SECONDS_FOR_THE_OTHERS)
+            if telemetry.idle_seconds >= hang_seconds:  # else it was only slow
+                end(_last_words(telemetry, hang_seconds, stacks))
+                return
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+
+def _wait_until_idle(telemetry: Telemetry, seconds: float) -> None:
+    while (left := seconds - telemetry.idle_seconds) > 0:
+        time.sleep(left)
+
+
+def _last_words(telemetry: Telemetry, hang_seconds: float, stacks: Path) -> Termination:
+    progress = telemetry.progress
+    return Termination(
+        failure_class=FailureClass.HUNG,
+        exit_code=ExitCode.ERROR,
+        message=f"no progress for {hang_seconds:.0f} s in phase {progress.phase} after step "
+        f"{progress.step}; {stacks.parent}/rank-*.stacks.txt tell where each rank stands; raise "
+        "spec.deadlines.hangSeconds if it was only slow",
+        step=progress.step,
+    )
