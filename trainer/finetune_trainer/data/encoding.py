@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from finetune_trainer.config import DataConfig, DataFormat
-from finetune_trainer.data.formats import Conversation, PlainText, read_example
+from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row
 from finetune_trainer.data.template import ChatTemplate, Rendered
 from finetune_trainer.errors import ConfigError
@@ -65,8 +65,8 @@ class RowEncoder:
 
     def _draft(self, row: Row) -> Encoded | Rendered:
         example = read_example(row, self._config.format, self._config.columns)
-        if isinstance(example, PlainText):
-            return _ending_in(example.text, "")
+        if isinstance(example, str):
+            return _ending_in(example, "")
         if self._template is None:
             return _without_template(example)
         if self._template.has_marks and example.is_learned_whole:

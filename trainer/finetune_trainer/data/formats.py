@@ -51,15 +51,8 @@ class Conversation:
         return len(self.learned) == [said["role"] for said in self.messages].count("assistant")
 
 
-@dataclass(frozen=True)
-class PlainText:
-    """A text of which every token is learned."""
-
-    text: str
-
-
-def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conversation | PlainText:
-    """Return what `row` says under `data_format`.
+def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conversation | str:
+    """Return what `row` says under `data_format`: a dialogue, or a text that is learned whole.
 
     Raises:
         DataError: a column is missing or holds something else; names the row, the columns found
@@ -67,7 +60,7 @@ def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conve
     """
     reader = _RowReader(row, columns)
     if data_format is DataFormat.TEXT:
-        return PlainText(reader.text("text"))
+        return reader.text("text")
     if data_format is DataFormat.INSTRUCTION:
         return _instruction(reader)
     if reader.has("messages", "conversations"):
