@@ -55,18 +55,15 @@ def export_config(base: Path, output: Path, *, method: str = "lora", **changes: 
 
 
 def trained_model(config: TrainConfig, *, strength: float = 0.02, seed: int = 0) -> Any:
-    """Load the model; adapters get a B of random values of size `strength`, as if trained."""
+    """Load the model; B and the rows of new tokens get random values of size `strength`."""
     import torch
 
-    from finetune_trainer.model.adapters import attach_lora
+    from finetune_trainer.model.adapters import choose_trained
     from finetune_trainer.model.load import load_model
 
     torch.manual_seed(seed)
-    model: Any = load_model(config, torch.device("cpu"))
-    if config.method.lora is None:
-        return model
-    model = attach_lora(model, config.method.lora)
+    model: Any = choose_trained(load_model(config, torch.device("cpu")), config)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "trainable_tokens_delta" in name:
             torch.nn.init.normal_(parameter, std=strength)
     return model

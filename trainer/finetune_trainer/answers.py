@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from finetune_trainer.model.adapters import in_format_of_base
+
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
@@ -24,7 +26,7 @@ def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) 
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), in_format_of_base(model):
             output = model.generate(  # type: ignore[operator]  # a transformers or peft model
                 **inputs,
                 max_new_tokens=MAX_NEW_TOKENS,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.model.adapters import adapt
+from finetune_trainer.model.adapters import adapt, in_format_of_base
 from finetune_trainer.model.quantize import full_weight
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def probe_logits(model: "nn.Module") -> "Tensor":
     weight = next(model.parameters())
     vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     ids = torch.arange(PROBE_TOKENS, device=weight.device) * 7919 % vocab
-    with torch.no_grad(), _in_evaluation_mode(model):
+    with torch.no_grad(), in_format_of_base(model), _in_evaluation_mode(model):
         logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
     if not bool(torch.isfinite(logits).all()):
         raise TrainerError(
@@ -124,6 +124,7 @@ def _wide_copy(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
         del settings.quantization_config
     with no_init_weights():
         plain = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+    plain.tie_weights()
     plain.generation_config = base.generation_config
     wide = adapt(plain, copy.deepcopy(model.peft_config["default"]))
     with torch.no_grad():

@@ -14,6 +14,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.load import explained, new_token_ids
 
 if TYPE_CHECKING:
+    import torch
     from peft import LoraConfig, PeftModel
     from torch import nn
     from transformers import PreTrainedModel
@@ -99,6 +100,17 @@ def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":
         # peft 0.21 asks transformers by a name that 5.23 calls deprecated; nobody can mend it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         return get_peft_model(model, lora, autocast_adapter_dtype=True)
+
+
+def in_format_of_base(model: "nn.Module") -> "torch.autocast":
+    """Return the context in which fp32 adapters compute in the narrow format of their base."""
+    import torch
+
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    is_narrow = embedding.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(
+        embedding.device.type, dtype=embedding.dtype if is_narrow else None, enabled=is_narrow
+    )
 
 
 def _token_rows(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[int]] | None:
