@@ -211,6 +211,14 @@ def worst_differences(found: Outcome, expected: Outcome) -> tuple[float, float, 
     return loss, norm, weights
 
 
+def within_fp32(found: Outcome, expected: Outcome) -> None:
+    """Assert what twenty steps in fp32 may differ by."""
+    loss, norm, weights = worst_differences(found, expected)
+    assert loss <= 3e-6
+    assert norm <= 1e-5
+    assert weights <= 5e-5
+
+
 def _train_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]) -> None:
     world = world_of(group)
     for case in cases:

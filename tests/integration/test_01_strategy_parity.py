@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from parity import Case, Outcome, at_seeds, reference, train_cases, worst_differences
+from parity import Case, Outcome, at_seeds, reference, train_cases, within_fp32, worst_differences
 
 SEEDS = 5
 DDP = {"type": "ddp"}
@@ -53,12 +53,12 @@ def expected() -> dict[tuple[str, int], Outcome]:
 @pytest.mark.parametrize("family", [pytest.param(case, id=case.name) for case in FAMILIES])
 def test_every_seed_gives_the_numbers_of_one_process(family, outcomes, expected):
     for case in at_seeds(family, SEEDS):
-        _within_fp32(outcomes[case.name], expected[case.method, case.seed])
+        within_fp32(outcomes[case.name], expected[case.method, case.seed])
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KEPT])
 def test_layers_that_stay_gathered_change_no_number(case, outcomes, expected):
-    _within_fp32(outcomes[case.name], expected[case.method, 0])
+    within_fp32(outcomes[case.name], expected[case.method, 0])
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in IN_FP64])
@@ -71,16 +71,9 @@ def test_in_fp64_nothing_is_left_but_rounding(case, outcomes):
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in POISONED])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(case, outcomes):
-    _within_fp32(outcomes[case.name], reference(case))
+    within_fp32(outcomes[case.name], reference(case))
 
 
 def test_four_ranks_in_two_replicas_give_the_numbers_of_one_process(tmp_path: Path, expected):
     for case, found in zip(HYBRIDS, train_cases(tmp_path, HYBRIDS, world_size=4), strict=True):
-        _within_fp32(found, expected[case.method, 0])
-
-
-def _within_fp32(found: Outcome, expected: Outcome) -> None:
-    loss, norm, weights = worst_differences(found, expected)
-    assert loss <= 3e-6
-    assert norm <= 1e-5
-    assert weights <= 5e-5
+        within_fp32(found, expected[case.method, 0])
