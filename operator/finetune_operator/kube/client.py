@@ -1,0 +1,485 @@
+"""Requests to the API server over one pool of connections; used by the kernel and by backends.
+
+Objects are JSON as they come (`Object`); nothing is cached, nothing is repeated but a request whose
+token had expired. Every failure is an `ApiError` of `finetune_operator.kube.errors`: what a verb's
+docstring names, and for all of them ForbiddenError, UnauthorizedError, ThrottledError and
+UnavailableError.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import aiohttp
+import orjson
+
+from finetune_operator.kube.config import ClusterAccess, load_access
+from finetune_operator.kube.errors import (
+    ApiError,
+    NotLeadingError,
+    UnauthorizedError,
+    UnavailableError,
+    error_of,
+)
+from finetune_operator.kube.resources import PODS, Object, Resource
+
+Propagation = Literal["Background", "Foreground", "Orphan"]
+Trim = Callable[[Object], Object]
+"""Keeps of an object what the caller needs, before it is held beside thousands of others."""
+
+_JSON = "application/json"
+_MERGE = "application/merge-patch+json"
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Limits of one client.
+
+    Attributes:
+        connections: Requests under way at once; watches and logs that follow have their own.
+        request_seconds: Longest time for one request; then it is an UnavailableError.
+        silence_seconds: Longest time a watch may say nothing; bookmarks come about once a minute.
+        page: Objects of one page of a list.
+        seconds_to_write: Time left in which this process may write; 0 or less refuses the write
+            and no write is waited for longer. None: no limit.
+        user_agent: Name of the caller in the API server's audit log.
+    """
+
+    connections: int = 32
+    request_seconds: float = 20.0
+    silence_seconds: float = 150.0
+    page: int = 500
+    seconds_to_write: Callable[[], float] | None = None
+    user_agent: str = "finetune-operator"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All objects of a kind at one moment.
+
+    Attributes:
+        resource_version: Where a watch goes on from.
+    """
+
+    items: list[Object]
+    resource_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One line of a watch.
+
+    Attributes:
+        type: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`; a bookmark holds a resourceVersion only.
+    """
+
+    type: str
+    object: Object
+
+    @property
+    def resource_version(self) -> str:
+        """Where to go on from after this event."""
+        return str(self.object["metadata"]["resourceVersion"])
+
+
+@dataclass
+class CallCounts:
+    """Requests so far, by verb, resource and status; 0 where there was no answer."""
+
+    by_kind: dict[tuple[str, str, int], int] = field(default_factory=dict)
+
+    def add(self, verb: str, resource: str, status: int) -> None:
+        """Count one request."""
+        key = (verb, resource, status)
+        self.by_kind[key] = self.by_kind.get(key, 0) + 1
+
+
+class KubeClient:
+    """The API server's verbs; use it as an async context manager.
+
+    Args:
+        access: Cluster and credentials.
+        options: Limits.
+
+    Attributes:
+        calls: What was asked so far.
+    """
+
+    def __init__(self, access: ClusterAccess, options: ClientOptions | None = None) -> None:
+        self.options = options or ClientOptions()
+        self.calls = CallCounts()
+        self._access = access
+        self._requests: aiohttp.ClientSession | None = None
+        self._streams: aiohttp.ClientSession | None = None
+
+    @classmethod
+    async def connect(
+        cls, kubeconfig: str | None = None, options: ClientOptions | None = None
+    ) -> Self:
+        """Return a client of the cluster that `load_access` finds.
+
+        Raises:
+            KubeConfigError: there is none.
+        """
+        return cls(await load_access(kubeconfig), options)
+
+    async def __aenter__(self) -> Self:
+        """Open the pool of connections; no request is sent yet."""
+        context, options = self._access.ssl_context(), self.options
+        agent = {"User-Agent": options.user_agent, "Accept": _JSON}
+
+        def session(limit: int) -> aiohttp.ClientSession:
+            connector = aiohttp.TCPConnector(limit=limit, ssl=context, keepalive_timeout=60)
+            return aiohttp.ClientSession(connector=connector, headers=agent, auto_decompress=True)
+
+        self._requests, self._streams = session(options.connections), session(0)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close every connection; watches end with an error."""
+        for session in (self._requests, self._streams):
+            if session is not None:
+                await session.close()
+
+    async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
+        """Return one object.
+
+        Raises:
+            NotFoundError: there is none of that name.
+        """
+        return await self._send("get", resource, resource.path(namespace, name))
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        trim: Trim | None = None,
+    ) -> Listing:
+        """Return all objects, read page by page; None as namespace means all.
+
+        Raises:
+            GoneError: the list took so long that its moment is over; start anew.
+            NotFoundError: the kind is not served.
+        """
+        items: list[Object] = []
+        asked: dict[str, str] = {"limit": str(self.options.page)}
+        if label_selector:
+            asked["labelSelector"] = label_selector
+        path = resource.path(namespace)
+        while True:
+            page = await self._send("list", resource, path, query=asked)
+            items += map(trim, page["items"]) if trim else page["items"]
+            if not (token := page["metadata"].get("continue")):
+                return Listing(items, page["metadata"]["resourceVersion"])
+            asked["continue"] = token
+
+    async def create(
+        self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
+    ) -> Object:
+        """Create an object and return it as stored; unknown fields are refused.
+
+        Raises:
+            AlreadyExistsError: the name is taken.
+            ConflictError: it cannot be made now, as its namespace is being deleted.
+            InvalidError: it will never be accepted as it is.
+            ForbiddenError: RBAC, a quota or an admission plugin.
+            NotFoundError: there is no such namespace.
+            UnavailableError: no answer; it may exist nevertheless.
+            NotLeadingError: this process may not write.
+        """
+        query = {"fieldValidation": "Strict"}
+        return await self._send(
+            "create", resource, resource.path(namespace), body=body, query=query
+        )
+
+    async def replace(
+        self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
+    ) -> Object:
+        """Replace an object by `body`, whose resourceVersion, if set, must be the stored one.
+
+        Raises:
+            ConflictError: somebody else changed it since.
+            NotFoundError, InvalidError, NotLeadingError: as for `create`.
+        """
+        path = resource.path(namespace, str(body["metadata"]["name"]))
+        return await self._send("update", resource, path, body=body)
+
+    async def patch(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None,
+        patch: Mapping[str, Any],
+        *,
+        subresource: Literal["status"] | None = None,
+    ) -> Object:
+        """Merge `patch` into an object and return it; a null removes a field.
+
+        A `metadata.resourceVersion` in the patch must be the stored one, and so must a
+        `metadata.uid`; a wrong uid is a ConflictError or an InvalidError, depending on the kind.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            ConflictError: it is not the one that the patch was made for.
+            InvalidError: the outcome is not acceptable.
+            NotLeadingError: this process may not write.
+        """
+        parts = (name, subresource) if subresource else (name,)
+        path = resource.path(namespace, *parts)
+        return await self._send("patch", resource, path, body=patch)
+
+    async def delete(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None = None,
+        *,
+        uid: str | None = None,
+        grace_seconds: float | None = None,
+        propagation: Propagation = "Background",
+    ) -> None:
+        """Ask for the end of an object; it may live on for its grace and its finalizers.
+
+        Args:
+            resource: Its kind.
+            name: Its name.
+            namespace: Its namespace.
+            uid: Delete only this very object.
+            grace_seconds: Time a pod gets between SIGTERM and SIGKILL; None for its own.
+            propagation: What happens to what it owns.
+
+        Raises:
+            NotFoundError: there is none of that name.
+            ConflictError: its uid is another.
+            NotLeadingError: this process may not write.
+        """
+        body: Object = {"propagationPolicy": propagation}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = max(0, round(grace_seconds))
+        await self._send("delete", resource, resource.path(namespace, name), body=body)
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        resource_version: str,
+        label_selector: str | None = None,
+        timeout_seconds: int = 300,
+    ) -> AsyncIterator[WatchEvent]:
+        """Yield what changes after `resource_version`, until the server ends the watch.
+
+        Ending is normal, after `timeout_seconds` at most: go on from the last event's (also a
+        bookmark's) `resource_version`.
+
+        Raises:
+            GoneError: the resourceVersion is too old; list again.
+            UnavailableError: the connection broke, or the server said nothing, not even a
+                bookmark, for `silence_seconds`.
+            NotFoundError: the kind is not served.
+        """
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(timeout_seconds),
+        }
+        if label_selector:
+            query["labelSelector"] = label_selector
+        path = resource.path(namespace)
+        async for line in self._lines("watch", resource, path, query):
+            event = orjson.loads(line)
+            made, kind = event["object"], event["type"]
+            if kind == "ERROR":
+                raise _refusal(int(made.get("code", 500)), made, None)
+            yield WatchEvent(kind, made)
+
+    async def log(
+        self,
+        name: str,
+        namespace: str,
+        *,
+        container: str | None = None,
+        tail: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[str]:
+        """Yield the lines of a pod's log, without line ends.
+
+        Args:
+            name: The pod.
+            namespace: Its namespace.
+            container: Which one; None where there is one only.
+            tail: Only so many lines from its end.
+            follow: Go on until the container ends.
+
+        Raises:
+            NotFoundError: there is no such pod.
+            InvalidError: the container has not started.
+        """
+        query: dict[str, str] = {"container": container} if container else {}
+        if tail is not None:
+            query["tailLines"] = str(tail)
+        if follow:
+            query["follow"] = "true"
+        path = PODS.path(namespace, name, "log")
+        async for line in self._lines("log", PODS, path, query, is_patient=follow):
+            yield line.decode(errors="replace")
+
+    async def _send(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> Object:
+        """Send one request and return the object in its answer."""
+        data = None if body is None else orjson.dumps(body)
+        try:
+            return await self._exchange(verb, resource, path, data, query)
+        except UnauthorizedError:
+            await self._access.renew()
+            return await self._exchange(verb, resource, path, data, query)
+
+    async def _exchange(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        data: bytes | None,
+        query: Mapping[str, str] | None,
+    ) -> Object:
+        assert self._requests is not None, "the client is used outside of its context"
+        seconds = self.options.request_seconds
+        if verb not in ("get", "list"):
+            seconds = min(seconds, self._seconds_to_write(verb, resource, path))
+        status = 0
+        try:
+            async with self._requests.request(
+                _METHODS[verb],
+                self._access.host + path,
+                params=query,
+                data=data,
+                headers=await self._headers(_MERGE if verb == "patch" else _JSON),
+                proxy=self._access.proxy,
+                server_hostname=self._access.server_name,
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as answer:
+                status = answer.status
+                said = await answer.read()
+                if status < 400:
+                    made: Object = orjson.loads(said)
+                    return made
+                raise _refusal(status, _status_object(said), answer.headers.get("Retry-After"))
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise _no_answer(error, f"{verb} {path}") from error
+        finally:
+            self.calls.add(verb, resource.plural, status)
+
+    async def _lines(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        is_patient: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """Yield the lines of an answer that has no end of its own."""
+        assert self._streams is not None, "the client is used outside of its context"
+        silence = None if is_patient else self.options.silence_seconds
+        limits = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.options.request_seconds, sock_read=silence
+        )
+        status, rest = 0, b""
+        try:
+            async with self._streams.get(
+                self._access.host + path,
+                params=query,
+                headers=await self._headers(_JSON),
+                proxy=self._access.proxy,
+                server_hostname=self._access.server_name,
+                timeout=limits,
+            ) as answer:
+                status = answer.status
+                if status >= 400:
+                    said = _status_object(await answer.read())
+                    raise _refusal(status, said, answer.headers.get("Retry-After"))
+                # By hand: readline() refuses lines longer than its buffer, and objects may be.
+                async for chunk in answer.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield line
+                if rest:
+                    yield rest
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise _no_answer(error, f"{verb} {path}") from error
+        except UnauthorizedError:
+            await self._access.renew()
+            raise
+        finally:
+            self.calls.add(verb, resource.plural, status)
+
+    async def _headers(self, content_type: str) -> dict[str, str]:
+        return {"Content-Type": content_type, **await self._access.headers()}
+
+    def _seconds_to_write(self, verb: str, resource: Resource, path: str) -> float:
+        """Return the time a write may take.
+
+        The Lease itself is exempt: whoever does not lead yet must write it.
+        """
+        limit = self.options.seconds_to_write
+        if limit is None or resource.plural == "leases":
+            return self.options.request_seconds
+        if (left := limit()) <= 0:
+            raise NotLeadingError(f"{verb} {path} is not sent, as this replica does not lead")
+        return left
+
+
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "create": "POST",
+    "update": "PUT",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+
+def _status_object(said: bytes) -> Object:
+    """Return the `Status` in an answer; a proxy in between may answer in text."""
+    try:
+        made = orjson.loads(said)
+    except orjson.JSONDecodeError:
+        made = None
+    if isinstance(made, dict):
+        return made
+    return {"message": said.decode(errors="replace").strip()[:1024]}
+
+
+def _refusal(status: int, said: Mapping[str, Any], header: str | None) -> ApiError:
+    details = said.get("details") or {}
+    wait = header if header and header.isdigit() else details.get("retryAfterSeconds")
+    message = str(said.get("message") or f"the API server answered {status}")
+    return error_of(
+        status, str(said.get("reason") or ""), message, None if wait is None else float(wait)
+    )
+
+
+def _no_answer(error: Exception, what: str) -> ApiError:
+    if isinstance(error, asyncio.TimeoutError):
+        return UnavailableError(0, "Timeout", f"no answer in time to {what}")
+    word = str(error) or type(error).__name__
+    return UnavailableError(0, type(error).__name__, f"no answer to {what} ({word})")

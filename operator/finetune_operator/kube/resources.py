@@ -1,0 +1,62 @@
+"""The kinds of objects that are read or written, by the names the API server knows them under."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+
+Object = dict[str, Any]
+"""A Kubernetes object as it stands in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One kind of object.
+
+    Attributes:
+        group: API group; empty for the core group.
+        namespaced: Whether its objects live in a namespace.
+    """
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """`apiVersion` of its objects."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, *parts: str) -> str:
+        """Return the URL path of the collection, or of one object.
+
+        Args:
+            namespace: None for all namespaces, and for kinds that live in none.
+            *parts: Name and subresource.
+        """
+        root = f"/apis/{self.group}" if self.group else "/api"
+        place = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
+        return "/".join((f"{root}/{self.version}{place}", self.plural, *parts))
+
+    def __str__(self) -> str:
+        """As `kubectl` names it: `jobs.batch`."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+
+FINE_TUNE_JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
+FINE_TUNE_PROFILES = Resource(
+    GROUP, VERSION, "finetuneprofiles", "FineTuneProfile", namespaced=False
+)
+JOBS = Resource("batch", "v1", "jobs", "Job")
+PODS = Resource("", "v1", "pods", "Pod")
+SERVICES = Resource("", "v1", "services", "Service")
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+EVENTS = Resource("", "v1", "events", "Event")
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
+ENDPOINT_SLICES = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
