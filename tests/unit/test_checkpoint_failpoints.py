@@ -47,13 +47,20 @@ def test_the_process_dies_where_it_is_told(
     assert done.returncode == (-signal.SIGKILL if dies else 0), done.stderr
 
 
+def test_the_process_is_told_to_stop_where_that_is_asked_for() -> None:
+    done = run(REACH_BOTH, **{ENV_FAILPOINT: "saving@2:rank=0:SIGTERM"})
+    assert done.returncode == -signal.SIGTERM, done.stderr
+
+
 def test_the_marker_file_lets_the_next_attempt_live(tmp_path: Path) -> None:
     environ = {ENV_FAILPOINT: "saving@2", ENV_FAILPOINT_ONCE: str(tmp_path / "killed")}
     codes = [run(REACH_BOTH, **environ).returncode for _ in range(2)]
     assert codes == [-signal.SIGKILL, 0]
 
 
-@pytest.mark.parametrize("wanted", ["savin", "saving@", "saving:rank=x", "saving@2@3", " "])
+@pytest.mark.parametrize(
+    "wanted", ["savin", "saving@", "saving:rank=x", "saving@2@3", "saving:SIGHUP", " "]
+)
 def test_a_name_that_means_nothing_is_refused_with_the_list(wanted: str) -> None:
     done = run(REACH_BOTH, **{ENV_FAILPOINT: wanted})
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Named places where a test can kill the process, to prove that nothing is lost there.
+"""Named places where a test can kill or stop the process, to prove that nothing is lost there.
 
 Every part of the trainer calls `reach`; it costs one look into the environment and does nothing
 unless the environment names the place. It must stay free of torch, as the first places come
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from finetune_trainer.errors import ConfigError
 
-ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # NAME[@STEP][:rank=R], several separated by commas
+ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # NAME[@STEP][:rank=R][:SIGTERM], separated by commas
 ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # a folder of marks, one for each kill done
 
 FailPoint = Literal[
@@ -36,7 +36,9 @@ FailPoint = Literal[
 ]
 POINTS: tuple[str, ...] = get_args(FailPoint)
 
-_SYNTAX = re.compile(r"(?P<name>[a-z-]+)(?:@(?P<step>\d+))?(?::rank=(?P<rank>\d+))?")
+_SYNTAX = re.compile(
+    r"(?P<name>[a-z-]+)(?:@(?P<step>\d+))?(?::rank=(?P<rank>\d+))?(?P<term>:SIGTERM)?"
+)
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -47,15 +49,16 @@ class _Target:
     name: str
     step: int | None
     rank: int | None
+    number: signal.Signals
 
 
 def reach(name: FailPoint, step: int = 0) -> None:
     """Kill this process with SIGKILL if the environment names this place, else do nothing.
 
     `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or
-    a rank, whoever comes first. Several places are separated by commas. When
-    `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills once: a mark is made there before
-    the kill, so the next attempt passes it.
+    a rank, whoever comes first. `:SIGTERM` at the end tells the process to stop instead. Several
+    places are separated by commas. When `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills
+    once: a mark is made there before the kill, so the next attempt passes it.
 
     Raises:
         ConfigError: the environment names a place that does not exist.
@@ -67,21 +70,22 @@ def reach(name: FailPoint, step: int = 0) -> None:
         target = _parse(text)
         is_here = target.name == name and target.step in (None, step)
         if is_here and target.rank in (None, _rank()) and _claim_the_only_kill(text):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), target.number)
 
 
 def _parse(text: str) -> _Target:
     match = _SYNTAX.fullmatch(text)
     if match is None or match["name"] not in POINTS:
         raise ConfigError(
-            f"{ENV_FAILPOINT} {text!r} names no failpoint; write NAME[@STEP][:rank=R] with one of "
-            + ", ".join(POINTS)
+            f"{ENV_FAILPOINT} {text!r} names no failpoint; write NAME[@STEP][:rank=R][:SIGTERM] "
+            f"with one of {', '.join(POINTS)}"
         )
     step, rank = match["step"], match["rank"]
     return _Target(
         match["name"],
         None if step is None else int(step),
         None if rank is None else int(rank),
+        signal.SIGTERM if match["term"] else signal.SIGKILL,
     )
 
 
