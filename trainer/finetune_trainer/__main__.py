@@ -7,13 +7,20 @@ Started once per node it supervises the node's ranks. Started once per process b
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from pydantic import ValidationError
 
-from finetune_trainer.config import ExitCode, FailureClass, Termination, TrainConfig
+from finetune_trainer.config import (
+    ENV_TERMINATION_PATH,
+    ExitCode,
+    FailureClass,
+    Termination,
+    TrainConfig,
+)
 from finetune_trainer.control import leave
 from finetune_trainer.launch.report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, say_last_words
@@ -41,11 +48,20 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
 
 
 def _be_a_rank(config: TrainConfig, entry: str) -> int:
-    """Do one rank's work; rank 0 speaks for all, as no supervisor of ours is there to do so."""
+    """Do one rank's work; the ranks have the last word, as no supervisor of ours is there.
+
+    Rank 0 speaks for all, unless another has said already that it is to blame: of that, rank 0
+    only sees that a peer is gone.
+    """
     from finetune_trainer.launch.worker import run_rank  # imports what a supervisor has no use for
 
+    started = time.time()
+
     def tell(report: RankReport) -> None:
-        if report.rank == 0:
+        said = Path(os.environ.get(ENV_TERMINATION_PATH) or config.termination_path)
+        is_said = said.exists() and said.stat().st_mtime >= started
+        is_to_blame = report.termination.rank is not None
+        if (report.rank == 0 or is_to_blame) and not is_said:
             say_last_words(report.termination, config.termination_path)
         else:
             print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
