@@ -139,6 +139,7 @@ LLAMA3_CALL = '{"name": "weather", "parameters": {"city": "Bern"}}<|eot_id|>'
 QWEN3_CALL = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>'
 )
+QWEN3_THOUGHT = "<think>\nlook\n</think>\n\n"
 GPT_OSS_CALL = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>'
 
 
@@ -207,7 +208,7 @@ def test_a_call_is_learned_whole_and_what_the_tool_answers_is_not(
 ) -> None:
     calling = [CALLING[0], CALLING[1] | thoughts, *CALLING[2:]]
     if thoughts and shape == "qwen3":
-        answers = ["<think>\nlook\n</think>\n\n" + QWEN3_CALL, answers[1]]
+        answers = [QWEN3_THOUGHT + QWEN3_CALL, answers[1]]
     assert learned(shape, messages=calling, tools=TOOLS) == answers
     marked = learned(shape, messages=calling, tools=TOOLS, has_marks=True)
     assert [part.removeprefix("<|channel|>final<|message|>") for part in marked] == answers
@@ -225,6 +226,22 @@ def test_a_call_in_the_middle_of_a_dialogue_is_learned_too(
     learned: Any, shape: str, answers: list[str]
 ) -> None:
     assert learned(shape, messages=[*CALLING, *DIALOGUE[3:]], tools=TOOLS) == answers
+
+
+@pytest.mark.parametrize(
+    ("shape", "answers"),
+    [
+        ("llama3", [LLAMA3_CALL, LLAMA3_CALL, "Warm.<|eot_id|>"]),
+        ("qwen3", [QWEN3_THOUGHT + QWEN3_CALL, QWEN3_THOUGHT + QWEN3_CALL, "Warm.<|im_end|>"]),
+        ("gpt-oss", [GPT_OSS_CALL, GPT_OSS_CALL, "Warm.<|return|>"]),
+    ],
+)
+def test_several_calls_with_thoughts_before_one_answer_are_learned(
+    learned: Any, shape: str, answers: list[str]
+) -> None:
+    call = CALLING[1] | {"thinking": "look", "reasoning_content": "look"}
+    calling = [CALLING[0], call, CALLING[2], call, *CALLING[2:]]
+    assert learned(shape, messages=calling, tools=TOOLS) == answers
 
 
 def test_tools_and_arguments_may_be_json_text(learned: Any) -> None:

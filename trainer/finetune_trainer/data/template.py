@@ -116,28 +116,27 @@ class ChatTemplate:
 
     def _place(self, text: str, conversation: Conversation, turn: int) -> Span | None:
         """Compare what is rendered up to the turn with and without it; None where it is nowhere."""
-        earlier, said = conversation.messages[:turn], conversation.messages[turn]
-        before = self._try(conversation, earlier, add_generation_prompt=True)
-        start = len(before) if before is not None and text.startswith(before) else None
-        after: str | None = text
-        if turn < len(conversation.messages) - 1:
-            after = self._try(conversation, (*earlier, said))
-            if "tool_calls" in said and not (after and text.startswith(after)):
-                # Thoughts in front of a call are often left out once an answer follows.
-                bare = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
-                after = self._try(conversation, (*earlier, bare))
-        if start is None or after is None or not text.startswith(after) or len(after) < start:
-            return self._place_by_marker(text, conversation, turn, start)
-        piece = after[start:]
-        if set(said) == {"role", "content"}:
-            # What the template puts before the answer (a header that the generation prompt lacks,
-            # an empty block of thoughts) is not the assistant's to say.
-            answer = said["content"]
-            skipped = max(0, piece.find(answer if answer in piece else answer.strip()))
-        else:
-            skipped = 0
-        stop = self._stop_at_end.search(piece)
-        return start + skipped, start + (stop.end() if stop else len(piece))
+        start = None
+        said = conversation.messages[turn]
+        is_last = turn == len(conversation.messages) - 1
+        # Thoughts in front of a call are often left out once an answer follows.
+        for messages in (conversation.messages, _without_thoughts(conversation.messages)):
+            before = self._try(conversation, messages[:turn], add_generation_prompt=True)
+            if before is None or not text.startswith(before):
+                continue
+            start = len(before)
+            after = text if is_last else self._try(conversation, messages[: turn + 1])
+            if after is None or not text.startswith(after) or len(after) < start:
+                continue
+            piece, skipped = after[start:], 0
+            if set(said) == {"role", "content"}:
+                # What the template puts before the answer (a header that the generation prompt
+                # lacks, an empty block of thoughts) is not the assistant's to say.
+                answer = said["content"]
+                skipped = max(0, piece.find(answer if answer in piece else answer.strip()))
+            stop = self._stop_at_end.search(piece)
+            return start + skipped, start + (stop.end() if stop else len(piece))
+        return self._place_by_marker(text, conversation, turn, start)
 
     def _place_by_marker(
         self, text: str, conversation: Conversation, turn: int, start: int | None
@@ -198,3 +197,15 @@ class ChatTemplate:
                 f"{where}: the model's chat template refuses the conversation: {error}; correct or "
                 "delete the row"
             ) from error
+
+
+def _without_thoughts(messages: Sequence[Message]) -> list[Message]:
+    """Leave of the assistant's turns only answers and calls; text beside a call is a thought."""
+    made = []
+    for said in messages:
+        if said.get("tool_calls"):
+            said = {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}
+        elif said["role"] == "assistant":
+            said = {"role": "assistant", "content": said["content"]}
+        made.append(said)
+    return made
