@@ -19,7 +19,6 @@ from finetune_trainer.config import (
     MethodConfig,
     ModelConfig,
     OutputConfig,
-    StrategyConfig,
     TrainConfig,
     TrainingConfig,
 )
@@ -39,15 +38,12 @@ def folder(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def config(
-    folder: Path, *, method="lora", precision="fp32", dropout=None, recompute="none"
-) -> TrainConfig:
+def config(folder: Path, *, method="lora", precision="fp32", dropout=None) -> TrainConfig:
     return TrainConfig(
         job=JobRef(name="tiny", uid="u"),
         model=ModelConfig(path=str(folder)),
         data=DataConfig(train=DatasetSource(path="x"), cache_dir="x"),
         method=MethodConfig(type=method, lora=LoraSettings() if method == "lora" else None),
-        strategy=StrategyConfig(activation_checkpointing=recompute),
         training=TrainingConfig(
             global_batch_size=1,
             max_steps=1,
@@ -101,14 +97,6 @@ def test_a_batch_without_labels_gives_a_zero_loss_and_zero_gradients(folder):
     loss, grads = gradients(module, micro_batch(labels=()))
     assert loss == 0
     assert all(not gradient.any() for gradient in grads.values())
-
-
-def test_recomputed_activations_give_the_same_gradients(folder):
-    plain = gradients(CausalLoss(load_model(config(folder, method="full"), CPU)), micro_batch())
-    model = load_model(config(folder, method="full", recompute="full"), CPU)
-    assert model.is_activation_checkpointing
-    recomputed = gradients(CausalLoss(model), micro_batch())
-    torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

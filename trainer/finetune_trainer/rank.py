@@ -34,6 +34,7 @@ from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commi
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience

@@ -90,13 +90,9 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
             dtype=dtype,
             quantization_config=quantization,
             device_map={"": device},
-            attn_implementation="sdpa",
             trust_remote_code=False,
             use_safetensors=True,
         )
-    if config.strategy.activation_checkpointing == "full":
-        # Non-reentrant recomputation works with frozen inputs and under DDP's hooks.
-        model.activation_checkpointing_enable({"use_reentrant": False})
     settle(model)
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))

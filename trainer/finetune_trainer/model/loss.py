@@ -6,11 +6,17 @@ divides by the label tokens of the whole optimizer step, which makes the result 
 number of ranks and of accumulation steps (transformers #34191 tells what happens otherwise).
 """
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from finetune_trainer.model.attention import bounds_as_mask, is_isolating
+from finetune_trainer.model.fused_head import FusedHead, fuse_head
 
 if TYPE_CHECKING:
     from finetune_trainer.data.batch import MicroBatch
@@ -25,7 +31,11 @@ class CausalLoss(nn.Module):
         super().__init__()
         self.model = model
         self._kept: Tensor | None = None
-        base_of(model).get_output_embeddings().register_forward_pre_hook(self._select)
+        base = base_of(model)
+        fuse_head(base)
+        base.get_output_embeddings().register_forward_pre_hook(self._select)
+        body = getattr(base, base.base_model_prefix)  # peft calls the model past its hooks
+        self._first_call = body.register_forward_pre_hook(self._refuse_leaks, with_kwargs=True)
 
     def forward(
         self,
@@ -35,21 +45,49 @@ class CausalLoss(nn.Module):
         targets: Tensor,  # (K,) int64, the token to predict at each of them
         cu_seq_lens: Tensor,  # (N + 1,) int32, where documents of the flattened batch begin
     ) -> Tensor:
-        """Return the summed loss, a scalar in fp32.
+        """Return the summed loss, a scalar in at least fp32.
 
-        No attention mask and no cache: only then does transformers isolate the documents of a
-        pack by their restarting positions. The head is applied at the K kept positions alone.
+        The head is applied at the K kept positions alone. Without labels the loss is a zero that
+        still depends on every parameter, as collectives of the backward pass need.
         """
+        base = base_of(self.model)
+        bounds = bounds_as_mask(cu_seq_lens) if is_isolating(base) else None
+        call = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": bounds}
+        head = base.get_output_embeddings()
+        if isinstance(head, FusedHead):
+            with self._head_of(kept), head.summing(targets):
+                loss: Tensor = self.model(**call, use_cache=False).logits
+            return loss.sum()
+        with self._head_of(kept):
+            logits = self.model(**call, use_cache=False).logits[0]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return functional.cross_entropy(logits.to(wide), targets, reduction="sum")
+
+    @contextmanager
+    def _head_of(self, kept: Tensor) -> Iterator[None]:
+        """Leave of the head's input (B, T, D) the kept positions (1, K, D) meanwhile."""
         self._kept = kept
         try:
-            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            yield
         finally:
             self._kept = None
-        return functional.cross_entropy(output.logits.float()[0], targets, reduction="sum")
 
     def _select(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Leave of the head's input (B, T, D) the kept positions (1, K, D), during our forward."""
         return None if self._kept is None else (args[0].flatten(0, 1)[self._kept][None],)
+
+    def _refuse_leaks(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Assert at the first call what isolates documents: wrappers may change it on its way.
+
+        A cache, or a mask that is not the documents' bounds, lets them see each other.
+        """
+        if self._kept is None:
+            return
+        call = inspect.signature(body.forward).bind(*args, **kwargs).arguments
+        is_bounded = call.get("attention_mask") is not None
+        assert call["use_cache"] is False, "a cache makes documents see each other"
+        assert call["position_ids"] is not None, "positions tell documents apart"
+        assert is_bounded == is_isolating(base_of(self.model)), "a mask makes them see each other"
+        self._first_call.remove()
 
 
 def base_of(model: nn.Module) -> Any:

@@ -1,0 +1,99 @@
+"""Tiny random models of several families, and packs of documents to run them on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from finetune_trainer.data.batch import NO_TARGET, MicroBatch
+
+VOCAB = 96
+
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+# Names of transformers' model types, with what sets each one apart.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2 with windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "mistral with a window": ("mistral", {"sliding_window": 4}),
+    "gemma2": ("gemma2", {"sliding_window": 4, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", {"sliding_window": 4}),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", {"sliding_window": 4}),
+    "gpt2": ("gpt2", {}),
+    "granite": ("granite", {"logits_scaling": 4.0}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+}
+
+
+def family(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """Return a random model of the family, with weights large enough for documents to matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, settings = FAMILIES[name]
+    values = _GPT2 if model_type == "gpt2" else _SMALL
+    config = AutoConfig.for_model(model_type, **{**values, **settings, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model
+
+
+def pack(
+    rows: Sequence[Sequence[int]], *, seed: int = 0, width: int | None = None, label_every: int = 2
+) -> MicroBatch:
+    """Return a batch whose rows hold random documents of the given lengths, padding at the end.
+
+    Every `label_every`-th token of a document is to be predicted; its first one never is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width = width or max(sum(row) for row in rows)
+    shape = (len(rows), width)
+    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    targets = torch.full(shape, NO_TARGET)
+    for index, row in enumerate(rows):
+        start = 0
+        for length in row:
+            document = torch.randint(2, VOCAB, (length,), generator=generator)
+            part = slice(start, start + length)
+            ids[index, part], positions[index, part] = document, torch.arange(length)
+            wanted = torch.where(
+                torch.arange(1, length) % label_every == 0, document[1:], NO_TARGET
+            )
+            targets[index, start : start + length - 1] = wanted
+            start += length
+        positions[index, start:] = torch.arange(width - start)
+    labels = int((targets != NO_TARGET).sum())
+    return MicroBatch(ids, positions, targets, tokens=sum(map(sum, rows)), label_tokens=labels)

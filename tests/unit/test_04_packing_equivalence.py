@@ -1,0 +1,90 @@
+"""Test 4 of the trainer's plan: a packed batch is its documents, one at a time."""
+
+import pytest
+import torch
+
+from finetune_trainer.model.attention import isolate_documents
+from finetune_trainer.model.loss import CausalLoss, loss_inputs
+from model_families import FAMILIES, family, pack
+
+CPU = torch.device("cpu")
+LENGTHS = (9, 2, 7, 5, 6)
+
+
+def sequences(batch, lengths):
+    """Return each document of a batch of one row as (ids, positions, targets)."""
+    fields = zip(
+        *(
+            field[0].split(lengths)
+            for field in (batch.input_ids, batch.position_ids, batch.targets)
+        ),
+        strict=True,
+    )
+    return list(fields)
+
+
+def joined(batch, rows):
+    """Return the same documents in other rows, padded at the end."""
+    width = max(sum(len(ids) for ids, _, _ in row) for row in rows)
+    fields = [torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3)]
+    fields[2].fill_(-100)
+    for index, row in enumerate(rows):
+        start = 0
+        for document in row:
+            for field, values in zip(fields, document, strict=True):
+                field[index, start : start + len(values)] = values
+            start += len(document[0])
+        fields[1][index, start:] = torch.arange(width - start)
+    return type(batch)(*fields, tokens=batch.tokens, label_tokens=batch.label_tokens)
+
+
+def gradients(model, batches):
+    """Return the summed loss and all gradients as one vector."""
+    module = CausalLoss(model)
+    module.zero_grad()
+    losses = [module(**loss_inputs(batch, CPU)) for batch in batches]
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    found = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+    return loss.item(), torch.cat(found)
+
+
+def error(found, expected):
+    (loss, gradient), (expected_loss, expected_gradient) = found, expected
+    off = (gradient - expected_gradient).norm() / expected_gradient.norm()
+    return abs(loss - expected_loss) / abs(expected_loss), off.item()
+
+
+@pytest.mark.parametrize("is_isolating", [True, False], ids=["documents", "model's own mask"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_equals_padded_equals_one_document_at_a_time(name, is_isolating):
+    batch = pack([LENGTHS], width=32)
+    documents = sequences(batch, (*LENGTHS, 3))[:-1]
+    model = family(name)
+    expected = gradients(model.double(), [joined(batch, [[d]]) for d in documents])
+
+    model = family(name).double()
+    if is_isolating:
+        assert isolate_documents(model, CPU, torch.float64) == (name != "gemma2")
+    packed = gradients(model, [batch])
+    padded = gradients(model, [joined(batch, [[d] for d in documents])])
+    in_rows = gradients(model, [joined(batch, [documents[:2], documents[2:]])])
+    for found in (packed, padded, in_rows):
+        assert max(error(found, expected)) <= 1e-6
+    single = gradients(model.float(), [batch])
+    assert max(error(single, expected)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral with a window"])
+def test_without_isolation_the_gradient_would_be_another_one(name):
+    batch = pack([LENGTHS])
+    documents = sequences(batch, LENGTHS)
+    expected = gradients(family(name).double(), [joined(batch, [[d]]) for d in documents])
+    leaking = type(batch)(
+        batch.input_ids,
+        torch.arange(sum(LENGTHS))[None],
+        batch.targets,
+        tokens=batch.tokens,
+        label_tokens=batch.label_tokens,
+    )
+    assert error(gradients(family(name).double(), [leaking]), expected)[1] > 1e-1

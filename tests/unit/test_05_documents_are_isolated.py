@@ -1,0 +1,113 @@
+"""Test 5 of the trainer's plan: what one document says changes nothing in another."""
+
+import pytest
+import torch
+
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.attention import bounds_as_mask, isolate_documents
+from finetune_trainer.model.loss import CausalLoss, loss_inputs
+from finetune_trainer.model.prepare import prepare_model
+from launches import train_config
+from model_families import FAMILIES, family, pack
+
+CPU = torch.device("cpu")
+
+
+def logits(model, batch, is_isolating):
+    bounds = loss_inputs(batch, CPU)["cu_seq_lens"]
+    with torch.no_grad():
+        return model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=bounds_as_mask(bounds) if is_isolating else None,
+            use_cache=False,
+        ).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_first_document_leaves_the_others_bitwise_as_they_were(name):
+    model = family(name)
+    is_isolating = isolate_documents(model, CPU, torch.float32)
+    batch = pack([(9, 7, 5), (4, 8, 9)])
+    before = logits(model, batch, is_isolating)
+    batch.input_ids[0, :9] = (batch.input_ids[0, :9] + 1) % 90 + 2
+    after = logits(model, batch, is_isolating)
+    assert not torch.equal(after[0, :9], before[0, :9])
+    assert torch.equal(after[0, 9:], before[0, 9:])
+    assert torch.equal(after[1], before[1])
+
+
+def test_answers_with_a_cache_are_the_same_with_the_documents_attention():
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    plain = family("mistral with a window")
+    isolating = family("mistral with a window")
+    assert isolate_documents(isolating, CPU, torch.float32)
+    assert torch.equal(isolating.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+def test_the_attention_is_not_written_into_a_saved_model(tmp_path):
+    model = family("llama")
+    isolate_documents(model, CPU, torch.float32)
+    model.save_pretrained(tmp_path)
+    assert "documents" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_wrapper_that_turns_the_cache_on_is_caught_at_the_first_step():
+    model = family("llama")
+    module = CausalLoss(model)
+
+    def with_cache(body, args, kwargs):
+        return args, {**kwargs, "use_cache": True}
+
+    model.model.register_forward_pre_hook(with_cache, with_kwargs=True, prepend=True)
+    with pytest.raises(AssertionError, match="cache makes documents see each other"):
+        module(**loss_inputs(pack([(9, 7)]), CPU))
+
+
+def test_packing_is_refused_where_layers_carry_state_across_documents(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ConfigError, match=r"^spec.data.packing .* carry state .* to false$"):
+        prepare_model(model, train_config(tmp_path), CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "changes", "is_chosen"),
+    [
+        pytest.param("cuda", torch.bfloat16, {}, True, id="bf16 on a GPU"),
+        pytest.param("cuda", torch.float16, {}, True, id="fp16 on a GPU"),
+        pytest.param("cuda", torch.float32, {}, False, id="fp32 on a GPU has no kernel"),
+        pytest.param("cuda", torch.bfloat16, {"attention_dropout": 0.1}, False, id="dropout"),
+        pytest.param("cpu", torch.float32, {"attention_dropout": 0.1}, True, id="dropout, CPU"),
+    ],
+)
+def test_the_documents_attention_is_chosen_where_a_kernel_serves(device, dtype, changes, is_chosen):
+    model = family("llama", **changes)
+    assert isolate_documents(model, torch.device(device), dtype) == is_chosen
+    assert (model.config._attn_implementation == "documents") == is_chosen
+
+
+def test_the_gpu_kernel_takes_the_arguments_it_is_given():
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = set(inspect.signature(varlen_attn).parameters)
+    assert names >= {"cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "mistral with a window"])
+def test_the_gpu_kernel_gives_the_gradients_of_the_masked_one(name):
+    batch, found = pack([(19, 17, 5), (14, 8, 19)]), []
+    for is_isolating in (True, False):
+        model = family(name).to("cuda")
+        if is_isolating:
+            assert isolate_documents(model, torch.device("cuda"), torch.bfloat16)
+        module = CausalLoss(model)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            module(**loss_inputs(batch, torch.device("cuda"))).backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    assert (found[0] - found[1]).norm() / found[1].norm() < 3e-2

@@ -1,0 +1,230 @@
+"""The head and the cross-entropy in one: logits of all positions never exist together.
+
+Called by `loss`. The function sits in the head's own `forward`, where FSDP2 and ZeRO-3 have
+gathered its weight and reduce its gradient; anywhere else they give wrong ones without a word.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+# Logits alive at a time. On a GPU a product of few rows would leave it idle.
+_MAX_LOGITS = {"cpu": 2**23, "cuda": 2**28}
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """What a model's own forward makes of its head's output x: cap * tanh(scale * x / cap).
+
+    Attributes:
+        scale: Factor on the head's output.
+        cap: Bound of the logits; 0 for none.
+        place: Object and attribute that hold it, and the value there that leaves x alone.
+    """
+
+    scale: float = 1.0
+    cap: float = 0.0
+    place: tuple[Any, str, float | None] | None = None
+
+    def logits(self, head_output: Tensor) -> Tensor:
+        """Return the logits in at least fp32."""
+        logits = head_output.to(torch.promote_types(head_output.dtype, torch.float32)) * self.scale
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of the logits by the head's output."""
+        return (1 - (logits / self.cap).square()) * self.scale if self.cap else self.scale
+
+    @contextmanager
+    def left_to_head(self) -> Iterator[None]:
+        """Keep the model from doing it again to what the fused head returns."""
+        if self.place is None:
+            yield
+            return
+        owner, name, neutral = self.place
+        value = getattr(owner, name)
+        setattr(owner, name, neutral)
+        try:
+            yield
+        finally:
+            setattr(owner, name, value)
+
+
+class FusedHead(nn.Linear):
+    """A language model's head that can return the loss in place of logits."""
+
+    def __init__(self, head: nn.Linear, form: OutputForm) -> None:
+        has_bias = head.bias is not None
+        super().__init__(head.in_features, head.out_features, bias=has_bias, device="meta")
+        self.weight, self.bias = head.weight, head.bias
+        self._form = form
+        self._targets: Tensor | None = None
+
+    @contextmanager
+    def summing(self, targets: Tensor) -> Iterator[None]:
+        """Meanwhile return the summed loss (1, 1, 1) of hidden (1, K, D) for `targets` (K,)."""
+        self._targets = targets
+        try:
+            with self._form.left_to_head():
+                yield
+        finally:
+            self._targets = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., V), or the loss inside `summing`."""
+        if self._targets is None:
+            return super().forward(hidden)
+        loss = linear_cross_entropy(
+            hidden[0], self.weight, self.bias, self._targets, form=self._form
+        )
+        return loss.view(1, 1, 1)
+
+
+def fuse_head(base: Any) -> FusedHead | None:
+    """Put a fused head into a transformers model; None where that would not be the same loss.
+
+    That is so for a head that is no plain linear layer (adapters, quantised weights) and for a
+    model that does something unknown to the head's output.
+    """
+    head = base.get_output_embeddings()
+    form = _output_form(base, head.out_features) if type(head) is nn.Linear else None
+    if form is None:
+        return None
+    fused = FusedHead(head, form)
+    base.set_output_embeddings(fused)
+    return fused
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # (K, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (K,) int64
+    *,
+    form: OutputForm = OutputForm(),
+    max_logits: int | None = None,
+) -> Tensor:
+    """Return the summed cross-entropy, a scalar in fp32 (fp64 for fp64).
+
+    Gradients are made in the forward pass, as the logits are at hand only there.
+    """
+    rows = max(1, (max_logits or _MAX_LOGITS[hidden.device.type]) // weight.shape[0])
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, form, rows, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        form: OutputForm,
+        rows: int,
+        with_gradients: bool,
+    ) -> Tensor:
+        device = hidden.device.type
+        narrow = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if narrow else weight.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        weight_cast = weight.to(dtype)
+        bias_cast = None if bias is None else bias.to(dtype)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        sources = (hidden, weight, bias)
+        grads = [
+            torch.zeros_like(source, dtype=wide)
+            if with_gradients and needed and source is not None
+            else None
+            for source, needed in zip(sources, ctx.needs_input_grad, strict=False)
+        ]
+        grad_hidden, grad_weight, grad_bias = grads
+        for start in range(0, len(targets), rows):
+            part = slice(start, start + rows)
+            inputs, wanted = hidden[part].to(dtype), targets[part, None]
+            logits = form.logits(functional.linear(inputs, weight_cast, bias_cast))
+            log_probs = logits.log_softmax(-1)
+            loss -= log_probs.gather(1, wanted).sum()
+            if not with_gradients:
+                continue
+            # d loss / d logits = softmax(logits) - onehot(target)
+            slope = log_probs.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=wide))
+            slope = slope.mul_(form.slope(logits)).to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = slope @ weight_cast
+            if grad_weight is not None:
+                grad_weight += slope.T @ inputs
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
+        ctx.grads = [
+            None if grad is None or source is None else grad.to(source.dtype)
+            for grad, source in zip(grads, sources, strict=True)
+        ]
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, ()  # a second backward would scale them again
+        return (*(None if g is None else g.mul_(grad.to(g.dtype)) for g in grads), *[None] * 4)
+
+
+def _output_form(base: Any, vocabulary: int) -> OutputForm | None:
+    """Read off the model's own forward, run around stand-ins, what becomes of the head's output."""
+    form = _declared_form(base)
+    values = torch.linspace(-40, 40, vocabulary)[None, None]
+    try:
+        given = _around(base, values)
+        with form.left_to_head():
+            alone = _around(base, values)
+    except Exception:  # a forward of another build than the stand-ins suppose: it is unknown
+        return None
+    is_known = given.shape == values.shape and torch.allclose(given, form.logits(values))
+    return form if is_known and torch.equal(alone, values) else None
+
+
+def _declared_form(base: Any) -> OutputForm:
+    text = base.config.get_text_config()
+    if cap := getattr(text, "final_logit_softcapping", None):
+        return OutputForm(cap=cap, place=(text, "final_logit_softcapping", None))
+    if divisor := getattr(text, "logits_scaling", None):
+        return OutputForm(scale=1 / divisor, place=(text, "logits_scaling", 1.0))
+    if factor := getattr(base, "logit_scale", None):
+        return OutputForm(scale=factor, place=(base, "logit_scale", 1.0))
+    return OutputForm()
+
+
+def _around(base: Any, head_output: Tensor) -> Tensor:
+    """Return the logits of a copy of the model whose body and head are stand-ins."""
+    shell = copy.copy(base)
+    shell._modules = dict(base._modules)
+    shell._modules[base.base_model_prefix] = _StandIn(_BodyOutput([torch.zeros(1, 1, 1)]))
+    shell.set_output_embeddings(_StandIn(head_output))
+    logits: Tensor = shell(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
+    return logits
+
+
+class _BodyOutput(tuple[Tensor]):
+    """Hidden states under either name, and nothing for whatever else a model may look for."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class _StandIn(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output

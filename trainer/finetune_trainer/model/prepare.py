@@ -1,0 +1,178 @@
+"""Give a loaded model the attention, the recomputation and the kernels that were asked for.
+
+Called by `rank` once adapters are attached, before a strategy wraps the model. What would have no
+effect on this device or model is refused with a sentence.
+"""
+
+import shutil
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.attention import isolate_documents
+from finetune_trainer.model.loss import CausalLoss, base_of
+
+if TYPE_CHECKING:
+    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# Layers that carry state from token to token, past any document's end.
+_RECURRENT = {"linear_attention", "mamba", "recurrent", "conv", "hybrid"}
+_FLOAT8_TOLERANCE = 0.01  # share of the bf16 loss
+
+
+def prepare_model(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Change the model in place.
+
+    Raises:
+        ConfigError: an option cannot work with this model or on this device.
+    """
+    base, training = base_of(model), config.training
+    if config.data.packing:
+        _refuse_recurrent(base)
+    if training.liger:
+        _use_liger(base, device)
+    if not (training.compile and device.type == "cpu"):  # lengths as numbers would recompile it
+        isolate_documents(base, device, _DTYPES.get(training.precision, torch.float32))
+    if training.precision in ("bf16", "fp16"):
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                # peft widens inputs to fp32, only for autocast to narrow them again.
+                module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    recompute(base, config.strategy.activation_checkpointing)
+    if training.compile:
+        compile_layers(base, device)
+
+
+def recompute(base: Any, how: str) -> None:
+    """Recompute activations of decoder layers in the backward pass: none, selective or full.
+
+    Selective keeps the results of matrix products and attention, and recomputes what is cheap.
+    Non-reentrant recomputation works with frozen inputs and under the hooks of DDP and FSDP2.
+    """
+    if how == "none":
+        return
+    if not base.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"spec.strategy.activationCheckpointing {how} cannot be had with "
+            f"{type(base).__name__}; use none"
+        )
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    base.activation_checkpointing_enable(options)
+
+
+def _keep_products(
+    _: "SelectiveCheckpointContext", operator: Any, *__: Any, **___: Any
+) -> "CheckpointPolicy":
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    name = str(operator)
+    is_kept = name.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")) or "attention" in name
+    is_kept = is_kept or "_varlen_attn" in name
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(base: Any, device: torch.device, backend: str = "inductor") -> None:
+    """Compile each decoder layer; layers of one kind share one graph.
+
+    Raises:
+        ConfigError: there is no compiler.
+    """
+    if device.type == "cpu" and backend == "inductor" and not shutil.which("g++"):
+        raise ConfigError("spec.training.compile needs g++ on a CPU; install it or set it to false")
+    for layer in decoder_layers(base):
+        layer.compile(backend=backend)
+
+
+def decoder_layers(base: Any) -> list[nn.Module]:
+    """Return the layers between embedding and head, in order.
+
+    Raises:
+        ConfigError: the model does not keep them in one list.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in base.modules():
+        layers = list(module) if isinstance(module, nn.ModuleList) else []
+        if layers and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+            return layers
+    raise ConfigError(
+        f"spec.training.compile cannot find the decoder layers of {type(base).__name__}; set it "
+        "to false"
+    )
+
+
+def _refuse_recurrent(base: Any) -> None:
+    kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
+    if getattr(base, "_is_stateful", False) or kinds & _RECURRENT:
+        raise ConfigError(
+            f"spec.data.packing true lets documents of a pack see each other in "
+            f"{type(base).__name__}, whose layers carry state from token to token; set it to false"
+        )
+
+
+def _use_liger(base: Any, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError("spec.training.liger needs a GPU; set it to false")
+    if find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "spec.training.liger needs the package liger-kernel; install finetune-operator[gpu] or "
+            "set it to false"
+        )
+    liger = import_module("liger_kernel.transformers.monkey_patch")
+    if base.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(
+            f"spec.training.liger has no effect on a model of type {base.config.model_type}; set "
+            "it to false"
+        )
+    # The loss is ours: liger's would take the place of the model's forward.
+    liger._apply_liger_kernel_to_instance(
+        base, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+
+
+def use_float8(
+    module: CausalLoss, inputs: dict[str, Tensor], device: torch.device, *, emulate: bool = False
+) -> None:
+    """Multiply the decoder layers' matrices in float8, if the loss of one batch stays the same.
+
+    Call it before the model is sharded, with the same batch on every rank and inside autocast.
+
+    Args:
+        module: Changed in place.
+        inputs: Keyword arguments of its forward.
+        device: Where it is.
+        emulate: Round as float8 does, but multiply as before; for devices without float8.
+
+    Raises:
+        ConfigError: the device has no float8, or the loss is another one by more than 1 %.
+    """
+    has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if not (has_float8 or emulate):
+        raise ConfigError("spec.training.float8 needs a GPU of Ada or Hopper; set it to false")
+    if find_spec("torchao") is None:
+        raise ConfigError("spec.training.float8 needs the package torchao; install it")
+    torchao = import_module("torchao.float8")
+    with torch.no_grad():
+        before = module(**inputs)
+        for layer in decoder_layers(base_of(module.model)):
+            torchao.convert_to_float8_training(
+                layer, config=torchao.Float8LinearConfig(emulate=emulate)
+            )
+        after = module(**inputs)
+    off = ((after - before).abs() / before.abs().clamp(min=1e-6)).item()
+    if not off <= _FLOAT8_TOLERANCE:
+        raise ConfigError(
+            f"spec.training.float8 changes the first batch's loss by {off:.1%}, more than "
+            f"{_FLOAT8_TOLERANCE:.0%}; set it to false"
+        )
