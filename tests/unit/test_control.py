@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination
-from finetune_trainer.control import Agreed, Agreement, StopSignal, guard, judge
+from finetune_trainer.control import (
+    Agreed,
+    Agreement,
+    StopSignal,
+    guard,
+    judge,
+    unless_stopped,
+)
 from finetune_trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -128,3 +135,39 @@ def test_guard_turns_an_error_into_last_words_and_hands_out_the_traceback() -> N
     )
     assert verdict is not None
     assert "in work" in traces[0]
+
+
+def test_a_signal_breaks_off_work_that_needs_no_saving(stop: StopSignal) -> None:
+    agreement, done = Agreement(World(0, 0, 1, torch.device("cpu"))), []
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        done.append("the rest")
+
+    with pytest.raises(Preempted, match="stopped by SIGTERM while there was nothing new to save"):
+        unless_stopped(agreement, stop, work)
+    with pytest.raises(Preempted):
+        unless_stopped(agreement, stop, lambda: done.append("the next work"))
+    assert done == []
+
+
+def test_work_that_nobody_stops_is_done(stop: StopSignal) -> None:
+    agreement = Agreement(World(0, 0, 1, torch.device("cpu")))
+    assert unless_stopped(agreement, stop, lambda: "done") == "done"
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.requested, "and a signal behind it breaks off nothing"
+
+
+def test_a_save_that_was_voted_for_waits_for_the_next_boundary() -> None:
+    agreement = Agreement(World(0, 0, 1, torch.device("cpu")))
+    assert agreement.is_stopping(False) is False
+    assert agreement.exchange(stop=False).save is False
+    assert agreement.is_stopping(True) is True
+
+
+def test_the_time_left_is_the_shorter_of_grace_and_notice() -> None:
+    stop = StopSignal()
+    assert stop.seconds_left(10) == float("inf")
+    stop.request("an event", notice_seconds=5)
+    assert 4 < stop.seconds_left(10) <= 5
+    assert 1 < stop.seconds_left(2) <= 2

@@ -41,7 +41,7 @@ _LOST_PEER_PHRASES = (
 _OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "cuda out of memory")
 
 
-class _BrokenOff(BaseException):
+class BrokenOff(BaseException):
     """A signal came where nothing needs to be saved; no `except Exception` may take it."""
 
 
@@ -92,14 +92,12 @@ class StopSignal:
 
     @contextmanager
     def breaks(self) -> Iterator[None]:
-        """Let a signal, also one that has come already, end the block at once."""
+        """Let a signal, also one that has come already, raise `BrokenOff` in the block."""
         try:
             self._breaks = True
             if self.requested:
-                raise _BrokenOff
+                raise BrokenOff
             yield
-        except _BrokenOff:
-            return
         finally:
             self._breaks = False
 
@@ -107,7 +105,7 @@ class StopSignal:
         self.request(signal.Signals(number).name)
         if self._breaks:
             self._breaks = False  # what is cleaned up on the way out must not break off again
-            raise _BrokenOff
+            raise BrokenOff
 
 
 @dataclass(frozen=True)
@@ -199,8 +197,11 @@ def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T
         Preempted: it was broken off on some rank, so every rank leaves here.
     """
     done: list[_T] = []
-    with stop.breaks():
-        done.append(work())
+    try:
+        with stop.breaks():
+            done.append(work())
+    except BrokenOff:
+        pass  # told below, to all ranks
     if agreement.any(not done):
         raise preempted(stop)
     return done[0]
