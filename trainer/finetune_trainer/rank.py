@@ -190,6 +190,7 @@ def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> nn.Module:
     base = load_model(config, world.device)
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
     model: nn.Module = choose_trained(base, config)
+    prepare_model(model, config, world.device)
     return model
 
 
