@@ -62,6 +62,13 @@ def tensors_differ(one: State, other: State) -> list[str]:
     ]
 
 
+def flip_a_bit(path: Path) -> None:
+    """Damage a file in its middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def train_and_save(folder: Path, report: Path, steps: int = 8) -> None:
     """Stand in for training: change the state each step, save every second, resume at start.
 

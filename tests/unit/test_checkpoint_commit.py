@@ -1,12 +1,10 @@
 """Only a folder whose every byte is as it was committed counts as a checkpoint."""
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from checkpoint_fixtures import FINGERPRINT, JOB, make_state, open_store, tensors_differ
+from checkpoint_fixtures import FINGERPRINT, JOB, flip_a_bit
 from finetune_trainer.checkpoint.commit import (
     MANIFEST,
     FileDigest,
@@ -43,67 +41,6 @@ def committed(root: Path, step: int, *, eval_loss: float | None = None) -> Path:
     final = root / f"step-{step}"
     commit(tmp, final)
     return final
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def truncate(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-@pytest.fixture(scope="module")
-def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with real checkpoints of the steps 1 and 2."""
-    root = tmp_path_factory.mktemp("run") / "checkpoints"
-    store = open_store(root)
-    for step in (1, 2):
-        store.save(step, make_state(step))
-    store.wait()
-    return root
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        pytest.param(truncate, "bytes instead of|not a manifest", id="truncated"),
-        pytest.param(Path.unlink, "is missing|never committed", id="deleted"),
-        pytest.param(flip_a_bit, "is damaged", id="one bit flipped"),
-    ],
-)
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "trainer.json", MANIFEST])
-def test_a_damaged_file_makes_restore_take_the_checkpoint_before(
-    two_checkpoints: Path,
-    tmp_path: Path,
-    name: str,
-    damage: Callable[[Path], None],
-    reason: str,
-) -> None:
-    root = shutil.copytree(two_checkpoints, tmp_path / "checkpoints")
-    damage(root / "step-2" / name)
-    with pytest.raises(CheckpointError, match=reason) as caught:
-        verify(root / "step-2")
-    assert name in str(caught.value)
-
-    warnings: list[str] = []
-    state = make_state(0)
-    manifest = open_store(root, warnings).restore(state)
-
-    assert manifest is not None
-    assert manifest.step == 1
-    assert tensors_differ(state, make_state(1)) == []
-    assert warnings[0] == f"checkpoint step-2 is passed over: {caught.value}; trying the one before"
-
-
-def test_a_real_checkpoint_has_exactly_the_files_that_are_damaged_above(
-    two_checkpoints: Path,
-) -> None:
-    names = sorted(path.name for path in (two_checkpoints / "step-2").iterdir())
-    assert names == [".metadata", "__0_0.distcp", MANIFEST, "trainer.json"]
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
