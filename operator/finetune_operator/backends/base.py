@@ -10,12 +10,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Progress, Termination
+
+if TYPE_CHECKING:
+    from finetune_operator.kube.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class Observation:
         termination: Last words, once it ended; of the guilty node if there is one.
         progress: Newest word of rank 0; None before the first.
         node: Node of the guilty rank, if known.
+        reason: One word for ResourcesReady while something keeps the attempt from running, such as
+            `Unschedulable`; empty when it only takes its time. Told within seconds, while a
+            message without a reason waits for the next write.
         message: One sentence for the conditions; empty when there is nothing to say.
         look_again_seconds: Observe again after so long though no event came; None for events only.
     """
@@ -96,6 +102,7 @@ class Observation:
     termination: Termination | None = None
     progress: Progress | None = None
     node: str = ""
+    reason: str = ""
     message: str = ""
     look_again_seconds: float | None = None
 
@@ -107,10 +114,13 @@ class BackendContext:
     Attributes:
         manifest_dir: Folder that `file://./x` is relative to.
         environ: Environment of the caller; a backend reads no other.
+        cluster: Client and caches where the operator makes the backend; None elsewhere, where
+            only `validate` and `render` are asked of a backend that needs one.
     """
 
     manifest_dir: Path
     environ: Mapping[str, str] = field(default_factory=dict)
+    cluster: "Cluster | None" = None
 
 
 class Backend(Protocol):
@@ -118,7 +128,10 @@ class Backend(Protocol):
 
     name: ClassVar[str]
     watches: ClassVar[tuple[str, ...]]
-    """Kinds whose events wake a job, such as `batch/v1/Job`; empty when there are none."""
+    """Kinds in the cluster whose events wake a job, such as `batch/v1/Job`.
+
+    Empty for a backend whose attempts live outside the cluster: its jobs get a finalizer.
+    """
 
     def __init__(self, context: BackendContext) -> None: ...
 

@@ -1,0 +1,25 @@
+"""What a backend that lives in the cluster is given by the operator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune_operator.kube.cache import ObjectCache
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.resources import Resource
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Access to one cluster.
+
+    Attributes:
+        client: For writes, and for what is not watched.
+        cache: Returns the cache of a kind; the kinds in the backend's `watches` are kept filled
+            with the objects that carry JOB_UID_LABEL. Put the answer to a write into it, so that
+            the next look sees it.
+        namespaces: Namespaces that are served; empty for all.
+    """
+
+    client: KubeClient
+    cache: Callable[[Resource], ObjectCache]
+    namespaces: tuple[str, ...] = ()
