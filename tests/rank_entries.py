@@ -50,6 +50,17 @@ def act(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     return finish(config, world, stop, telemetry)
 
 
+def act_at_first(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+) -> Termination:
+    """Act as `act` says in the first ACT_STARTS starts, and tell of the one after."""
+    restarts = telemetry.progress.restarts_in_place
+    if restarts < int(os.environ["ACT_STARTS"]):
+        return act(config, world, stop, telemetry)
+    message = f"start {restarts}, continued {config.checkpoint.is_continued}"
+    return finish(config, world, stop, telemetry).model_copy(update={"message": message})
+
+
 def hang(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
     """Let rank 1 get nowhere, and rank 0 wait for it, once both have begun to train."""
     barrier(world)

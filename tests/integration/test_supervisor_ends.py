@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finetune_trainer.config import Termination
@@ -146,6 +147,15 @@ def test_a_stop_before_training_began_is_a_free_restart(started) -> None:
     until(lambda: Path(run.config.run_dir, "logs", "rank-0.jsonl").exists())
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 75, run.stderr
+
+
+def test_sigterm_to_a_single_rank_before_training_began_ends_all_of_them(started) -> None:
+    run = started("train")
+    until(lambda: Path(run.config.run_dir, "logs", "rank-1.jsonl").exists())
+    ranks = {int(p.environ()["RANK"]): p.pid for p in psutil.Process(run.process.pid).children()}
+    os.kill(ranks[1], signal.SIGTERM)
+    assert run.wait() == 75, run.stderr
+    assert not any(map(is_alive, ranks.values()))
 
 
 def test_one_process_needs_no_peers(started) -> None:

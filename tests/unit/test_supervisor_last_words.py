@@ -131,6 +131,11 @@ def test_ranks_stopped_before_they_could_save_anything_are_preempted() -> None:
     assert "nothing is lost" in termination.message
 
 
+def test_a_rank_too_young_to_hear_sigterm_was_told_to_stop_all_the_same() -> None:
+    exits = [RankExit(0, -signal.SIGTERM, 1.0), reported(1, 1, collateral=True)]
+    assert outcome(*exits) == (75, "Preempted")
+
+
 def test_the_words_of_rank_0_are_used_when_all_left_together() -> None:
     exits = [reported(1, 75, time=0.5), reported(0, 75, time=2.0)]
     termination = agree(exits, stop_reason="SIGTERM", is_out_of_memory=False)

@@ -1,0 +1,76 @@
+"""The main process starts its ranks again after a fault: when, how often, and from where."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launches import Launch, is_alive, launch, train_config, until
+
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Start]:
+    """Start main processes that may restart their ranks, and end those a failed test left."""
+    launches: list[Launch] = []
+
+    def start(entry: str, restarts: int, **environ: str) -> Launch:
+        config = train_config(tmp_path, world={"restarts_in_place": restarts})
+        launches.append(launch(config, entry, environ))
+        return launches[-1]
+
+    yield start
+    for one in launches:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.wait()
+
+
+def starts(run: Launch) -> int:
+    """Return how often rank 0 began."""
+    return sum(event["event"] == "started" for event in run.events(0))
+
+
+def test_a_killed_rank_is_restarted_with_its_peers_and_continues_the_attempt(
+    started: Start,
+) -> None:
+    run = started("act_at_first", 2, ACT="sigkill", ACT_RANK="1", ACT_STARTS="2")
+    assert run.wait() == 0, run.stderr
+    last_words = run.termination
+    assert last_words.progress is not None
+    assert last_words.progress.restarts_in_place == 2
+    assert last_words.message == "start 2, continued True"
+    assert "WorkerLost: rank 1 was killed from outside (SIGKILL); starting all ranks" in run.stderr
+
+
+def test_a_fault_that_comes_again_ends_the_attempt_with_its_own_code(started: Start) -> None:
+    run = started("act", 1, ACT="bug", ACT_RANK="1")
+    assert run.wait() == 1, run.stderr
+    assert (run.termination.failure_class, run.termination.rank) == ("Error", 1)
+    assert starts(run) == 2
+
+
+@pytest.mark.parametrize(("act", "code"), [("data", 65), ("memory", 137)])
+def test_what_would_only_fail_again_is_not_restarted(started: Start, act: str, code: int) -> None:
+    run = started("act", 3, ACT=act, ACT_RANK="1")
+    assert run.wait() == code, run.stderr
+    assert starts(run) == 1
+
+
+def test_ranks_that_fail_while_they_are_told_to_stop_are_not_restarted(started: Start) -> None:
+    run = started("train_on", 3)
+    ranks = run.pids_of_ranks()
+    os.kill(ranks[0], signal.SIGSTOP)
+    run.process.terminate()
+    os.kill(ranks[1], signal.SIGKILL)
+    assert run.wait() == 137, run.stderr
+    assert starts(run) == 1
+    until(lambda: not any(map(is_alive, ranks)))
+
+
+def test_several_nodes_cannot_restart_in_place(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="restartsInPlace 1 is not possible with 2 nodes"):
+        train_config(tmp_path, world={"nnodes": 2, "restarts_in_place": 1})
