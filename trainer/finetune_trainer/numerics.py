@@ -86,7 +86,7 @@ class LateNumbers:
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss of step {step.report.step} is {loss} ({self._origin(step, own)}); "
-                "nothing was updated with it; look at those rows, lower "
+                "nothing was updated with it; look at the rows they come from, lower "
                 "spec.training.learningRate or use another precision"
             )
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
@@ -99,7 +99,10 @@ class LateNumbers:
         self._telemetry.step(replace(step.report, loss=loss, grad_norm=norm))
 
     def _origin(self, step: _InFlight, own: list[float]) -> str:
-        """Name the packs whose losses are not numbers, of all ranks; a collective."""
+        """Name the packs whose losses are not numbers, of all ranks; a collective.
+
+        They are told by the numbers of their sequences in the token cache.
+        """
         self._agreement.settle()  # a vote in flight would mix with the collective below
         mine = [
             [list(pack) for pack in packs if pack]
@@ -107,7 +110,7 @@ class LateNumbers:
             if not math.isfinite(value)
         ]
         return "; ".join(
-            f"rank {rank}, a pack of rows {', '.join(map(str, pack))}"
+            f"rank {rank}, a pack of the sequences {', '.join(map(str, pack))}"
             for rank, found in enumerate(gather_objects(self._world, mine))
             for packs in found
             for pack in packs

@@ -97,19 +97,24 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = _CONNECTION_TIMEOUT_SECONDS
 
-    def do_GET(self) -> None:
-        routes = self.server.routes
-        if self.path == "/metrics":
+    def _route(self) -> None:
+        routes, method = self.server.routes, _METHODS.get(self.path)
+        if method is None:
+            known = ", ".join(f"{method} {path}" for path, method in _METHODS.items())
+            self._say(HTTPStatus.NOT_FOUND, f"nothing at {self.path}; there is {known}")
+        elif self.command != method:
+            self._say(HTTPStatus.METHOD_NOT_ALLOWED, f"use {method}", allow=method)
+        elif self.path == "/metrics":
             self._answer(HTTPStatus.OK, routes.metrics(), CONTENT_TYPE_LATEST)
         elif self.path == "/progress":
             self._answer(HTTPStatus.OK, routes.progress().encode())
         else:
-            self._refuse()
+            self._request_checkpoint()
 
-    def do_POST(self) -> None:
-        if self.path != "/checkpoint":
-            self._refuse()
-            return
+    # http.server looks the methods up by these names.
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _route  # noqa: N815
+
+    def _request_checkpoint(self) -> None:
         length = self.headers.get("Content-Length", "0")
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
             self._say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "send no body to /checkpoint")
@@ -118,26 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.routes.request_checkpoint()
         self._say(HTTPStatus.ACCEPTED, "a checkpoint will be saved at the next step boundary")
 
-    def do_PUT(self) -> None:
-        self._refuse()
-
-    def do_PATCH(self) -> None:
-        self._refuse()
-
-    def do_DELETE(self) -> None:
-        self._refuse()
-
     def log_message(self, format: str, *args: Any) -> None:
         # A line a scrape would bury the training log.
         return
-
-    def _refuse(self) -> None:
-        method = _METHODS.get(self.path)
-        if method is None:
-            known = ", ".join(f"{method} {path}" for path, method in _METHODS.items())
-            self._say(HTTPStatus.NOT_FOUND, f"nothing at {self.path}; there is {known}")
-        else:
-            self._say(HTTPStatus.METHOD_NOT_ALLOWED, f"use {method}", allow=method)
 
     def _say(self, status: HTTPStatus, message: str, *, allow: str | None = None) -> None:
         body = json.dumps({"message": message}).encode() + b"\n"
