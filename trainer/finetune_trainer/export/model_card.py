@@ -43,7 +43,7 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
         f"---\n{yaml.safe_dump(_front_matter(config, facts), sort_keys=False)}---",
         f"# {config.job.name}",
         f"{what} `{facts.base}`, trained for {progress.step} steps by finetune-operator.",
-        *notes(config, facts.kind),
+        *(f"Note: {note}." for note in notes(config, facts.kind)),
         "## Load it",
         f"```python\n{_snippet(facts)}\n```",
         "## Results",
@@ -63,19 +63,19 @@ def notes(config: TrainConfig, kind: Kind) -> list[str]:
     method, said = config.method, []
     if method.quantization != "none" and kind == "model":
         said.append(
-            f"The adapters were merged into the {method.quantization} base, dequantised, which "
+            f"the adapters were merged into the {method.quantization} base, dequantised, which "
             "they were trained against, not into the weights that base was quantised from"
         )
     elif method.quantization != "none":
         said.append(
-            f"The adapter was trained against the base in {method.quantization}; on an "
+            f"the adapter was trained against the base in {method.quantization}; on an "
             "unquantised base it answers slightly differently"
         )
     held = ["DoRA magnitudes"] if method.lora is not None and method.lora.dora else []
     held += ["rows of added tokens"] if config.model.add_tokens else []
     if held and kind == "adapter":
         said.append(
-            f"The adapter holds {' and '.join(held)}, which vLLM does not load; for vLLM export "
+            f"the adapter holds {' and '.join(held)}, which vLLM does not load; for vLLM export "
             "with spec.output.format merged"
         )
     return said

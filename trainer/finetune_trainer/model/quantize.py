@@ -72,10 +72,20 @@ def settle(model: "nn.Module") -> None:
 
 def full_weight(module: "nn.Module", name: str) -> "Tensor":
     """Return a parameter of one module as the forward pass uses it: dequantised, if need be."""
-    parameter: Tensor = getattr(module, name)
-    if type(parameter).__name__ not in ("Params4bit", "Int8Params"):
-        return parameter.detach()
-    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+    import torch
 
-    weight: Tensor = dequantize_bnb_weight(parameter, getattr(module, "state", None))
-    return weight.detach()
+    parameter: Tensor = getattr(module, name).detach()
+    whole: Tensor
+    state = getattr(module, "quant_state", None)  # FSDP leaves it at the module alone
+    if name == "weight" and state is not None:
+        from bitsandbytes.functional import dequantize_4bit
+
+        whole = dequantize_4bit(parameter, state)
+        return whole
+    if parameter.dtype == torch.int8:
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        owner: Any = module.weight if module.state.SCB is None else module.state  # after a forward
+        whole = int8_vectorwise_dequant(parameter, owner.SCB)
+        return whole
+    return parameter

@@ -17,7 +17,13 @@ def empty_copy(model: nn.Module) -> nn.Module:
         for p in model.parameters()
     }
     memo |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
+    empty = copy.deepcopy(model, memo)
+    for module in empty.modules():
+        if (
+            scales := getattr(module, "quant_state", None)
+        ) is not None:  # no buffers of a 4-bit layer
+            scales.to("cpu")
+    return empty
 
 
 def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
