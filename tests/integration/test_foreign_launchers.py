@@ -165,7 +165,7 @@ def test_restarts_in_place_are_refused_where_nobody_would_make_them(
     job.config = train_config(tmp_path, world={"nproc_per_node": 1, "restarts_in_place": 2})
     job.start([sys.executable], "finish", {"RANK": "0", "WORLD_SIZE": "1"})
     assert job.wait() == [78]
-    assert "world.restartsInPlace 2 has no effect under another launcher" in job.said
+    assert "spec.restartPolicy.restartsInPlace 2 has no effect under another launcher" in job.said
 
 
 def test_sigterm_before_the_ranks_have_met_is_a_free_restart(job: Job) -> None:

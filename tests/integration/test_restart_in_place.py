@@ -72,5 +72,7 @@ def test_ranks_that_fail_while_they_are_told_to_stop_are_not_restarted(started: 
 
 
 def test_several_nodes_cannot_restart_in_place(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="restartsInPlace 1 is not possible with 2 nodes"):
+    with pytest.raises(
+        ValueError, match=r"spec\.restartPolicy\.restartsInPlace 1 is not possible with 2 nodes"
+    ):
         train_config(tmp_path, world={"nnodes": 2, "restarts_in_place": 1})

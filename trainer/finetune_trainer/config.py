@@ -100,9 +100,9 @@ class WorldConfig(ContractModel):
     def _only_one_node_restarts_in_place(self) -> Self:
         if self.restarts_in_place and self.nnodes > 1:
             raise ValueError(
-                f"restartsInPlace {self.restarts_in_place} is not possible with {self.nnodes} "
-                "nodes, as no node sees the ranks of another end; set it to 0: the operator "
-                "restarts the whole gang"
+                f"spec.restartPolicy.restartsInPlace {self.restarts_in_place} is not possible with "
+                f"{self.nnodes} nodes, as no node sees the ranks of another end; set it to 0: the "
+                "operator restarts the whole gang"
             )
         return self
 

@@ -123,8 +123,8 @@ def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
     restarts = config.world.restarts_in_place
     if restarts and ENV_SUPERVISOR_PID not in environ:
         raise ConfigError(
-            f"world.restartsInPlace {restarts} has no effect under another launcher; set it to 0 "
-            "(torchrun has --max-restarts), or start `python -m finetune_trainer` itself"
+            f"spec.restartPolicy.restartsInPlace {restarts} has no effect under another launcher; "
+            "set it to 0 (torchrun has --max-restarts), or start python -m finetune_trainer itself"
         )
     if restart_count(environ) == 0:
         return config
