@@ -26,8 +26,13 @@ with open_world(config) as world:
             seen.append([agreed.stop, agreed.save, agreed.step])
         last = agreement.settle()
         seen.append([last.stop, last.save, last.step])
+    agreement = Agreement(world)
+    agreement.exchange(False, world.rank == 0)
+    polls = [agreement.is_stopping(world.rank == 1 and poll == 1) for poll in range(3)]
+    between = [polls, agreement.exchange(False).save]
+    at_once = [agreement.any(world.rank == 1), agreement.any(False)]
     told = broadcast_object(world, f"from rank {world.rank}")
-print(json.dumps([seen, told]))
+print(json.dumps([seen, between, at_once, told]))
 """
 
 
@@ -48,7 +53,9 @@ def agreed(folder: Path, plans: list[list[list[list[bool]]]]) -> list[list[list[
     ]
     outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    seen, told = zip(*(json.loads(output) for output in outputs), strict=True)
+    seen, between, at_once, told = zip(*(json.loads(output) for output in outputs), strict=True)
+    assert between == ([[False, False, True], True],) * 2, "a save waits for the next boundary"
+    assert at_once == ([True, False],) * 2
     assert told == ("from rank 0", "from rank 0")
     return list(seen)
 
