@@ -7,11 +7,11 @@ Started once per node it supervises the node's ranks. Started once per process b
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 from pydantic import ValidationError
 
 from finetune_trainer.config import (
@@ -55,7 +55,7 @@ def _be_a_rank(config: TrainConfig, entry: str) -> int:
     """
     from finetune_trainer.launch.worker import run_rank  # imports what a supervisor has no use for
 
-    started = time.time()
+    started = psutil.Process().create_time()  # about the same for all ranks of a launcher
 
     def tell(report: RankReport) -> None:
         said = Path(os.environ.get(ENV_TERMINATION_PATH) or config.termination_path)
