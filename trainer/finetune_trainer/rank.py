@@ -5,6 +5,7 @@ exports; it starts no process and ends none.
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.control import Agreement, StopSignal, preempted, unless_stopped
+from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import CheckpointError
@@ -32,7 +34,7 @@ from finetune_trainer.export import check_replaceable, check_writable, export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
-from finetune_trainer.model.load import load_model, load_tokenizer, model_fingerprint
+from finetune_trainer.model.load import load_device, load_model, load_tokenizer, model_fingerprint
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
@@ -67,12 +69,13 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     )
     plan = DataPlan.of(dataset, config)
     _tell_data(config, telemetry, plan, dataset, held_out)
-    model = unless_stopped(agreement, stop, partial(_load, config, world, telemetry))
+    first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
+    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
     strategy = create(config, world)
     alone = single_process_warning(config)
     if alone is not None:
         telemetry.warn(alone)
-    strategy.prepare(CausalLoss(model))
+    strategy.prepare(module)
     is_gpu = world.device.type == "cuda"
     patience = Patience(config.training.early_stopping)
 
@@ -183,15 +186,24 @@ def _tell_data(
         telemetry.warn(rising)
 
 
-def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> nn.Module:
-    """Load and adapt the model, the same on every rank."""
+def _first_batch(
+    dataset: TokenDataset, plan: DataPlan, config: TrainConfig, pad_id: int
+) -> MicroBatch:
+    """Return the first micro-batch of rank 0, on whichever rank this is."""
+    packs = plan.rank_packs(0, 0, config.world.world_size)[0]
+    return collate(dataset, packs, pad_to=config.data.max_seq_len, pad_id=pad_id)
+
+
+def _load(
+    config: TrainConfig, world: World, telemetry: Telemetry, first_batch: Callable[[], MicroBatch]
+) -> CausalLoss:
+    """Load, adapt and prepare the model, the same on every rank."""
     telemetry.phase(Phase.LOADING)
     reach("loading")
-    base = load_model(config, world.device)
+    base = load_model(config, load_device(config, world.rank, world.device))
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
     model: nn.Module = choose_trained(base, config)
-    prepare_model(model, config, world.device)
-    return model
+    return prepare_model(model, config, world.device, first_batch)
 
 
 def _fingerprint(config: TrainConfig, dataset: TokenDataset, plan: DataPlan) -> Fingerprint:

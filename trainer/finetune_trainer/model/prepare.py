@@ -5,6 +5,7 @@ effect on this device or model is refused with a sentence.
 """
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import isolate_documents
-from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 
 if TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+    from finetune_trainer.data.batch import MicroBatch
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Layers that carry state from token to token, past any document's end.
@@ -27,8 +30,20 @@ _RECURRENT = {"linear_attention", "mamba", "recurrent", "conv", "hybrid"}
 _FLOAT8_TOLERANCE = 0.01  # share of the bf16 loss
 
 
-def prepare_model(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Change the model in place.
+def prepare_model(
+    model: nn.Module,
+    config: TrainConfig,
+    device: torch.device,
+    first_batch: Callable[[], "MicroBatch"],
+) -> CausalLoss:
+    """Change the model in place, and return the module that strategies wrap.
+
+    Args:
+        model: A transformers or peft model, unsharded and on its device.
+        config: What is asked for.
+        device: Where the model is.
+        first_batch: Makes a batch on which float8 shows what it does to the loss; the same one on
+            every rank.
 
     Raises:
         ConfigError: an option cannot work with this model or on this device.
@@ -46,8 +61,17 @@ def prepare_model(model: nn.Module, config: TrainConfig, device: torch.device) -
                 # peft widens inputs to fp32, only for autocast to narrow them again.
                 module.cast_input_dtype_enabled = False  # type: ignore[assignment]
     recompute(base, config.strategy.activation_checkpointing)
+    module = CausalLoss(model)
+    if training.float8:
+        if config.method.type != "full":
+            raise ConfigError(
+                f"spec.training.float8 needs spec.method.type full, not {config.method.type}; set "
+                "it to false"
+            )
+        use_float8(module, loss_inputs(first_batch(), device), device)
     if training.compile:
         compile_layers(base, device)
+    return module
 
 
 def recompute(base: Any, how: str) -> None:
@@ -146,7 +170,7 @@ def use_float8(
 ) -> None:
     """Multiply the decoder layers' matrices in float8, if the loss of one batch stays the same.
 
-    Call it before the model is sharded, with the same batch on every rank and inside autocast.
+    Every rank must be given the same batch, and the model whole.
 
     Args:
         module: Changed in place.
@@ -163,7 +187,7 @@ def use_float8(
     if find_spec("torchao") is None:
         raise ConfigError("spec.training.float8 needs the package torchao; install it")
     torchao = import_module("torchao.float8")
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
         before = module(**inputs)
         for layer in decoder_layers(base_of(module.model)):
             torchao.convert_to_float8_training(
