@@ -62,6 +62,24 @@ def new_token_ids(config: ModelConfig) -> list[int]:
     return ids
 
 
+def is_loaded_once(config: TrainConfig) -> bool:
+    """Say whether rank 0 alone reads the weights, as the strategy hands the others their shards.
+
+    Quantised weights are small, and float8 is tried on a whole model.
+    """
+    is_plain = config.method.quantization == "none" and not config.training.float8
+    return config.strategy.type == "fsdp" and is_plain
+
+
+def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torch.device":
+    """Return where a rank that computes on `device` loads the model: perhaps without weights."""
+    import torch
+
+    if not is_loaded_once(config):
+        return device
+    return torch.device("cpu" if rank == 0 else "meta")
+
+
 def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel":
     """Load the base model for training: parameters that are trained in fp32, frozen ones narrow.
 
@@ -72,6 +90,7 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
         ConfigError: the model cannot be found or read, `training.dropout` has no effect on it, or
             it cannot be quantised as asked.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -83,16 +102,23 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
             source.path, revision=source.revision or "main", trust_remote_code=False
         )
         _set_dropout(settings, config.training.dropout)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.path,
-            revision=source.revision or "main",
-            config=settings,
-            dtype=dtype,
-            quantization_config=quantization,
-            device_map={"": device},
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        if device.type == "meta":
+            with init_empty_weights():  # buffers are made as they are
+                model = AutoModelForCausalLM.from_config(
+                    settings, dtype=dtype, trust_remote_code=False
+                )
+            model.tie_weights()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                source.path,
+                revision=source.revision or "main",
+                config=settings,
+                dtype=dtype,
+                quantization_config=quantization,
+                device_map={"": device},
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
     settle(model)
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))

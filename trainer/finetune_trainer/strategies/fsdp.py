@@ -4,7 +4,8 @@ Each decoder layer is gathered on its own just before it is used; embeddings, fi
 belong to the loss module around the model, whose forward is the only one that is ever called.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import psutil
 import torch
@@ -18,14 +19,15 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
+from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss, base_of
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer
 from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.world import World
+from finetune_trainer.world import World, broadcast_object
 
 # Share of the free memory that gathered layers, gradients and moments may take; activations and
 # logits need the rest.
@@ -54,9 +56,14 @@ class FsdpStrategy:
             WorldSizeError: the mesh holds another number of ranks than was asked for.
         """
         self._module = module
+        weights = {name: p.detach() for name, p in module.named_parameters()}
         if self._world.is_main:
             self._skeleton = empty_copy(module.model)
+        if is_loaded_once(self._config):
+            _forget_weights(module, self._world)
         self._sharded = self._shard(module)
+        if is_loaded_once(self._config):
+            self._scatter(weights)
         self._assert_built_as_asked()
         shards = self._mesh["shard"].get_group()
         training, device = self._config.training, self._world.device
@@ -132,6 +139,23 @@ class FsdpStrategy:
             for part in (*layers, module)
         ]
 
+    def _scatter(self, weights: Mapping[str, Tensor]) -> None:
+        """Give every rank its part of rank 0's weights; no other one ever holds a whole model."""
+        world, offloads = self._world, self._config.strategy.offload == "cpu"
+        home = torch.device("cpu") if offloads else world.device
+        self._module._apply(  # type: ignore[no-untyped-call]  # to_empty forgets buffers as well
+            lambda t: torch.empty_like(t, device=home) if t.is_meta else t
+        )
+        for buffer in self._module.buffers():
+            dist.broadcast(buffer, src=0)
+        for name, parameter in self._module.named_parameters():
+            shard = cast(DTensor, parameter.detach())
+            whole = torch.empty(shard.shape, dtype=shard.dtype, device=world.device)
+            if world.is_main:
+                whole.copy_(weights[name])
+            part = distribute_tensor(whole, shard.device_mesh, shard.placements)
+            shard.to_local().copy_(part.to_local())
+
     def _assert_built_as_asked(self) -> None:
         asked = self._config.world.world_size
         if self._mesh.size() != asked:
@@ -170,6 +194,29 @@ class FsdpStrategy:
         """Free what an evaluation has left gathered."""
         for part in self._sharded:
             part.reshard()
+
+
+def _forget_weights(module: nn.Module, world: World) -> None:
+    """Put every parameter on the meta device, with the shape and type it has on rank 0."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    own = {name: (parameter.shape, parameter.dtype) for parameter, name in names.items()}
+    whole = broadcast_object(world, own)
+    if own.keys() != whole.keys():
+        different = sorted(own.keys() ^ whole.keys())
+        raise TrainerError(
+            f"rank {world.rank} has built another model than rank 0 (first {different[0]}); use "
+            "spec.strategy.type zero3 for this one"
+        )
+    empty = {
+        parameter: nn.Parameter(
+            torch.empty(whole[name][0], dtype=whole[name][1], device="meta"),
+            requires_grad=parameter.requires_grad,
+        )
+        for parameter, name in names.items()
+    }
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, empty[parameter])
 
 
 def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
