@@ -43,6 +43,9 @@ class Reason(StrEnum):
     RESUMED = "Resumed"
     COMPLETED = "Completed"
     REFUSED = "Refused"
+    INVALID_SPEC = "InvalidSpec"
+    BACKEND_NOT_FOUND = "BackendNotFound"
+    CREATION_FAILED = "CreationFailed"
     RESTART_LIMIT_EXCEEDED = "RestartLimitExceeded"
     DISRUPTION_LIMIT_EXCEEDED = "DisruptionLimitExceeded"
     PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
@@ -60,6 +63,8 @@ class Stage(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    REFUSED = "Refused"  # no attempt can be made of it, until somebody mends the cause
+    BLOCKED = "Blocked"  # its attempt cannot be created, until somebody mends the cause
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,27 @@ _TABLE: Mapping[Stage, _Row] = {
             _T.RESOURCES_READY: False,
             _T.RUNNING: False,
             _T.FAILED: True,
+            _T.READY: False,
+            _T.RECONCILING: False,
+            _T.STALLED: True,
+        },
+    ),
+    Stage.REFUSED: _Row(
+        JobPhase.PENDING,
+        {
+            _T.ACCEPTED: False,
+            _T.RESOURCES_READY: False,
+            _T.RUNNING: False,
+            _T.READY: False,
+            _T.RECONCILING: False,
+            _T.STALLED: True,
+        },
+    ),
+    Stage.BLOCKED: _Row(
+        JobPhase.STARTING,
+        {
+            _T.RESOURCES_READY: False,
+            _T.RUNNING: False,
             _T.READY: False,
             _T.RECONCILING: False,
             _T.STALLED: True,
@@ -198,9 +224,10 @@ def describe(
         )
         conditions = set_condition(conditions, new, now)
 
-    if find(status, ConditionType.ACCEPTED) is None:
+    if ConditionType.ACCEPTED not in row.says and not is_true(status, ConditionType.ACCEPTED):
         say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
-    if find(status, ConditionType.ADMITTED) is None:
+    is_admitted = row.says.get(ConditionType.ACCEPTED, True)
+    if is_admitted and find(status, ConditionType.ADMITTED) is None:
         say(ConditionType.ADMITTED, True, Reason.ADMITTED, "there is no queue to wait for")
     for kind, value in row.says.items():
         say(kind, value, situation.reason, situation.message)

@@ -36,6 +36,9 @@ from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination
 LOST_NODE_GRACE_SECONDS = 10.0
 """What is left of a gang that lost a node gets no longer: it cannot take a checkpoint any more."""
 
+MENDED_SECONDS = 30.0
+"""How often to look whether somebody has mended what keeps a job from starting."""
+
 
 @dataclass(frozen=True)
 class Submit:
@@ -57,6 +60,19 @@ class Collect:
 
 
 Action = Submit | Cancel | Collect
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no attempt can be made of a job as it is; takes the place of its plan.
+
+    Attributes:
+        reason: One CamelCase word for the condition Accepted.
+        message: What is wrong, starting with the field's path, and what to do.
+    """
+
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,7 @@ class _View:
     generation: int
     before: FineTuneJobStatus
     now: datetime
+    plan: Plan | Refusal
 
     def conclude(
         self,
@@ -99,7 +116,7 @@ class _View:
 
 
 def decide(
-    job: FineTuneJob, observation: Observation | None, now: datetime, plan: Plan
+    job: FineTuneJob, observation: Observation | None, now: datetime, plan: Plan | Refusal
 ) -> Decision:
     """Return what to do about `job` now; the same input gives the same answer.
 
@@ -107,12 +124,14 @@ def decide(
         job: The resource with its last saved status.
         observation: Of the attempt that `status.backendRef` names; None where there is none.
         now: Time with a zone.
-        plan: What `make_plan` chose for the job.
+        plan: What `make_plan` chose for the job, or why nothing can be chosen. It counts only
+            where an attempt is to be opened: one that is open goes on as it was planned.
     """
-    view = _View(job.spec, job.metadata.generation, job.status, now)
+    view = _View(job.spec, job.metadata.generation, job.status, now, plan)
     if is_finished(job.status):
-        return Decision((), job.status, None)
-    status = _note_plan(job.status, plan)
+        seen = {"observed_generation": job.metadata.generation}
+        return Decision((), job.status.model_copy(update=seen), None)
+    status = job.status
     attempt = attempts.current(status)
     if attempt is None:
         return _between_attempts(view, status)
@@ -145,6 +164,16 @@ def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
     return describe(status, situation, now, job.metadata.generation)
 
 
+def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
+    """Return the status of a job whose open attempt cannot be created now.
+
+    For what others can mend: a quota, a missing right, an object of somebody else in the way. The
+    attempt stays open; look again after MENDED_SECONDS.
+    """
+    situation = Situation(Stage.BLOCKED, Reason.CREATION_FAILED, message)
+    return describe(job.status, situation, now, job.metadata.generation)
+
+
 def _note_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
     chosen = PlanStatus(
         strategy=plan.strategy.value,
@@ -160,6 +189,10 @@ def _note_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
 def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     """Nothing of the job lives: suspend, fail, wait, or open the next attempt."""
     status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": 0})})
+    if isinstance(view.plan, Refusal):
+        situation = Situation(Stage.REFUSED, view.plan.reason, view.plan.message)
+        return view.conclude(status, situation, requeue=MENDED_SECONDS)
+    status = _note_plan(status, view.plan)
     if view.spec.suspend:
         text = "suspended by spec.suspend; set it to false to go on"
         if (last := status.checkpoint.last) is not None:
@@ -272,10 +305,10 @@ def _watching(
         text = f"attempt {attempt.number} trains on {status.nodes.world_size} ranks"
         return Situation(Stage.RUNNING, Reason.TRAINING, text)
     stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
-    if runs:
+    if runs and not observation.reason:
         return Situation(stage, Reason.STARTING, f"attempt {attempt.number} starts its ranks")
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
-    return Situation(stage, Reason.PROVISIONING, text)
+    return Situation(stage, observation.reason or Reason.PROVISIONING, text)
 
 
 def _with_progress(

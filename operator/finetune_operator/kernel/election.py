@@ -1,0 +1,167 @@
+"""One leader at a time, by a Lease; the others wait.
+
+Own, as kubernetes.aio's election cannot create the Lease, ends on a refused connection, goes on
+leading while the API server hangs, and does not release. Time is the event loop's clock: what
+another replica's clock says is never compared with ours, only whether its renewal has changed.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import (
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    NotFoundError,
+)
+from finetune_operator.kube.resources import LEASES, Object
+
+log = logging.getLogger(__name__)
+
+_STANDBY_SECONDS = 1.0
+"""How often a standby looks; a takeover comes at most so long after the Lease has run out."""
+
+
+@dataclass(frozen=True)
+class LeaseOptions:
+    """Which Lease, for whom and how long; see `Settings` for the times.
+
+    Attributes:
+        identity: Holder's name. A process that starts under the name that holds the Lease leads
+            at once.
+    """
+
+    name: str
+    namespace: str
+    identity: str
+    lease_seconds: float = 15.0
+    renew_deadline_seconds: float = 10.0
+    renew_seconds: float = 2.0
+
+
+class Election:
+    """Campaigns for one Lease; call its methods on one event loop.
+
+    Attributes:
+        holder: Who held the Lease when it was last read.
+    """
+
+    def __init__(self, client: KubeClient, options: LeaseOptions) -> None:
+        self._client = client
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._leads_until = float("-inf")
+        self._seen: tuple[str, str] | None = None  # holder and renewal of another, unchanged
+        self._seen_at = 0.0  # ... since then
+        self.holder = ""
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this process may write now."""
+        return self.seconds_left() > 0
+
+    def seconds_left(self) -> float:
+        """Return how long this process may write if no renewal succeeds any more."""
+        return self._leads_until - self._loop.time()
+
+    async def acquire(self) -> None:
+        """Return when this process leads; tries for ever, whatever the API server says."""
+        while True:
+            asked = self._loop.time()
+            wait = await self._try()
+            if wait is None:
+                self._leads_until = asked + self._options.renew_deadline_seconds
+                log.info("leading", extra={"identity": self._options.identity})
+                return
+            await asyncio.sleep(wait)
+
+    async def hold(self) -> None:
+        """Renew until that has failed for the renew deadline; then this process leads no more."""
+        while True:
+            await asyncio.sleep(min(self._options.renew_seconds, max(0.0, self.seconds_left())))
+            if not self.is_leading:
+                log.warning("lost the lease", extra={"identity": self._options.identity})
+                return
+            asked = self._loop.time()
+            wait = await self._try()
+            if wait is None:
+                self._leads_until = asked + self._options.renew_deadline_seconds
+            elif self.holder not in ("", self._options.identity):
+                self._leads_until = float("-inf")
+
+    async def release(self) -> None:
+        """Give the Lease up, so that a standby need not wait for its end; call it when idle."""
+        if not self.is_leading:
+            return
+        self._leads_until = float("-inf")
+        try:
+            async with asyncio.timeout(self._options.renew_seconds):
+                lease = await self._client.get(LEASES, self._options.name, self._options.namespace)
+                if lease["spec"].get("holderIdentity") != self._options.identity:
+                    return
+                spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+                await self._client.replace(LEASES, {**lease, "spec": spec}, self._options.namespace)
+        except (ApiError, TimeoutError) as error:
+            log.warning("could not release the lease", extra={"error": str(error)})
+            return
+        log.info("released the lease", extra={"identity": self._options.identity})
+
+    async def _try(self) -> float | None:
+        """Try once to become or stay the leader; return None on success, else when to try again.
+
+        A hung API server may not take more than a part of the renew deadline for itself.
+        """
+        try:
+            async with asyncio.timeout(self._options.renew_deadline_seconds / 2):
+                return await self._take_or_renew()
+        except (AlreadyExistsError, ConflictError):
+            return _STANDBY_SECONDS  # another replica was faster
+        except (ApiError, TimeoutError) as error:
+            said = str(error) or "no answer in time"
+            log.warning("the lease cannot be renewed", extra={"error": said})
+            return _STANDBY_SECONDS
+
+    async def _take_or_renew(self) -> float | None:
+        options = self._options
+        try:
+            lease = await self._client.get(LEASES, options.name, options.namespace)
+        except NotFoundError:
+            made = {"metadata": {"name": options.name}, "spec": self._spec({})}
+            await self._client.create(LEASES, made, options.namespace)
+            self.holder = options.identity
+            return None
+        wait = self._seconds_of_another(lease)
+        if wait > 0:
+            return min(wait, _STANDBY_SECONDS)
+        await self._client.replace(
+            LEASES, {**lease, "spec": self._spec(lease["spec"])}, options.namespace
+        )
+        self.holder = options.identity
+        return None
+
+    def _seconds_of_another(self, lease: Object) -> float:
+        """Return how long the Lease is another's, counted from when we saw it renewed last."""
+        spec = lease.get("spec") or {}
+        self.holder = spec.get("holderIdentity") or ""
+        if self.holder in ("", self._options.identity):
+            return 0.0
+        seen = (self.holder, str(spec.get("renewTime")))
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._loop.time()
+        lasts = float(spec.get("leaseDurationSeconds") or self._options.lease_seconds)
+        return self._seen_at + lasts - self._loop.time()
+
+    def _spec(self, old: Object) -> Object:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        is_ours = old.get("holderIdentity") == self._options.identity
+        changes = int(old.get("leaseTransitions") or 0)
+        return {
+            "holderIdentity": self._options.identity,
+            "leaseDurationSeconds": max(1, round(self._options.lease_seconds)),
+            "acquireTime": old.get("acquireTime") if is_ours else now,
+            "renewTime": now,
+            "leaseTransitions": changes if is_ours or not old else changes + 1,
+        }

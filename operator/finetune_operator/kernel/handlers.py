@@ -1,0 +1,143 @@
+"""kopf, and nothing of ours but its decorators: events of FineTuneJobs are handed on.
+
+It runs on a thread and event loop of its own: at its end kopf cancels every task of its loop. It
+writes nothing: no annotation, no finalizer, no peering, no Event.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import kopf
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kube.config import ClusterAccess
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
+
+log = logging.getLogger(__name__)
+
+_SERVER_SECONDS = 240.0
+_STOP_SECONDS = 15.0
+
+OnEvent = Callable[[str | None, Object], None]
+"""Called with the type (`ADDED`, `MODIFIED`, `DELETED`, None from a list) and the object."""
+
+
+@dataclass(frozen=True)
+class KopfOptions:
+    """What kopf is told.
+
+    Attributes:
+        namespaces: Namespaces served; empty for all.
+        backoff: Waits between two tries, without an end: kopf would end the process with them.
+        request_seconds: Longest time for one request that is no watch.
+    """
+
+    namespaces: Sequence[str]
+    backoff: Backoff
+    request_seconds: float
+
+
+class KopfThread:
+    """One run of `kopf.operator()`; `stop` ends it, another run needs another instance.
+
+    Args:
+        access: Cluster and credentials.
+        options: What kopf is told.
+        on_event: Called on the event loop that made this object.
+    """
+
+    def __init__(self, access: ClusterAccess, options: KopfOptions, on_event: OnEvent) -> None:
+        self._access = access
+        self._options = options
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._stop = threading.Event()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
+
+    def start(self) -> None:
+        """Start to watch; events come from now on, first those of all existing objects."""
+        self._thread.start()
+
+    async def ended(self) -> None:
+        """Return when kopf has ended, whether it was asked to or gave up."""
+        await self._ended.wait()
+
+    async def stop(self) -> None:
+        """End it; no event comes afterwards."""
+        self._stop.set()
+        self._on_event = _ignore
+        if self._thread.is_alive():
+            try:
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._ended.wait()
+            except TimeoutError:
+                log.warning("kopf does not end; left alone")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._operate())
+        except Exception:
+            log.exception("kopf failed")
+        finally:
+            self._call(self._ended.set)
+
+    async def _operate(self) -> None:
+        await kopf.operator(
+            registry=self._registry(),
+            settings=self._settings(),
+            clusterwide=not self._options.namespaces,
+            namespaces=self._options.namespaces,
+            standalone=True,
+            stop_flag=self._stop,
+        )
+
+    def _registry(self) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+
+        # A sync handler that opened the session would do so on another thread, without a loop.
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            return kopf.AiohttpSession(
+                server=self._access.host,
+                aiohttp_session=aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=32, ssl=self._access.ssl_context()),
+                    headers=await self._access.headers(),
+                    read_bufsize=2**21,
+                ),
+            )
+
+        @kopf.on.event(FINE_TUNE_JOBS.group, FINE_TUNE_JOBS.plural, registry=registry)
+        async def event(event: kopf.RawEvent, **_: Any) -> None:
+            self._call(self._hand_on, event["type"], dict(event["object"]))
+
+        return registry
+
+    def _settings(self) -> kopf.OperatorSettings:
+        made = kopf.OperatorSettings()
+        made.networking.error_backoffs = self._options.backoff
+        made.networking.request_timeout = self._options.request_seconds
+        made.watching.server_timeout = _SERVER_SECONDS
+        made.watching.chunk_size = 500
+        made.queueing.idle_timeout = 0.2  # a worker task and its queue live so long after an event
+        made.scanning.disabled = True
+        made.posting.enabled = False
+        made.process.ultimate_exiting_timeout = None  # else it kills the process of the next term
+        return made
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call it on the operator's loop, which may have ended before kopf did."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _hand_on(self, kind: str | None, made: Object) -> None:
+        self._on_event(kind, made)
+
+
+def _ignore(kind: str | None, made: Object) -> None:
+    """Drop an event that was under way when the thread was stopped."""

@@ -1,0 +1,111 @@
+"""/healthz and /readyz: is this process alive, and may it be counted as a replica.
+
+Alive means that work goes on: the oldest key, and every watch, has moved within `stuck_seconds`.
+That the API server is away does not count, as a restart of this process would not bring it back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the operator says of itself.
+
+    Attributes:
+        is_leading: Whether it holds the Lease; a standby has no queue and no watches.
+        is_ready: It leads and has seen everything once, or it waits for the Lease.
+        queue: Keys that wait or are worked on.
+        oldest_seconds: How long the oldest of them has not moved.
+        silent_seconds: For each watch, since when nothing was heard and nothing asked.
+    """
+
+    is_leading: bool = False
+    is_ready: bool = False
+    queue: int = 0
+    oldest_seconds: float = 0.0
+    silent_seconds: dict[str, float] = field(default_factory=dict)
+
+    def complaints(self, stuck_seconds: float) -> list[str]:
+        """Return what stands still; empty when the process is alive."""
+        found = []
+        if self.oldest_seconds > stuck_seconds:
+            found.append(f"a job has not moved for {self.oldest_seconds:.0f} s")
+        found += [
+            f"the watch of {name} has not moved for {seconds:.0f} s"
+            for name, seconds in self.silent_seconds.items()
+            if seconds > stuck_seconds
+        ]
+        return found
+
+
+class HealthServer:
+    """Serves both pages; an async context manager.
+
+    Args:
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        stuck_seconds: When something counts as stuck.
+        look: Returns the state now.
+
+    Attributes:
+        port: Port it listens on.
+    """
+
+    def __init__(
+        self, host: str, port: int, stuck_seconds: float, look: Callable[[], Health]
+    ) -> None:
+        self.port = port
+        self._host = host
+        self._stuck_seconds = stuck_seconds
+        self._look = look
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start to serve.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        app = web.Application()
+        app.add_routes([web.get("/healthz", self._healthz), web.get("/readyz", self._readyz)])
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self.port).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        health = self._look()
+        complaints = health.complaints(self._stuck_seconds)
+        return _answer(health, complaints, is_good=not complaints)
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        health = self._look()
+        return _answer(health, [], is_good=health.is_ready)
+
+
+def _answer(health: Health, complaints: list[str], *, is_good: bool) -> web.Response:
+    body = {
+        "leading": health.is_leading,
+        "ready": health.is_ready,
+        "queue": health.queue,
+        "oldestSeconds": round(health.oldest_seconds, 3),
+        "silentSeconds": {key: round(value, 3) for key, value in health.silent_seconds.items()},
+        "complaints": complaints,
+    }
+    return web.json_response(body, status=200 if is_good else 503)

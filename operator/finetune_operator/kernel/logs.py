@@ -1,0 +1,66 @@
+"""One line a log event, as text for people or JSON for machines."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from finetune_operator.kernel.settings import LogFormat
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_NOISY = ("kopf", "aiohttp.access", "asyncio")
+
+
+def set_up(log_format: LogFormat, level: str) -> None:
+    """Send all logging to standard error in one form; kopf and aiohttp speak of trouble only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLine() if log_format is LogFormat.JSON else TextLine())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class TextLine(logging.Formatter):
+    """`TIME LEVEL message key=value`, on one line whatever the message holds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        parts = [_time(record), record.levelname, record.getMessage()]
+        parts += [f"{key}={_shown(value)}" for key, value in _fields(self, record).items()]
+        return " ".join(parts).replace("\n", "\\n")
+
+
+class JsonLine(logging.Formatter):
+    """An object with time, level, logger, message and the fields of the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(self, record),
+        }
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def _fields(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str, Any]:
+    """Return what the caller passed as `extra`, and the traceback of an exception."""
+    found = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    # What kopf adds to each of its records for its own formatters.
+    fields = {key: value for key, value in found.items() if not key.startswith(("k8s_", "_"))}
+    if record.exc_info:
+        fields["exception"] = formatter.formatException(record.exc_info)
+    return fields
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if " " in text or not text else text

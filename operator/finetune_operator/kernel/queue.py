@@ -1,0 +1,112 @@
+"""The work queue: each key at most once, and never in two hands.
+
+Handlers and watches add keys, workers take them. What comes while a key is worked on makes it come
+again afterwards. Lives on one event loop; its time is the loop's.
+"""
+
+import asyncio
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kube.cache import Key
+
+
+class WorkQueue:
+    """Keys that want to be looked at.
+
+    Args:
+        backoff: How long a key waits after failures.
+    """
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
+        self._loop = asyncio.get_running_loop()
+        self._filled = asyncio.Event()
+        self._ready: dict[Key, float] = {}  # since when; in the order they are taken
+        self._taken: dict[Key, float] = {}
+        self._again: set[Key] = set()
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._failures: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        """Count the keys that wait for a worker or are in its hands, not those that sleep."""
+        return len(self._ready) + len(self._taken)
+
+    @property
+    def oldest_seconds(self) -> float:
+        """How long the oldest of them has waited, or been worked on; 0 where there is none."""
+        since = [*self._ready.values(), *self._taken.values()]
+        return self._loop.time() - min(since) if since else 0.0
+
+    def add(self, key: Key) -> None:
+        """Have the key looked at, now or after the look that is under way."""
+        if key in self._taken:
+            self._again.add(key)
+        elif key not in self._ready:
+            self._ready[key] = self._loop.time()
+            self._filled.set()
+
+    def add_after(self, key: Key, seconds: float) -> None:
+        """Have the key looked at in so long; the earliest of several wins."""
+        if seconds <= 0:
+            self.add(key)
+            return
+        there = self._timers.get(key)
+        if there is not None:
+            if there.when() <= self._loop.time() + seconds:
+                return
+            there.cancel()
+        self._timers[key] = self._loop.call_later(seconds, self._ring, key)
+
+    async def take(self) -> Key:
+        """Return the key that waits longest; the caller must say `done` or `failed`."""
+        while not self._ready:
+            self._filled.clear()
+            await self._filled.wait()
+        key = next(iter(self._ready))
+        del self._ready[key]
+        self._taken[key] = self._loop.time()
+        self._stop_timer(key)
+        return key
+
+    def done(self, key: Key, again_in_seconds: float | None = None) -> None:
+        """Give a key back after a look that succeeded; only now may it be taken again."""
+        self._failures.pop(key, None)
+        self._give_back(key)
+        if again_in_seconds is not None:
+            self.add_after(key, again_in_seconds)
+
+    def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
+        """Give a key back after a failure; return how long it sleeps.
+
+        Events that came meanwhile wait with it: they may be the failure's own echo.
+        """
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        self._again.discard(key)
+        self._give_back(key)
+        seconds = max(self._backoff.seconds(failures), at_least_seconds)
+        self.add_after(key, seconds)
+        return seconds
+
+    def failures(self, key: Key) -> int:
+        """Return how often in a row the key has failed."""
+        return self._failures.get(key, 0)
+
+    def close(self) -> None:
+        """Stop every timer; nothing wakes any more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _give_back(self, key: Key) -> None:
+        del self._taken[key]
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+
+    def _ring(self, key: Key) -> None:
+        self._timers.pop(key, None)
+        self.add(key)
+
+    def _stop_timer(self, key: Key) -> None:
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()

@@ -1,0 +1,212 @@
+"""Keep the caches of children filled: one LIST, then a watch, for ever.
+
+Not kopf's: that one parses and dispatches every pod of the cluster, and loses deletions across a
+list that follows a gap. Here a label selects on the server, a few fields are kept, and each list
+corrects the whole cache.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kube.cache import Key, ObjectCache, job_key_of
+from finetune_operator.kube.client import KubeClient, Trim
+from finetune_operator.kube.errors import ApiError, GoneError, NotFoundError
+from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_operator.kube.resources import (
+    CONFIG_MAPS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    NODES,
+    PODS,
+    SERVICES,
+    Object,
+    Resource,
+)
+
+log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.1  # between a watch that ended as it should and the next
+_METADATA = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "labels",
+    "annotations",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "ownerReferences",
+)
+
+
+def _kept(source: Mapping[str, Any], *names: str) -> Object:
+    return {name: source[name] for name in names if name in source}
+
+
+def trim_metadata(made: Object) -> Object:
+    """Keep everything but managedFields."""
+    metadata = {key: value for key, value in made["metadata"].items() if key != "managedFields"}
+    return {**made, "metadata": metadata}
+
+
+def trim_pod(made: Object) -> Object:
+    """Keep of a pod who it is, where it is and how it is."""
+    spec = _kept(made.get("spec", {}), "nodeName", "containers")
+    names = [_kept(one, "name") for one in spec.pop("containers", ())]
+    return {
+        "metadata": _kept(made["metadata"], *_METADATA),
+        "spec": {**spec, "containers": names},
+        "status": made.get("status", {}),
+    }
+
+
+def trim_job(made: Object) -> Object:
+    """Keep of a batch Job who it is, its size and its status."""
+    return {
+        "metadata": _kept(made["metadata"], *_METADATA),
+        "spec": _kept(made.get("spec", {}), "suspend", "parallelism", "completions"),
+        "status": made.get("status", {}),
+    }
+
+
+def trim_node(made: Object) -> Object:
+    """Keep of a node its labels, taints and conditions."""
+    return {
+        "metadata": _kept(made["metadata"], *_METADATA),
+        "spec": _kept(made.get("spec", {}), "taints", "unschedulable"),
+        "status": _kept(made.get("status", {}), "conditions"),
+    }
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How one kind is watched.
+
+    Attributes:
+        selector: Label selector; None where objects of the kind belong to no single job.
+        trim: What is kept of an object.
+    """
+
+    resource: Resource
+    selector: str | None = JOB_UID_LABEL
+    trim: Trim = trim_metadata
+
+
+WATCHED: Mapping[str, Watched] = {
+    "batch/v1/Job": Watched(JOBS, trim=trim_job),
+    "v1/Pod": Watched(PODS, trim=trim_pod),
+    "v1/Service": Watched(SERVICES),
+    "v1/ConfigMap": Watched(CONFIG_MAPS),
+    "v1/Node": Watched(NODES, None, trim_node),
+    "finetune.dev/v1alpha1/FineTuneProfile": Watched(FINE_TUNE_PROFILES, None),
+}
+"""Kinds a backend may name in its `watches`."""
+
+
+class KindWatch:
+    """Keeps one cache filled from one namespace, or from all.
+
+    Args:
+        client: Who asks.
+        watched: What is watched.
+        cache: What is filled.
+        wake: Called with the job of each object that changed; None for a kind without jobs.
+        on_gap: Called when a watch broke, as events may be lost, also those of other watches.
+        namespace: Only this one; None for all.
+        backoff: Waits between two tries.
+
+    Attributes:
+        is_synced: Whether the first list is done.
+        heard_at: When the server last said something, or was last asked, on the loop's clock.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        watched: Watched,
+        cache: ObjectCache,
+        *,
+        wake: Callable[[Key | None], None],
+        on_gap: Callable[[], None],
+        namespace: str | None,
+        backoff: Backoff,
+    ) -> None:
+        self.watched = watched
+        self.namespace = namespace
+        self.is_synced = asyncio.Event()
+        self.heard_at = asyncio.get_running_loop().time()
+        self._client = client
+        self._cache = cache
+        self._wake = wake
+        self._on_gap = on_gap
+        self._backoff = backoff
+        self._version: str | None = None
+
+    async def run(self) -> None:
+        """List and watch until cancelled; a failure is followed by another try."""
+        failures = 0
+        while True:
+            try:
+                if self._version is None:
+                    await self._list()
+                async for event in self._client.watch(
+                    self.watched.resource,
+                    self.namespace,
+                    resource_version=self._version or "",
+                    label_selector=self.watched.selector,
+                ):
+                    failures = 0
+                    self._hear()
+                    self._take_in(event.type, event.object)
+                self._hear()
+            except GoneError:
+                failures += 1
+                self._version = None
+                self._on_gap()
+            except NotFoundError:
+                failures += 1
+                self._version = None
+                self.is_synced.set()  # a kind that is not installed has no objects
+            except ApiError as error:
+                failures += 1
+                log.warning(
+                    "watch broke",
+                    extra={"resource": str(self.watched.resource), "error": str(error)},
+                )
+                self._on_gap()
+            await asyncio.sleep(self._backoff.seconds(failures) if failures else _PAUSE_SECONDS)
+            self._hear()
+
+    async def _list(self) -> None:
+        listing = await self._client.list(
+            self.watched.resource,
+            self.namespace,
+            label_selector=self.watched.selector,
+            trim=self.watched.trim,
+        )
+        changed = self._cache.replace(listing.items, listing.resource_version, self.namespace)
+        self._version = listing.resource_version
+        self._hear()
+        for job in _jobs_of(changed):
+            self._wake(job)
+        self.is_synced.set()
+
+    def _take_in(self, kind: str, made: Object) -> None:
+        self._version = made["metadata"]["resourceVersion"]
+        if kind == "BOOKMARK":
+            return
+        kept = self.watched.trim(made)
+        changed = self._cache.remove(kept) if kind == "DELETED" else self._cache.put(kept)
+        if changed:
+            self._wake(job_key_of(kept))
+
+    def _hear(self) -> None:
+        self.heard_at = asyncio.get_running_loop().time()
+
+
+def _jobs_of(objects: Iterable[Object]) -> Iterable[Key | None]:
+    return dict.fromkeys(job_key_of(one) for one in objects)
