@@ -353,9 +353,12 @@ class CheckpointStore:
     def _sentence(self, step: int, error: Exception) -> str:
         before = f"step {self.last.step}" if self.last else "none"
         reason = str(error) if isinstance(error, RankError) else describe(error)
+        advice = f"; make room in {self._root} or lower spec.checkpoint.keep"
+        if isinstance(error, RuntimeError):  # a rank was lost, which says enough by itself
+            advice = ""
         return (
             f"the checkpoint of step {step} was not written ({reason}); the last committed one "
-            f"is {before}; make room in {self._root} or lower spec.checkpoint.keep"
+            f"is {before}{advice}"
         )
 
     def _take_unreported(self) -> CheckpointRef | None:
