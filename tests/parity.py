@@ -274,6 +274,11 @@ def train_steps(
     return losses, norms
 
 
+def inputs_of(case: Case, step: int) -> dict[str, Tensor]:
+    """Return the loss module's arguments for all rows of a step at once."""
+    return loss_inputs(_collate(case.rows_of(case, step)), torch.device("cpu"))
+
+
 def _collate(rows: Sequence[Row]) -> MicroBatch:
     width = max(len(tokens) for tokens, _ in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
