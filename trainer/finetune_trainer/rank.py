@@ -63,6 +63,10 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         check_writable(config.run_dir, config.checkpoint.dir, config.output.dir)
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
+    strategy = create(config, world)
+    alone = single_process_warning(config)
+    if alone is not None:
+        telemetry.warn(alone)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
@@ -71,10 +75,6 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     _tell_data(config, telemetry, plan, dataset, held_out)
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
-    strategy = create(config, world)
-    alone = single_process_warning(config)
-    if alone is not None:
-        telemetry.warn(alone)
     strategy.prepare(module)
     is_gpu = world.device.type == "cuda"
     patience = Patience(config.training.early_stopping)
