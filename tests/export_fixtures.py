@@ -1,7 +1,7 @@
 """A tiny model with trained-looking adapters, and the configuration it would be exported with."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.config import (
     CheckpointConfig,
@@ -17,6 +17,9 @@ from finetune_trainer.config import (
     TrainConfig,
     TrainingConfig,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 PROGRESS = Progress(
     step=30,
@@ -67,3 +70,22 @@ def trained_model(config: TrainConfig, *, strength: float = 0.02, seed: int = 0)
         if "lora_B" in name or "trainable_tokens_delta" in name:
             torch.nn.init.normal_(parameter, std=strength)
     return model
+
+
+def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainConfig]) -> None:
+    """Export each model as its strategy hands it over, before any step."""
+    from finetune_trainer.export import export
+    from finetune_trainer.model.load import load_tokenizer
+    from finetune_trainer.model.loss import CausalLoss
+    from finetune_trainer.strategies import create
+    from parity import world_of
+
+    world = world_of(group)
+    for config in configs:
+        strategy = create(config, world)
+        strategy.prepare(CausalLoss(trained_model(config)))
+        whole = strategy.whole_model()
+        if whole is not None:
+            tokenizer = load_tokenizer(config.model)
+            export(whole, tokenizer, config, progress=PROGRESS, warn=print)
+        group.barrier().wait()

@@ -85,7 +85,8 @@ def full_weight(module: "nn.Module", name: str) -> "Tensor":
     if parameter.dtype == torch.int8:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
-        owner: Any = module.weight if module.state.SCB is None else module.state  # after a forward
+        layer: Any = module
+        owner = layer.weight if layer.state.SCB is None else layer.state  # since its first forward
         whole = int8_vectorwise_dequant(parameter, owner.SCB)
         return whole
     return parameter
