@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import bounds_as_mask, isolate_documents
@@ -89,13 +90,40 @@ def test_the_documents_attention_is_chosen_where_a_kernel_serves(device, dtype, 
     assert (model.config._attn_implementation == "documents") == is_chosen
 
 
-def test_the_gpu_kernel_takes_the_arguments_it_is_given():
-    import inspect
+class Kernels(TorchDispatchMode):
+    """Note the kernels of attention that are called, with their windows."""
 
-    from torch.nn.attention.varlen import varlen_attn
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
-    names = set(inspect.signature(varlen_attn).parameters)
-    assert names >= {"cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"}
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().rpartition("::")[2]
+        if "attn" in name or "attention" in name:
+            values = [*args, *(kwargs or {}).values()]
+            self.calls.append((name, *(value for value in values if isinstance(value, list))))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("llama", [-1, 0]), ("mistral with a window", [3, 0])]
+)
+def test_off_the_cpu_one_kernel_a_layer_attends_in_all_documents(name, window):
+    """Only shapes are computed, so this needs no GPU."""
+    batch = pack([(9, 7, 5), (4, 8, 9)])
+    bounds = loss_inputs(batch, CPU)["cu_seq_lens"]
+    with torch.device("meta"):
+        model = family(name).to(torch.bfloat16)
+    assert isolate_documents(model, torch.device("cuda"), torch.bfloat16)
+    with Kernels() as kernels:
+        model(
+            input_ids=batch.input_ids.to("meta"),
+            position_ids=batch.position_ids.to("meta"),
+            attention_mask=bounds_as_mask(bounds.to("meta")),
+            use_cache=False,
+        ).logits.sum().backward()
+    names = ["_varlen_attn", "_varlen_attn", "_varlen_attn_backward", "_varlen_attn_backward"]
+    assert kernels.calls == [(name, window) for name in names]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -91,14 +91,15 @@ def _attend(
     batch, _, length, _ = query.shape
     # Positions may have widened query and key alone, which kernels refuse. On a CPU torch's bf16
     # attention takes three times as long as its fp32 one (documents of 60 tokens, Zen 4).
-    dtype = value.dtype if query.is_cuda else torch.promote_types(value.dtype, torch.float32)
+    on_cpu = query.device.type == "cpu"
+    dtype = torch.promote_types(value.dtype, torch.float32) if on_cpu else value.dtype
     rows = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     bounds, window = attention_mask.flatten(), kwargs.get("sliding_window") or 0
-    if query.is_cuda:
-        output = _attend_at_once(rows, bounds, length, window, scaling)
-    else:
+    if on_cpu:
         with torch.autocast("cpu", enabled=False):
             output = _attend_each(rows, bounds, window, dropout, scaling)
+    else:
+        output = _attend_at_once(rows, bounds, length, window, scaling)
     return output.to(value.dtype).view(batch, length, *output.shape[1:]), None
 
 

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 # Logits alive at a time. On a GPU a product of few rows would leave it idle.
-_MAX_LOGITS = {"cpu": 2**23, "cuda": 2**28}
+_MAX_LOGITS = 2**28
+_MAX_LOGITS_ON_CPU = 2**23
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def linear_cross_entropy(
 
     Gradients are made in the forward pass, as the logits are at hand only there.
     """
-    rows = max(1, (max_logits or _MAX_LOGITS[hidden.device.type]) // weight.shape[0])
+    usual = _MAX_LOGITS_ON_CPU if hidden.device.type == "cpu" else _MAX_LOGITS
+    rows = max(1, (max_logits or usual) // weight.shape[0])
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, form, rows, torch.is_grad_enabled()
     )

@@ -1,0 +1,124 @@
+"""What a model is prepared with besides attention: compiled layers, liger, float8."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.attention import isolate_documents
+from finetune_trainer.model.loss import CausalLoss, loss_inputs
+from finetune_trainer.model.prepare import (
+    compile_layers,
+    decoder_layers,
+    prepare_model,
+    use_float8,
+)
+from launches import train_config
+from model_families import family, pack
+
+CPU = torch.device("cpu")
+BATCH = pack([(9, 7, 5)], width=24)
+
+
+def one_step(model, batch=BATCH):
+    module = CausalLoss(model)
+    module.zero_grad()
+    loss = module(**loss_inputs(batch, CPU))
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+# Dynamo looks at .grad of every tensor that it meets, and torch warns it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_give_the_same_gradients_and_packs_share_one_graph():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    expected = one_step(family("llama"))
+    model, counter = family("llama", num_hidden_layers=4), CompileCounterWithBackend("aot_eager")
+    compile_layers(model, CPU, backend=counter)
+    for packs in ([(9, 7, 5)], [(4, 4, 4, 4)], [(20,)], [(3, 3, 9)]):
+        one_step(model, pack(packs, width=24))
+    assert counter.frame_count <= 2  # one kind of layer, whatever the documents
+    model = family("llama")
+    compile_layers(model, CPU, backend="aot_eager")
+    torch.testing.assert_close(one_step(model), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_decoder_layers_are_found_in_any_family_and_under_adapters(name):
+    model = family(name)
+    assert len(decoder_layers(model)) == 2
+    targets = ["c_attn"] if name == "gpt2" else ["q_proj"]
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=name == "gpt2")
+    assert len(decoder_layers(get_peft_model(model, lora).get_base_model())) == 2
+
+
+def test_a_model_without_a_list_of_layers_is_refused():
+    with pytest.raises(ConfigError, match=r"^spec.training.compile cannot find .* of Linear"):
+        decoder_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        pytest.param({"liger": True}, r"^spec.training.liger needs a GPU", id="liger"),
+        pytest.param({"float8": True}, r"^spec.training.float8 needs a GPU", id="float8"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_on_a_cpu(training, said, tmp_path):
+    config = train_config(tmp_path, training=training)
+    with pytest.raises(ConfigError, match=said):
+        prepare_model(family("llama"), config, CPU, lambda: BATCH)
+
+
+def test_float8_is_refused_for_adapters(tmp_path):
+    config = train_config(
+        tmp_path,
+        training={"float8": True},
+        method={"type": "lora", "lora": {}},
+        output={"format": "adapter"},
+    )
+    with pytest.raises(ConfigError, match=r"^spec.training.float8 needs spec.method.type full"):
+        prepare_model(family("llama"), config, CPU, lambda: BATCH)
+
+
+def test_float8_replaces_the_linear_layers_of_decoder_layers_alone():
+    from torchao.float8.float8_linear import Float8Linear
+
+    module = CausalLoss(family("llama", hidden_size=64, seed=3))
+    names = [n for n, m in module.named_modules() if type(m) is torch.nn.Linear]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.div_(8)  # back to weights as models have them
+    use_float8(module, loss_inputs(BATCH, CPU), CPU, emulate=True)
+    replaced = [n for n, m in module.named_modules() if isinstance(m, Float8Linear)]
+    assert replaced == names
+    assert len(replaced) == 14
+
+
+def test_float8_that_changes_the_loss_is_refused_with_how_much():
+    module = CausalLoss(family("llama", hidden_size=64, seed=3))
+    with pytest.raises(
+        ConfigError, match=r"^spec.training.float8 changes the first batch's loss by [\d.]+%, more"
+    ):
+        use_float8(module, loss_inputs(BATCH, CPU), CPU, emulate=True)
+
+
+def test_adapters_take_inputs_as_they_are_only_where_autocast_narrows_them(tmp_path):
+    for precision, is_widened in (("bf16", False), ("fp32", True)):
+        config = train_config(tmp_path, training={"precision": precision})
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+        model = get_peft_model(family("llama"), lora)
+        prepare_model(model, config, CPU, lambda: BATCH)
+        layer = model.get_base_model().model.layers[0].self_attn.q_proj
+        assert layer.cast_input_dtype_enabled == is_widened
+
+
+# What torch imports for its own compiler is deprecated by torch.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_documents_attention_yields_to_compilation_on_a_cpu(tmp_path):
+    config = train_config(tmp_path, training={"compile": True})
+    model = family("llama")
+    prepare_model(model, config, CPU, lambda: BATCH)
+    assert model.config._attn_implementation == "sdpa"
+    assert isolate_documents(family("llama"), CPU, torch.float32)
