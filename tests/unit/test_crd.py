@@ -9,18 +9,31 @@ import yaml
 from pydantic import Field
 from typer.testing import CliRunner
 
-from finetune_operator.api.crd import crd_yaml, custom_resource_definition
+from finetune_operator.api.crd import (
+    crd_files,
+    crd_yaml,
+    custom_resource_definition,
+    profile_definition,
+)
 from finetune_operator.api.openapi import Schema, object_schema
 from finetune_operator.api.schema import ABOVE_ZERO, ApiModel, Rule
 from finetune_operator.cli.app import app
 
-SHIPPED = Path(__file__).parents[2] / "crds" / "finetunejobs.yaml"
+SHIPPED = Path(__file__).parents[2] / "crds"
+
+
+def schema_of(definition: dict[str, Any]) -> Schema:
+    made: Schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return made
 
 
 def schema() -> Schema:
-    version = custom_resource_definition()["spec"]["versions"][0]
-    made: Schema = version["schema"]["openAPIV3Schema"]
-    return made
+    return schema_of(custom_resource_definition())
+
+
+def both() -> list[tuple[str, Schema]]:
+    """Every node of both kinds."""
+    return [*nodes(schema()), *nodes(schema_of(profile_definition()))]
 
 
 def nodes(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
@@ -32,19 +45,24 @@ def nodes(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
             yield from nodes(node[key], path + suffix)
 
 
-def test_shipped_crd_is_what_the_models_say() -> None:
-    assert SHIPPED.read_text() == crd_yaml(), "run: ftctl crd --write crds/finetunejobs.yaml"
+def test_shipped_crds_are_what_the_models_say() -> None:
+    shipped = {file.name: file.read_text() for file in sorted(SHIPPED.glob("*.yaml"))}
+    assert shipped == crd_files(), "run: ftctl crd --write crds"
 
 
-def test_crd_is_the_same_each_time_it_is_made() -> None:
-    assert crd_yaml() == crd_yaml()
+def test_crds_are_the_same_each_time_they_are_made() -> None:
+    assert crd_files() == crd_files()
 
 
-def test_ftctl_crd_prints_it_and_writes_it(tmp_path: Path) -> None:
-    file = tmp_path / "crd.yaml"
+def test_ftctl_crd_prints_them_and_writes_a_file_each(tmp_path: Path) -> None:
+    folder = tmp_path / "crds"
     printed = CliRunner().invoke(app, ["crd"])
-    written = CliRunner().invoke(app, ["crd", "--write", str(file)])
-    assert printed.stdout == file.read_text() == crd_yaml()
+    written = CliRunner().invoke(app, ["crd", "--write", str(folder)])
+    texts = crd_files()
+    assert {file.name: file.read_text() for file in folder.iterdir()} == texts
+    assert list(yaml.safe_load_all(printed.stdout)) == [
+        yaml.safe_load(one) for one in texts.values()
+    ]
     assert written.exit_code == 0
 
 
@@ -52,7 +70,7 @@ def test_every_string_list_and_map_has_an_upper_bound() -> None:
     bound = {"string": "maxLength", "array": "maxItems"}
     metadata = ("apiVersion", "kind", "metadata")
     unbounded = []
-    for path, node in nodes(schema()):
+    for path, node in both():
         is_map = node.get("type") == "object" and "properties" not in node
         needed = "maxProperties" if is_map else bound.get(node.get("type", ""))
         if needed and needed not in node and "enum" not in node and path not in metadata:
@@ -84,10 +102,13 @@ def test_no_minimum_is_a_fraction_as_the_api_server_cuts_it_for_whole_values() -
     assert {path for path, minimum in minimums.items() if minimum != int(minimum)} == set()
 
 
-def test_every_field_of_the_spec_has_a_description() -> None:
+@pytest.mark.parametrize(
+    "definition", [custom_resource_definition(), profile_definition()], ids=["job", "profile"]
+)
+def test_every_field_of_the_spec_has_a_description(definition: dict[str, Any]) -> None:
     fields = [
         (f"{path}.{key}", inner)
-        for path, node in nodes(schema()["properties"]["spec"])
+        for path, node in nodes(schema_of(definition)["properties"]["spec"])
         for key, inner in node.get("properties", {}).items()
     ]
     assert [path for path, node in fields if not node.get("description")] == []
@@ -223,4 +244,5 @@ def test_converter_refuses_what_has_no_structural_form(annotation: Any) -> None:
 
 
 def test_the_yaml_reads_back_as_the_object() -> None:
-    assert yaml.safe_load(crd_yaml()) == custom_resource_definition()
+    for definition in (custom_resource_definition(), profile_definition()):
+        assert yaml.safe_load(crd_yaml(definition)) == definition

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, made from the models; `crds/finetunejobs.yaml` is its text.
+"""The CustomResourceDefinitions, made from the models; the files of `crds/` are their text.
 
 Structural, so without `$ref`, `anyOf` for null or `const`: what `model_json_schema` writes is
 refused by the API server. `openapi.py` converts the models; here stands what is not in them.
@@ -10,9 +10,18 @@ from typing import Any
 import yaml
 
 from finetune_operator.api.openapi import DETAIL, Schema, field_schema, with_rules
-from finetune_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, FineTuneJob
+from finetune_operator.api.v1alpha1 import (
+    GROUP,
+    KIND,
+    PLURAL,
+    PROFILE_KIND,
+    PROFILE_PLURAL,
+    VERSION,
+    FineTuneJob,
+    FineTuneProfile,
+)
 
-HEADER = "# Generated from the models: ftctl crd --write crds/finetunejobs.yaml\n"
+HEADER = "# Generated from the models: ftctl crd --write crds\n---\n"
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,12 @@ COLUMNS = (
     PrinterColumn("Reason", '.status.conditions[?(@.type=="Ready")].reason', wide=True),
 )
 
+PROFILE_COLUMNS = (
+    PrinterColumn("Image", ".spec.image"),
+    PrinterColumn("Namespaces", ".spec.allow.namespaces"),
+    PrinterColumn("Max-nodes", ".spec.allow.maxNodes", "integer"),
+    PrinterColumn("Age", ".metadata.creationTimestamp", "date"),
+)
 
 _NAME: Schema = {"type": "string", "maxLength": 253}  # a bound on the cost of the rule about it
 
@@ -77,6 +92,21 @@ def job_schema() -> Schema:
     return with_rules(schema, FineTuneJob.cel_rules)
 
 
+def profile_schema() -> Schema:
+    """Return the structural schema of a FineTuneProfile."""
+    return {
+        "description": "A blueprint for jobs of the aks backend.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": field_schema(FineTuneProfile, "spec"),
+        },
+    }
+
+
 def _without_details(part: Any) -> Any:
     """Leave out what only `ftctl` reads."""
     if isinstance(part, dict):
@@ -88,11 +118,9 @@ def _without_details(part: Any) -> Any:
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """Return the CRD as the object `kubectl apply` takes."""
+    """Return the CRD of FineTuneJob as the object `kubectl apply` takes."""
     version = {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
+        **_version(job_schema(), COLUMNS),
         "subresources": {
             "status": {},
             "scale": {
@@ -100,31 +128,52 @@ def custom_resource_definition() -> dict[str, Any]:
                 "statusReplicasPath": ".status.nodes.desired",
             },
         },
-        "additionalPrinterColumns": [column.to_object() for column in COLUMNS],
-        "schema": {"openAPIV3Schema": _without_details(job_schema())},
     }
+    names = {"kind": KIND, "plural": PLURAL, "shortNames": ["ftj"], "categories": ["all", "ai"]}
+    return _definition(names, "Namespaced", version)
+
+
+def profile_definition() -> dict[str, Any]:
+    """Return the CRD of FineTuneProfile."""
+    names = {
+        "kind": PROFILE_KIND,
+        "plural": PROFILE_PLURAL,
+        "shortNames": ["ftp"],
+        "categories": ["ai"],
+    }
+    return _definition(names, "Cluster", _version(profile_schema(), PROFILE_COLUMNS))
+
+
+def _version(schema: Schema, columns: tuple[PrinterColumn, ...]) -> dict[str, Any]:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "additionalPrinterColumns": [column.to_object() for column in columns],
+        "schema": {"openAPIV3Schema": _without_details(schema)},
+    }
+
+
+def _definition(names: dict[str, Any], scope: str, version: dict[str, Any]) -> dict[str, Any]:
+    kind, plural = names["kind"], names["plural"]
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "metadata": {"name": f"{plural}.{GROUP}"},
         "spec": {
             "group": GROUP,
-            "scope": "Namespaced",
-            "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": KIND.lower(),
-                "shortNames": ["ftj"],
-                "categories": ["all", "ai"],
-            },
+            "scope": scope,
+            "names": {**names, "listKind": f"{kind}List", "singular": kind.lower()},
             "versions": [version],
         },
     }
 
 
-def crd_yaml() -> str:
-    """Return the text of `crds/finetunejobs.yaml`; the same models give the same text."""
+def crd_yaml(definition: dict[str, Any]) -> str:
+    """Return the text of a CRD; the same models give the same text.
+
+    It opens as a document of its own, so texts may simply follow each other.
+    """
 
     class Dumper(yaml.SafeDumper):
         """Writes equal parts out in full: an anchor in a CRD helps no reader."""
@@ -132,7 +181,11 @@ def crd_yaml() -> str:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    text: str = yaml.dump(
-        custom_resource_definition(), Dumper=Dumper, sort_keys=False, width=96, allow_unicode=True
-    )
+    text: str = yaml.dump(definition, Dumper=Dumper, sort_keys=False, width=96, allow_unicode=True)
     return HEADER + text
+
+
+def crd_files() -> dict[str, str]:
+    """Return the text of every file of `crds/`, by name and in its order."""
+    definitions = (custom_resource_definition(), profile_definition())
+    return {f"{one['spec']['names']['plural']}.yaml": crd_yaml(one) for one in definitions}

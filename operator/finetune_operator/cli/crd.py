@@ -1,4 +1,4 @@
-"""`ftctl crd`: the CustomResourceDefinition as text, for kubectl and for `crds/`."""
+"""`ftctl crd`: the CustomResourceDefinitions as text, for kubectl and for `crds/`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,21 +11,25 @@ from finetune_operator.errors import FineTuneError
 def crd(
     write: Annotated[
         Path | None,
-        typer.Option("--write", "-o", metavar="FILE", help="Write here instead of printing."),
+        typer.Option(
+            "--write", "-o", metavar="FOLDER", help="Write a file each instead of printing."
+        ),
     ] = None,
 ) -> None:
-    """Print the CustomResourceDefinition of FineTuneJob, or write it to a file.
+    """Print the CustomResourceDefinitions of FineTuneJob and FineTuneProfile, or write them.
 
-    Apply it with: ftctl crd | kubectl apply -f -
+    Apply them with: ftctl crd | kubectl apply -f -
     """
-    from finetune_operator.api.crd import crd_yaml
+    from finetune_operator.api.crd import crd_files
 
-    text = crd_yaml()
-    if write is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        write.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FineTuneError(f"{write} cannot be written ({error.strerror})") from error
-    typer.echo(f"wrote {write}", err=True)
+    for name, text in crd_files().items():
+        if write is None:
+            typer.echo(text, nl=False)
+            continue
+        file = write / name
+        try:
+            write.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FineTuneError(f"{file} cannot be written ({error.strerror})") from error
+        typer.echo(f"wrote {file}", err=True)

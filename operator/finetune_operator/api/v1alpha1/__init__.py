@@ -1,12 +1,15 @@
-"""`finetune.dev/v1alpha1`: the models are the source, `crds/finetunejobs.yaml` is generated."""
+"""`finetune.dev/v1alpha1`: the models are the source, what is in `crds/` is generated."""
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec, ObjectMeta
+from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
 KIND = "FineTuneJob"
 PLURAL = "finetunejobs"
+PROFILE_KIND = "FineTuneProfile"
+PROFILE_PLURAL = "finetuneprofiles"
 API_VERSION = f"{GROUP}/{VERSION}"
 
 __all__ = [
@@ -14,9 +17,13 @@ __all__ = [
     "GROUP",
     "KIND",
     "PLURAL",
+    "PROFILE_KIND",
+    "PROFILE_PLURAL",
     "VERSION",
     "FineTuneJob",
     "FineTuneJobSpec",
     "FineTuneJobStatus",
+    "FineTuneProfile",
+    "FineTuneProfileSpec",
     "ObjectMeta",
 ]

@@ -82,8 +82,19 @@ class TopologySpec(ApiModel):
 class AksSpec(ApiModel):
     """Settings of the aks backend."""
 
-    profile: Name | None = Field(
-        None, description="FineTuneProfile that says which image, volumes and node pools to use."
+    profile: Name = Field(
+        "default",
+        description="FineTuneProfile that says which image, volumes and node pools to use.",
+    )
+    service_account_name: Name | None = Field(
+        None,
+        description="Service account of the pods, of those that the profile allows; absent means "
+        "the profile's.",
+    )
+    image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        None,
+        description="Image of the trainer, of those that the profile allows; absent means the "
+        "profile's.",
     )
 
 

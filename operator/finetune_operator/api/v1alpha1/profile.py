@@ -1,0 +1,226 @@
+"""`FineTuneProfile`: what a cluster's administrator settles for all jobs of the aks backend.
+
+Cluster-scoped. A job names a profile and gets its image, volumes and node pools; `allow` says who
+may do so and what such a job may name besides. Whoever may create a FineTuneJob but no Pod must
+not reach more through it, so everything that is not allowed here is refused.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.v1alpha1.job import ObjectMeta
+from finetune_operator.api.v1alpha1.topology import Name
+from finetune_operator.api.v1alpha1.training import INT32_MAX
+
+Pattern = Annotated[str, Field(min_length=1, max_length=512)]
+Patterns = Annotated[list[Pattern], Field(max_length=256)]
+Text = Annotated[str, Field(max_length=4096)]
+Path = Annotated[
+    str,
+    Field(min_length=1, max_length=1024),
+    Rule("self.startsWith('/')", "must be an absolute path; write it from /"),
+]
+Quantity = Annotated[
+    str,
+    Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", max_length=32),
+]
+ResourceName = Annotated[str, Field(min_length=1, max_length=317)]
+UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]
+
+
+class Toleration(ApiModel):
+    """A taint that the pods put up with, as in a PodSpec."""
+
+    key: Annotated[str, Field(max_length=317)] | None = Field(None, description="Key of the taint.")
+    operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=16)] = Field(
+        "Equal", description="Equal compares value, Exists takes any."
+    )
+    value: Annotated[str, Field(max_length=63)] | None = Field(
+        None, description="Value of the taint."
+    )
+    effect: Annotated[str, Field(pattern="^No(Schedule|Execute)$", max_length=16)] | None = Field(
+        None, description="NoSchedule or NoExecute; absent means both."
+    )
+
+
+class NodeSettings(ApiModel):
+    """Which nodes the pods are for."""
+
+    agent_pools: Annotated[list[Name], Field(max_length=64)] = Field(
+        [], description="AKS node pools, by name; empty means any."
+    )
+    instance_types: Annotated[list[Name], Field(max_length=64)] = Field(
+        [], description="VM sizes; a job may name one of them. Empty means any."
+    )
+    selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=64)] = (
+        Field({}, description="Labels that a node must have.")
+    )
+    tolerations: Annotated[list[Toleration], Field(max_length=64)] = Field(
+        [],
+        description="Taints the pods tolerate, besides those of spot pools and, with GPUs, "
+        "sku=gpu and nvidia.com/gpu.",
+    )
+    topology_key: Annotated[str, Field(max_length=317)] = Field(
+        "topology.kubernetes.io/zone",
+        description="Label whose value the nodes of one job share under placement pack: zone, or "
+        "proximity placement group. Empty leaves it to the scheduler.",
+    )
+
+
+class RdmaResource(ApiModel):
+    """The resource by which a pod gets InfiniBand; its name differs by how the plugin is set up."""
+
+    name: ResourceName = Field("rdma/ib", description="Name, such as rdma/ib or rdma/shared_ib.")
+    count: Annotated[int, Field(ge=1, le=64)] = Field(1, description="How many each pod asks for.")
+
+
+class ResourceSettings(ApiModel):
+    """What each pod asks of its node."""
+
+    cpu: Quantity | None = Field(None, description="CPU request, such as 8 or 500m.")
+    memory: Quantity | None = Field(
+        None, description="Memory request and limit; shared memory counts against it."
+    )
+    shared_memory: Quantity | None = Field(
+        None, description="Size of /dev/shm; absent takes no more than the memory limit."
+    )
+    gpu: ResourceName = Field("nvidia.com/gpu", description="Resource name of a GPU.")
+    rdma: RdmaResource | None = Field(
+        None, description="InfiniBand; absent means that these nodes have none."
+    )
+    other: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(
+        {}, description="Further resources by name, requested and limited."
+    )
+
+
+class ProfileVolume(ApiModel):
+    """A volume that every pod gets."""
+
+    name: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=50)] = Field(
+        description="Its name."
+    )
+    mount_path: Path = Field(description="Where it is mounted.")
+    read_only: bool = Field(False, description="Mount it read-only.")
+    source: Annotated[dict[str, Any], Field(max_length=1)] = Field(
+        description="The volume's source as in a PodSpec: persistentVolumeClaim, csi, hostPath, …",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+
+
+class SecuritySettings(ApiModel):
+    """As whom the containers run; root never."""
+
+    run_as_user: UserId = Field(1000, description="User id.")
+    run_as_group: UserId = Field(1000, description="Group id.")
+    fs_group: UserId = Field(1000, description="Group that owns mounted volumes.")
+
+
+class MetricsReader(ApiModel):
+    """Pods that may read the metrics of training pods."""
+
+    namespace: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+        description="Their namespace."
+    )
+    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)] = (
+        Field({}, description="Labels they have; empty means all of the namespace.")
+    )
+
+
+class NetworkSettings(ApiModel):
+    """Who may connect to training pods, besides those of the same job and the operator."""
+
+    policy: bool = Field(True, description="Make a NetworkPolicy for each job.")
+    metrics_readers: Annotated[list[MetricsReader], Field(max_length=16)] = Field(
+        [MetricsReader(namespace="monitoring")],
+        description="Pods that may read metrics, such as Prometheus.",
+    )
+
+
+class RankZeroName(StrEnum):
+    """How the pods of several nodes find rank 0."""
+
+    ENDPOINT_SLICE = "endpointSlice"
+    SERVICE = "service"
+
+
+class Allowances(ApiModel):
+    """Who may use the profile, and what their jobs may name. `*` and `?` stand for any text."""
+
+    namespaces: Patterns = Field([], description="Namespaces whose jobs may use the profile.")
+    service_accounts: Patterns = Field(
+        [], description="Service accounts a job may choose, besides the profile's own."
+    )
+    secrets: Patterns = Field(
+        [], description="Secrets a job may name, for the hub token, for env or to pull its image."
+    )
+    claims: Patterns = Field([], description="PersistentVolumeClaims a job may name.")
+    images: Patterns = Field([], description="Images a job may choose, besides the profile's own.")
+    max_nodes: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Most nodes of a job.")
+    max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
+        8, description="Most GPUs of each node."
+    )
+    scheduling: bool = Field(
+        False,
+        description="Whether a job's podTemplate may set nodeSelector, tolerations and affinity.",
+    )
+
+
+class FineTuneProfileSpec(ApiModel):
+    """What every job that names the profile gets, and what it may ask for besides."""
+
+    image: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="Image of the trainer."
+    )
+    command: Annotated[list[Text], Field(min_length=1, max_length=64)] = Field(
+        ["python", "-m", "finetune_trainer"],
+        description="What a pod runs; the path of its configuration is appended.",
+    )
+    env: Annotated[dict[str, Text], Field(max_length=256)] = Field(
+        {}, description="Environment variables of every pod."
+    )
+    image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = Field(
+        [], description="Secrets of the job's namespace to pull the image with."
+    )
+    service_account_name: Name | None = Field(
+        None, description="Service account of the pods; absent means the namespace's default."
+    )
+    workload_identity: bool = Field(
+        False, description="Let the pods log in to Azure as their service account's identity."
+    )
+    priority_class_name: Name | None = Field(None, description="PriorityClass of the pods.")
+    runtime_class_name: Name | None = Field(None, description="RuntimeClass of the pods.")
+    scheduler_name: Name | None = Field(None, description="Scheduler; absent means the default.")
+    nodes: NodeSettings = Field(NodeSettings(), description="Which nodes the pods are for.")
+    resources: ResourceSettings = Field(
+        ResourceSettings(), description="What each pod asks of its node."
+    )
+    volumes: Annotated[list[ProfileVolume], Field(max_length=32)] = Field(
+        [], description="Volumes that every pod gets."
+    )
+    cache_directory: Path = Field(
+        "/work/cache",
+        description="Folder of downloaded models and tokenized data; below a volume's mountPath "
+        "jobs share it, else each pod has its own.",
+    )
+    security: SecuritySettings = Field(SecuritySettings(), description="As whom the pods run.")
+    network: NetworkSettings = Field(NetworkSettings(), description="Who may connect to the pods.")
+    rank_zero_name: RankZeroName = Field(
+        RankZeroName.ENDPOINT_SLICE,
+        description="How several nodes find rank 0: by an EndpointSlice that the operator writes "
+        "(cheapest), or by a Service that selects the pod, where the operator may not write those.",
+    )
+    allow: Allowances = Field(
+        Allowances(), description="Who may use the profile, and what their jobs may name."
+    )
+
+
+class FineTuneProfile(ApiModel):
+    """A blueprint for jobs of the aks backend."""
+
+    api_version: Literal["finetune.dev/v1alpha1"] = "finetune.dev/v1alpha1"
+    kind: Literal["FineTuneProfile"] = "FineTuneProfile"
+    metadata: ObjectMeta
+    spec: FineTuneProfileSpec
