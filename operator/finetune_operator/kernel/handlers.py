@@ -20,8 +20,7 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
 log = logging.getLogger(__name__)
 
-_SERVER_SECONDS = 240.0
-_STOP_SECONDS = 15.0
+_SERVER_SECONDS = 240  # the API server refuses a fraction
 
 OnEvent = Callable[[str | None, Object], None]
 """Called with the type (`ADDED`, `MODIFIED`, `DELETED`, None from a list) and the object."""
@@ -68,16 +67,10 @@ class KopfThread:
         """Return when kopf has ended, whether it was asked to or gave up."""
         await self._ended.wait()
 
-    async def stop(self) -> None:
-        """End it; no event comes afterwards."""
-        self._stop.set()
+    def stop(self) -> None:
+        """Ask it to end; no event comes any more, though the thread may live on for seconds."""
         self._on_event = _ignore
-        if self._thread.is_alive():
-            try:
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self._ended.wait()
-            except TimeoutError:
-                log.warning("kopf does not end; left alone")
+        self._stop.set()
 
     def _run(self) -> None:
         try:

@@ -9,7 +9,12 @@ from typing import Any
 from finetune_operator.kernel.settings import LogFormat
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_NOISY = ("kopf", "aiohttp.access", "asyncio")
+_LEVELS = {
+    "kopf": logging.WARNING,
+    "kopf._core.reactor.running": logging.ERROR,  # warns that a thread hears no signals
+    "aiohttp.access": logging.WARNING,
+    "asyncio": logging.WARNING,
+}
 
 
 def set_up(log_format: LogFormat, level: str) -> None:
@@ -17,8 +22,8 @@ def set_up(log_format: LogFormat, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if log_format is LogFormat.JSON else TextLine())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name, least in _LEVELS.items():
+        logging.getLogger(name).setLevel(least)
 
 
 class TextLine(logging.Formatter):

@@ -104,13 +104,14 @@ class KubeClient:
         options: Limits.
 
     Attributes:
+        access: Cluster and credentials.
         calls: What was asked so far.
     """
 
     def __init__(self, access: ClusterAccess, options: ClientOptions | None = None) -> None:
         self.options = options or ClientOptions()
         self.calls = CallCounts()
-        self._access = access
+        self.access = access
         self._requests: aiohttp.ClientSession | None = None
         self._streams: aiohttp.ClientSession | None = None
 
@@ -127,7 +128,7 @@ class KubeClient:
 
     async def __aenter__(self) -> Self:
         """Open the pool of connections; no request is sent yet."""
-        context, options = self._access.ssl_context(), self.options
+        context, options = self.access.ssl_context(), self.options
         agent = {"User-Agent": options.user_agent, "Accept": _JSON}
 
         def session(limit: int) -> aiohttp.ClientSession:
@@ -350,7 +351,7 @@ class KubeClient:
         try:
             return await self._exchange(verb, resource, path, data, query)
         except UnauthorizedError:
-            await self._access.renew()
+            await self.access.renew()
             return await self._exchange(verb, resource, path, data, query)
 
     async def _exchange(
@@ -369,12 +370,12 @@ class KubeClient:
         try:
             async with self._requests.request(
                 _METHODS[verb],
-                self._access.host + path,
+                self.access.host + path,
                 params=query,
                 data=data,
                 headers=await self._headers(_MERGE if verb == "patch" else _JSON),
-                proxy=self._access.proxy,
-                server_hostname=self._access.server_name,
+                proxy=self.access.proxy,
+                server_hostname=self.access.server_name,
                 timeout=aiohttp.ClientTimeout(total=seconds),
             ) as answer:
                 status = answer.status
@@ -406,11 +407,11 @@ class KubeClient:
         status, rest = 0, b""
         try:
             async with self._streams.get(
-                self._access.host + path,
+                self.access.host + path,
                 params=query,
                 headers=await self._headers(_JSON),
-                proxy=self._access.proxy,
-                server_hostname=self._access.server_name,
+                proxy=self.access.proxy,
+                server_hostname=self.access.server_name,
                 timeout=limits,
             ) as answer:
                 status = answer.status
@@ -427,13 +428,13 @@ class KubeClient:
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
             raise _no_answer(error, f"{verb} {path}") from error
         except UnauthorizedError:
-            await self._access.renew()
+            await self.access.renew()
             raise
         finally:
             self.calls.add(verb, resource.plural, status)
 
     async def _headers(self, content_type: str) -> dict[str, str]:
-        return {"Content-Type": content_type, **await self._access.headers()}
+        return {"Content-Type": content_type, **await self.access.headers()}
 
     def _seconds_to_write(self, verb: str, resource: Resource, path: str) -> float:
         """Return the time a write may take.

@@ -174,6 +174,19 @@ def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
     return describe(job.status, situation, now, job.metadata.generation)
 
 
+def hold(
+    status: FineTuneJobStatus, refusal: Refusal, now: datetime, generation: int
+) -> FineTuneJobStatus:
+    """Return the status of a job that no attempt can be made of; with an open one it is unchanged.
+
+    `decide` says the same of a job whose spec can be read; this one needs no spec.
+    """
+    if is_finished(status) or attempts.current(status) is not None:
+        return status
+    situation = Situation(Stage.REFUSED, refusal.reason, refusal.message)
+    return describe(status, situation, now, generation)
+
+
 def _note_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
     chosen = PlanStatus(
         strategy=plan.strategy.value,

@@ -1,0 +1,144 @@
+"""Kubernetes Events: what happened to a job, each told once.
+
+They are for people (`kubectl describe`); no decision reads them, and a failure to post one is
+logged and forgotten.
+"""
+
+import hashlib
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from finetune_operator.api.v1alpha1 import API_VERSION, KIND, ObjectMeta
+from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import AlreadyExistsError, ApiError, NotLeadingError
+from finetune_operator.kube.resources import EVENTS, Object
+from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_true
+
+log = logging.getLogger(__name__)
+
+COMPONENT = "finetune-operator"
+_REMEMBERED = 4096
+_TOLD = (
+    ConditionType.RUNNING,
+    ConditionType.SUSPENDED,
+    ConditionType.COMPLETE,
+    ConditionType.FAILED,
+    ConditionType.STALLED,
+)
+_BAD = frozenset({ConditionType.FAILED, ConditionType.STALLED})
+
+
+class EventType(StrEnum):
+    """The two types Kubernetes knows."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """One thing to tell.
+
+    Attributes:
+        reason: One CamelCase word.
+        message: One sentence.
+    """
+
+    type: EventType
+    reason: str
+    message: str
+
+
+def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
+    """Return what is to be told about a status that followed another: what became true."""
+    told: list[JobEvent] = []
+    ended = {one.number for one in new.attempts if one.end_time} - {
+        one.number for one in old.attempts if one.end_time
+    }
+    if not is_finished(new):
+        told += [
+            JobEvent(
+                EventType.WARNING,
+                one.failure_class or "AttemptEnded",
+                f"attempt {one.number} ended: {one.message}",
+            )
+            for one in new.attempts
+            if one.number in ended and not is_true(new, ConditionType.SUSPENDED)
+        ]
+    for kind in _TOLD:
+        found = find(new, kind)
+        if found is None or not is_true(new, kind):
+            continue
+        before = find(old, kind)
+        is_same = before is not None and before.status == "True" and before.reason == found.reason
+        if is_same or (kind is ConditionType.STALLED and is_true(new, ConditionType.FAILED)):
+            continue
+        type_ = EventType.WARNING if kind in _BAD else EventType.NORMAL
+        told.append(JobEvent(type_, found.reason, found.message))
+    return told
+
+
+class EventPoster:
+    """Posts Events of jobs under names made of what they say, so that each exists once.
+
+    Args:
+        client: Who posts.
+        instance: Name of this replica.
+    """
+
+    def __init__(self, client: KubeClient, instance: str) -> None:
+        self._client = client
+        self._instance = instance
+        self._posted: OrderedDict[tuple[str, JobEvent], None] = OrderedDict()
+
+    async def post(self, metadata: ObjectMeta, event: JobEvent) -> None:
+        """Post an Event about the job that `metadata` names, unless it was posted before.
+
+        Never raises for the API server's sake.
+        """
+        remembered = (metadata.uid, event)
+        if remembered in self._posted:
+            self._posted.move_to_end(remembered)
+            return
+        body = self._body(metadata, event)
+        try:
+            await self._client.create(EVENTS, body, metadata.namespace)
+        except AlreadyExistsError:
+            pass  # told by the process before this one
+        except (ApiError, NotLeadingError) as error:
+            extra = {"job": f"{metadata.namespace}/{metadata.name}", "error": str(error)}
+            log.warning("event not posted", extra=extra)
+            return
+        self._posted[remembered] = None
+        while len(self._posted) > _REMEMBERED:
+            self._posted.popitem(last=False)
+
+    def _body(self, metadata: ObjectMeta, event: JobEvent) -> Object:
+        said = f"{metadata.uid}/{event.type}/{event.reason}/{event.message}"
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {
+            "metadata": {
+                "name": f"{metadata.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}",
+                "namespace": metadata.namespace,
+            },
+            "involvedObject": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": metadata.name,
+                "namespace": metadata.namespace,
+                "uid": metadata.uid,
+            },
+            "type": event.type.value,
+            "reason": event.reason,
+            "message": event.message[:1024],
+            "source": {"component": COMPONENT, "host": self._instance},
+            "reportingComponent": COMPONENT,
+            "reportingInstance": self._instance,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }

@@ -1,0 +1,345 @@
+"""Reconcile one job: observe, decide, act, and write the status if it says more than before.
+
+Called by the workers, for one key at a time. Nothing here waits for anything to happen, and nothing
+is kept that could not be found again: after a crash at any point the next look goes on.
+
+The order of writes is what makes that safe. An attempt is opened in the status before anything of
+it is created; its children have names that follow from the job and the attempt's number, so
+creating them again adopts them; whatever the status lacks is seen again and written later.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
+from finetune_operator.api.v1alpha1.status import BackendRef
+from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
+from finetune_operator.errors import BackendError, FineTuneError
+from finetune_operator.kernel.events import EventPoster, EventType, JobEvent, events_between
+from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob
+from finetune_operator.kernel.watches import trim_metadata
+from finetune_operator.kernel.writes import is_worth_writing, merge_patch
+from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import ApiError, ConflictError, NotFoundError
+from finetune_operator.kube.labels import FINALIZER
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
+from finetune_operator.planner.plan import Plan
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339
+from finetune_operator.reconcile.decide import (
+    MENDED_SECONDS,
+    Cancel,
+    Collect,
+    Decision,
+    Refusal,
+    Submit,
+    block,
+    decide,
+    hold,
+)
+from finetune_operator.reconcile.drive import handle_of
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_SECONDS = 1.0
+_SHORTEST_WAIT_SECONDS = 0.1  # whatever a backend asks for
+_MAX_ARTIFACTS = 16
+_UNREADABLE_GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What came of one look at a job.
+
+    Attributes:
+        again_in_seconds: When to look again though nothing happens; None for never.
+    """
+
+    again_in_seconds: float | None = None
+
+
+NEVER = Look()
+AT_ONCE = Look(0.0)
+
+
+class Reconciler:
+    """Reconciles jobs of one cluster.
+
+    Args:
+        client: For status, finalizers and deletions of jobs; children are the backends' part.
+        cache: The FineTuneJobs; answers to writes are put into it.
+        backends: Who runs attempts.
+        events: Who tells people.
+        now: The time, with a zone.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        cache: ObjectCache,
+        backends: Backends,
+        events: EventPoster,
+        *,
+        now: Callable[[], datetime],
+    ) -> None:
+        self._client = client
+        self._cache = cache
+        self._backends = backends
+        self._events = events
+        self._now = now
+        self._book = JobBook(cache.get, backends)
+        # Handles that no status holds yet: submitting again would find them, at the cost of calls.
+        self._handles: dict[Key, tuple[str, int, Handle]] = {}
+
+    async def reconcile(self, key: Key) -> Look:
+        """Look at one job and do what is to be done.
+
+        Raises:
+            FineTuneError: try again later.
+        """
+        known = self._book.get(key)
+        if known is None:
+            self._handles.pop(key, None)
+            return NEVER
+        if not known.is_ours:
+            return NEVER
+        try:
+            if known.raw["metadata"].get("deletionTimestamp"):
+                return await self._finalize(key, known)
+            if known.job is None:
+                return await self._hold(key, known)
+            return await self._look(key, known, self._with_handle(key, known.job))
+        except _StaleError:
+            await self._read_again(key)
+            return AT_ONCE
+
+    async def _look(self, key: Key, known: KnownJob, job: FineTuneJob) -> Look:
+        observation = await self._observe(job)
+        decision = decide(job, observation, self._now(), self._plan(known, job, observation))
+        submits = next((one for one in decision.actions if isinstance(one, Submit)), None)
+        if submits is not None and attempts.current(job.status) is not None:
+            # The status has this attempt already, so nothing new is said before it exists.
+            return await self._submit(key, known, job, submits.number)
+        if submits is not None:
+            known = await self._with_finalizer(key, known, job)
+        status = await self._collected(job, decision)
+        known = await self._write(key, known, status)
+        if submits is not None:
+            opened = job.model_copy(update={"status": status})
+            return await self._submit(key, known, opened, submits.number)
+        await self._cancel(job, decision)
+        if is_finished(status):
+            self._handles.pop(key, None)
+            return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
+        return _look_in(decision.requeue_seconds)
+
+    def _plan(
+        self, known: KnownJob, job: FineTuneJob, observation: Observation | None
+    ) -> Plan | Refusal:
+        """Judge a job only where an attempt may be opened: one that is open is left alone."""
+        is_open = attempts.current(job.status) is not None
+        if is_finished(job.status) or (is_open and not (observation and observation.all_gone)):
+            return self._book.plan(job)
+        return self._book.judge(known)
+
+    async def _observe(self, job: FineTuneJob) -> Observation | None:
+        handle = handle_of(job.status)
+        if handle is None or attempts.current(job.status) is None:
+            return None
+        try:
+            return await self._backend(job).observe(handle)
+        except (BackendError, ApiError) as error:
+            if not error.retryable:
+                raise
+            return Observation(
+                AttemptPhase.UNKNOWN, message=str(error), look_again_seconds=_LOOK_AGAIN_SECONDS
+            )
+
+    async def _collected(self, job: FineTuneJob, decision: Decision) -> FineTuneJobStatus:
+        """Ask what was exported before Complete is written: after a crash it is asked again."""
+        handle = handle_of(job.status)
+        if handle is None or not any(isinstance(one, Collect) for one in decision.actions):
+            return decision.status
+        artifacts = list(await self._backend(job).collect(handle))
+        return decision.status.model_copy(update={"artifacts": artifacts[:_MAX_ARTIFACTS]})
+
+    async def _submit(self, key: Key, known: KnownJob, job: FineTuneJob, number: int) -> Look:
+        """Create the attempt, or adopt what was created of it; what is in the way is told."""
+        try:
+            handle = await self._create(job, number)
+        except (BackendError, ApiError) as error:
+            if error.retryable:
+                raise
+            log.warning("attempt not created", extra=_about(key, attempt=number, error=error))
+            await self._write(key, known, block(job, str(error), self._now()))
+            return Look(MENDED_SECONDS)
+        self._handles[key] = (job.metadata.uid, number, handle)
+        log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
+        if self._is_outside(job):
+            await self._write(key, known, self._with_handle(key, job).status)
+        said = f"attempt {number} is {handle.kind} {handle.name}"
+        await self._events.post(known.metadata, JobEvent(EventType.NORMAL, "AttemptCreated", said))
+        return AT_ONCE
+
+    async def _create(self, job: FineTuneJob, number: int) -> Handle:
+        plan = self._book.plan(job)
+        if isinstance(plan, Refusal):
+            raise BackendError(plan.message)
+        backend = self._backend(job)
+        return await backend.submit(backend.render(plan, Attempt(number)))
+
+    async def _cancel(self, job: FineTuneJob, decision: Decision) -> None:
+        handle = handle_of(job.status)
+        for action in decision.actions:
+            if isinstance(action, Cancel) and handle is not None:
+                await self._backend(job).cancel(handle, action.grace_seconds)
+
+    async def _hold(self, key: Key, known: KnownJob) -> Look:
+        """Say what cannot be read of a job; an attempt that runs is left alone."""
+        if known.refusal is not None:
+            metadata = known.metadata
+            status = hold(known.status, known.refusal, self._now(), metadata.generation)
+            await self._write(key, known, status)
+        return Look(MENDED_SECONDS)
+
+    async def _finalize(self, key: Key, known: KnownJob) -> Look:
+        """End what runs outside the cluster; what is inside goes with its owner."""
+        finalizers = known.raw["metadata"].get("finalizers") or []
+        if FINALIZER not in finalizers:
+            return NEVER
+        if (again := await self._stop(key, known)) is not None:
+            return _look_in(again)
+        self._handles.pop(key, None)
+        rest = [one for one in finalizers if one != FINALIZER]
+        await self._patch(key, known, {"metadata": {"finalizers": rest}})
+        log.info("finalizer removed", extra=_about(key))
+        return NEVER
+
+    async def _stop(self, key: Key, known: KnownJob) -> float | None:
+        """Cancel the open attempt; return when to look again, None once nothing of it lives."""
+        attempt = attempts.current(known.status)
+        if attempt is None:
+            return None
+        grace, handle = _UNREADABLE_GRACE_SECONDS, handle_of(known.status)
+        if known.job is not None:
+            job = self._with_handle(key, known.job)
+            grace = float(job.spec.deadlines.termination_grace_seconds)
+            # An attempt that may have been created, with its handle lost, is found by its name.
+            handle = handle_of(job.status) or await self._create(job, attempt.number)
+        if handle is None:
+            log.warning("nothing is known of its attempt", extra=_about(key))
+            return None
+        backend = self._backends.get(known.raw["spec"]["backend"]["type"])
+        seen = await backend.observe(handle)
+        if seen.all_gone:
+            return None
+        await backend.cancel(handle, grace)
+        return seen.look_again_seconds or _LOOK_AGAIN_SECONDS
+
+    async def _clean_up(self, key: Key, known: KnownJob, ttl_seconds: int | None) -> Look:
+        """Delete a finished job when its time is over."""
+        ended = known.status.completion_time
+        if ttl_seconds is None or ended is None:
+            return NEVER
+        left = parse_rfc3339(ended) + timedelta(seconds=ttl_seconds) - self._now()
+        if left.total_seconds() > 0:
+            return Look(left.total_seconds())
+        name, namespace = key.name, key.namespace
+        uid = known.metadata.uid
+        try:
+            await self._client.delete(FINE_TUNE_JOBS, name, namespace, uid=uid)
+        except (ConflictError, NotFoundError) as error:
+            raise _StaleError from error
+        log.info("deleted as ttlSecondsAfterFinished says", extra=_about(key))
+        return NEVER
+
+    async def _with_finalizer(self, key: Key, known: KnownJob, job: FineTuneJob) -> KnownJob:
+        """Add our finalizer to a job whose attempts live outside the cluster, before the first."""
+        there = known.raw["metadata"].get("finalizers") or []
+        if not self._is_outside(job) or FINALIZER in there:
+            return known
+        return await self._patch(key, known, {"metadata": {"finalizers": [*there, FINALIZER]}})
+
+    async def _write(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> KnownJob:
+        """Write the status if that is worth a write, and tell what has become true by it."""
+        with_handle = known.job is not None and self._is_outside(known.job)
+        if not is_worth_writing(known.status, status, with_handle=with_handle):
+            return known
+        change = merge_patch(_dumped(known.status), _dumped(status))
+        written = await self._patch(key, known, {"status": change}, is_status=True)
+        extra = _about(key, phase=status.phase.value, attempt=status.attempt)
+        log.info("status written", extra=extra)
+        for event in events_between(known.status, status):
+            await self._events.post(known.metadata, event)
+        return written
+
+    async def _patch(
+        self, key: Key, known: KnownJob, change: Object, *, is_status: bool = False
+    ) -> KnownJob:
+        """Patch exactly the object that was looked at; another look follows if it has changed."""
+        metadata = known.raw["metadata"]
+        exactly = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+        patch = {**change, "metadata": {**change.get("metadata", {}), **exactly}}
+        try:
+            made = await self._client.patch(
+                FINE_TUNE_JOBS,
+                key.name,
+                key.namespace,
+                patch,
+                subresource="status" if is_status else None,
+            )
+        except (ConflictError, NotFoundError) as error:
+            raise _StaleError from error
+        self._cache.put(trim_metadata(made))
+        return self._book.get(key) or known
+
+    async def _read_again(self, key: Key) -> None:
+        """Bring the cache up to date: the watch is behind what we were just told."""
+        try:
+            made = await self._client.get(FINE_TUNE_JOBS, key.name, key.namespace)
+        except NotFoundError:
+            if (there := self._cache.get(key)) is not None:
+                self._cache.remove(there)
+        else:
+            self._cache.put(trim_metadata(made))
+
+    def _with_handle(self, key: Key, job: FineTuneJob) -> FineTuneJob:
+        """Return the job with the handle that its status does not hold yet."""
+        uid, number, handle = self._handles.get(key, ("", 0, None))
+        attempt = attempts.current(job.status)
+        if handle is None or attempt is None or job.status.backend_ref is not None:
+            return job
+        if (uid, number) != (job.metadata.uid, attempt.number):
+            return job
+        ref = BackendRef(kind=handle.kind, name=handle.name, uid=handle.uid, url=handle.url)
+        status = job.status.model_copy(update={"backend_ref": ref})
+        return job.model_copy(update={"status": status})
+
+    def _backend(self, job: FineTuneJob) -> Backend:
+        return self._backends.get(job.spec.backend.type)
+
+    def _is_outside(self, job: FineTuneJob) -> bool:
+        """Say whether the job's attempts outlive it: nothing in the cluster would collect them."""
+        try:
+            return not self._backend(job).watches
+        except FineTuneError:
+            return False  # an unknown backend has made nothing
+
+
+class _StaleError(Exception):
+    """The object is not the one that was looked at any more."""
+
+
+def _look_in(seconds: float | None) -> Look:
+    return NEVER if seconds is None else Look(max(seconds, _SHORTEST_WAIT_SECONDS))
+
+
+def _dumped(status: FineTuneJobStatus) -> Object:
+    return status.model_dump(by_alias=True, exclude_none=True, mode="json")
+
+
+def _about(key: Key, **fields: object) -> dict[str, object]:
+    return {"job": str(key), **fields}

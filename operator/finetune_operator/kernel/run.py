@@ -1,0 +1,127 @@
+"""`finetune-operator`: campaign for the Lease, lead, and campaign again when it is lost.
+
+Settings come from the environment (`settings.py`); SIGTERM and SIGINT end it with the Lease given
+back.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from finetune_operator import __version__
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kernel.election import Election, LeaseOptions
+from finetune_operator.kernel.health import Health, HealthServer
+from finetune_operator.kernel.logs import set_up
+from finetune_operator.kernel.settings import Settings, read_settings
+from finetune_operator.kernel.term import Term
+from finetune_operator.kube.client import ClientOptions, KubeClient
+from finetune_operator.kube.config import load_access
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run the operator until it is told to end; exit code 1 if it cannot start."""
+    try:
+        settings = read_settings()
+        set_up(settings.log_format, settings.log_level)
+        asyncio.run(operate(settings))
+    except FineTuneError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+async def operate(settings: Settings) -> None:
+    """Run the operator until SIGTERM or SIGINT.
+
+    Raises:
+        KubeConfigError: no cluster is configured.
+        OSError: the health port is taken.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    process = _Process(settings)
+    client = KubeClient(await load_access(settings.kubeconfig), process.client_options())
+    async with client, process.health_server() as health:
+        log.info("started", extra={"version": __version__, "health_port": health.port})
+        await process.campaign(client, stop)
+    log.info("ended")
+
+
+class _Process:
+    """What outlives a term: the election, and what the health pages show."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._election: Election | None = None
+        self._term: Term | None = None
+
+    def client_options(self) -> ClientOptions:
+        elects = self._settings.leader_election
+        return ClientOptions(
+            connections=self._settings.connections,
+            request_seconds=self._settings.request_seconds,
+            seconds_to_write=self._seconds_to_write if elects else None,
+            user_agent=f"finetune-operator/{__version__}",
+        )
+
+    def health_server(self) -> HealthServer:
+        settings = self._settings
+        return HealthServer(
+            settings.health_host, settings.health_port, settings.stuck_seconds, self._health
+        )
+
+    async def campaign(self, client: KubeClient, stop: asyncio.Event) -> None:
+        """Lead as often and as long as the Lease allows."""
+        if not self._settings.leader_election:
+            await _first_of(self._lead(client), stop.wait())
+            return
+        election = self._election = Election(client, self._lease_options())
+        while not stop.is_set():
+            await _first_of(election.acquire(), stop.wait())
+            if election.is_leading:
+                await _first_of(self._lead(client), election.hold(), stop.wait())
+        await election.release()
+
+    async def _lead(self, client: KubeClient) -> None:
+        self._term = Term(client, self._settings)
+        try:
+            await self._term.run()
+        finally:
+            self._term = None
+
+    def _lease_options(self) -> LeaseOptions:
+        settings = self._settings
+        return LeaseOptions(
+            name=settings.lease_name,
+            namespace=settings.lease_namespace,
+            identity=settings.identity,
+            lease_seconds=settings.lease_seconds,
+            renew_deadline_seconds=settings.renew_deadline_seconds,
+            renew_seconds=settings.renew_seconds,
+        )
+
+    def _seconds_to_write(self) -> float:
+        return self._election.seconds_left() if self._election else 0.0
+
+    def _health(self) -> Health:
+        # A standby is ready: it waits for the Lease, and a rollout must not wait for it.
+        return self._term.health() if self._term else Health(is_ready=True)
+
+
+async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
+    """Run all until the first has ended, and end the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

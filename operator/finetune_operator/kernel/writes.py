@@ -1,0 +1,57 @@
+"""What of a new status is worth a write, and the patch that writes it.
+
+A job that starts says much that nobody waits for; the write budget leaves two patches until it is
+Running. So what only passes by (nodes that get ready, the handle that can be found again, `being
+submitted` and `starts its ranks`) is written with the next change that matters.
+"""
+
+from typing import Any
+
+from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus
+from finetune_operator.reconcile.conditions import Reason
+
+_PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
+
+
+def is_worth_writing(
+    saved: FineTuneJobStatus, new: FineTuneJobStatus, *, with_handle: bool
+) -> bool:
+    """Say whether `new` tells more than `saved` that should be seen now.
+
+    Args:
+        saved: What the API server has.
+        new: What was decided.
+        with_handle: Whether the handle counts, as it cannot be found again by its name alone.
+    """
+    return _essence(saved, with_handle) != _essence(new, with_handle)
+
+
+def _essence(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]:
+    rest = status.model_copy(
+        update={
+            "conditions": [],
+            "nodes": status.nodes.model_copy(update={"ready": 0}),
+            "backend_ref": status.backend_ref if with_handle else None,
+        }
+    )
+    return (rest, *(_gist(one) for one in status.conditions))
+
+
+def _gist(condition: Condition) -> tuple[object, ...]:
+    reason, message = condition.reason, condition.message
+    if reason in _PASSING:
+        reason = message = ""
+    return (condition.type, condition.status, reason, message, condition.observed_generation)
+
+
+def merge_patch(old: Any, new: Any) -> dict[str, Any]:
+    """Return the JSON merge patch (RFC 7396) that turns one object into another."""
+    made: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            if inner := merge_patch(before, value):
+                made[key] = inner
+        elif value != before or key not in old:
+            made[key] = value
+    return made

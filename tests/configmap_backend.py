@@ -1,0 +1,138 @@
+"""A backend for tests of the kernel: one attempt is one ConfigMap, and a test plays its part.
+
+It lives in the cluster as `aks` does (watched by its label, found again by its name, collected by
+its owner reference), and needs no node: a test writes into the ConfigMap what became of the attempt
+(`play` in `operators.py`).
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1 import API_VERSION, KIND
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.base import (
+    Attempt,
+    AttemptPhase,
+    BackendContext,
+    Handle,
+    Observation,
+    Request,
+)
+from finetune_operator.errors import AlreadyOwnedError
+from finetune_operator.kube.cache import Key
+from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
+from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.resources import CONFIG_MAPS, Object
+from finetune_operator.planner.plan import Plan
+from finetune_trainer.config import FailureClass, Phase, Progress, Termination
+
+PENDING = {"phase": "Pending"}
+
+
+class ConfigMapBackend:
+    """Backend `configmap`."""
+
+    name: ClassVar[str] = "configmap"
+    watches: ClassVar[tuple[str, ...]] = ("v1/ConfigMap",)
+
+    def __init__(self, context: BackendContext) -> None:
+        assert context.cluster is not None
+        self._cluster = context.cluster
+        self._cache = context.cluster.cache(CONFIG_MAPS)
+
+    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
+        """Refuse a job whose namespace lacks the ConfigMap `allowed`, where it asks for one."""
+        instance = job.spec.model.revision
+        if instance == "forbidden":
+            return [Problem("spec.model.revision", "forbidden is not allowed; use another")]
+        return ()
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        return ()
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        metadata = plan.job.metadata
+        name = f"{metadata.name}-{attempt.number}"
+        labels = {
+            JOB_LABEL: metadata.name,
+            JOB_UID_LABEL: metadata.uid,
+            ATTEMPT_LABEL: str(attempt.number),
+        }
+        owner = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "name": metadata.name,
+            "uid": metadata.uid,
+            "controller": True,
+        }
+        made: Mapping[str, Any] = {
+            "metadata": {
+                "name": name,
+                "namespace": metadata.namespace,
+                "labels": labels,
+                "ownerReferences": [owner],
+            },
+            "data": PENDING,
+        }
+        return Request(self.name, metadata.uid, attempt.number, name, (made,))
+
+    async def submit(self, request: Request) -> Handle:
+        (made,) = request.objects
+        namespace = made["metadata"]["namespace"]
+        try:
+            there = await self._cluster.client.create(CONFIG_MAPS, made, namespace)
+        except AlreadyExistsError:
+            there = await self._cluster.client.get(CONFIG_MAPS, request.name, namespace)
+            owners = there["metadata"].get("ownerReferences") or [{"kind": "nobody", "name": ""}]
+            if owners[0].get("uid") != request.job_uid:
+                raise AlreadyOwnedError(
+                    f"ConfigMap {request.name} belongs to {owners[0]['kind']} "
+                    f"{owners[0]['name']}; delete it or rename this job"
+                ) from None
+        self._cache.put(there)
+        return Handle("ConfigMap", f"{namespace}/{request.name}", there["metadata"]["uid"])
+
+    async def observe(self, handle: Handle) -> Observation:
+        made = self._cache.get(Key(*handle.name.split("/")))
+        if made is None or made["metadata"]["uid"] != handle.uid:
+            return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="it is gone")
+        return _seen(made)
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        namespace, name = handle.name.split("/")
+        there = self._cache.get(Key(namespace, name))
+        if there is None or there["data"]["phase"] == AttemptPhase.FAILED:
+            return
+        change = {"data": {"phase": AttemptPhase.FAILED.value, "code": "75", "gone": "true"}}
+        try:
+            made = await self._cluster.client.patch(CONFIG_MAPS, name, namespace, change)
+        except NotFoundError:
+            return
+        self._cache.put(made)
+
+    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        yield f"there is no log of rank {rank} of {handle.name}"
+
+    async def collect(self, handle: Handle) -> Sequence[str]:
+        return (f"file:///{handle.name}",)
+
+
+def _seen(made: Object) -> Observation:
+    data: dict[str, str] = made["data"]
+    code, step = data.get("code"), data.get("step")
+    return Observation(
+        AttemptPhase(data["phase"]),
+        all_gone="gone" in data,
+        nodes_ready=int(data.get("ready", "0")),
+        termination=_words(int(code)) if code else None,
+        progress=Progress(phase=Phase.TRAINING, step=int(step), total_steps=10) if step else None,
+        reason=data.get("reason", ""),
+        message=data.get("message", ""),
+    )
+
+
+def _words(code: int) -> Termination:
+    kinds = {0: FailureClass.COMPLETED, 75: FailureClass.PREEMPTED}
+    kind = kinds.get(code, FailureClass.WORKER_LOST)
+    return Termination(failure_class=kind, exit_code=code, message=f"it ended with {code}")
