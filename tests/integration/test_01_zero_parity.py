@@ -33,7 +33,8 @@ NARROW = [
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     seeded = [case for family in STAGES for case in at_seeds(family, SEEDS)]
     cases = [*seeded, *OFFLOADED, *POISONED, *NARROW]
-    found = train_cases(tmp_path_factory.mktemp("parity"), cases)
+    environ = {"DS_ACCELERATOR": "cpu"}
+    found = train_cases(tmp_path_factory.mktemp("parity"), cases, environ=environ)
     return {case.name: outcome for case, outcome in zip(cases, found, strict=True)}
 
 

@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(work: Any, *arguments: Any, world_size: int) -> None:
-    environ = {"HF_HUB_OFFLINE": "1"}
+    environ = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     codes = run_processes(
         work, *arguments, world_size=world_size, environ=environ, timeout_seconds=240
     )

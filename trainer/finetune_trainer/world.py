@@ -257,6 +257,8 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     import torch
 
+    # Where DeepSpeed is installed transformers imports it, whatever the strategy, and it guesses.
+    os.environ["DS_ACCELERATOR"] = config.world.device
     if config.world.device == "cpu":
         torch.set_num_threads(config.world.threads_per_process)
         return torch.device("cpu")

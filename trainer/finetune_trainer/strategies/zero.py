@@ -30,6 +30,7 @@ class ZeroStrategy:
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         _refuse(config)
+        self._deepspeed = _start_deepspeed(config, world)
         self._config = config
         self._world = world
         self._stage = int(config.strategy.type.removeprefix("zero"))
@@ -43,16 +44,15 @@ class ZeroStrategy:
         Every rank has loaded the whole model; what stage 3 shards is given back only now.
 
         Raises:
-            ConfigError: DeepSpeed cannot work here as configured.
-            WorldSizeError: the engine was built over another number of ranks.
+            TrainerError: the engine is not what was asked for.
+            WorldSizeError: it was built over another number of ranks.
         """
         largest = max(p.numel() for p in module.parameters())
         settings = deepspeed_config(self._config, largest_parameter=largest)
-        deepspeed = _start_deepspeed(self._config, self._world)
         self._module = module
         if self._stage == 3 and self._world.is_main:
             self._skeleton = empty_copy(module.model)
-        self._engine, *_ = deepspeed.initialize(
+        self._engine, *_ = self._deepspeed.initialize(
             model=module,
             optimizer=make_adamw(self._trained().values(), self._config.training),
             config=settings,
@@ -214,11 +214,11 @@ def _start_deepspeed(config: TrainConfig, world: World) -> Any:
     """Import DeepSpeed for the world that is already there, and keep it quiet."""
     import torch.distributed as dist
 
-    # Read at import; without it DeepSpeed guesses from what the machine has.
-    os.environ["DS_ACCELERATOR"] = world.device.type
     os.environ["LOCAL_RANK"] = str(world.local_rank)  # mpirun does not set it
-    # DeepSpeed still calls collectives by names that torch 2.13 deprecates.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed|torch.distributed")
+    # DeepSpeed 0.19 still calls collectives by names that torch 2.13 deprecates.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning
+    )
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     if not dist.is_initialized():  # one process has no world of its own, and DeepSpeed wants one
         store = dist.HashStore()  # type: ignore[attr-defined]
