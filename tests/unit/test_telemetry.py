@@ -289,3 +289,17 @@ def test_no_metric_names_its_job(tmp_path: Path) -> None:
         for label in sample.labels
     }
     assert not labels & {"namespace", "finetunejob", "job", "pod", "node", "instance"}
+
+
+def test_phases_that_report_nothing_until_they_end_are_not_idle(telemetry: Telemetry) -> None:
+    telemetry.phase(Phase.EXPORTING)
+    assert telemetry.idle_seconds == 0.0
+    telemetry.phase(Phase.TRAINING)
+    first = telemetry.idle_seconds
+    assert 0.0 < first < telemetry.idle_seconds
+
+
+def test_skipped_steps_are_counted_over_all_attempts(telemetry: Telemetry) -> None:
+    telemetry.resumed(5, skipped_steps=2)
+    telemetry.step(report(6, grad_norm=math.inf))
+    assert telemetry.progress.skipped_steps == 3

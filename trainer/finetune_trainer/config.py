@@ -394,7 +394,9 @@ class ControlConfig(ContractModel):
     """How a run learns that it must stop, or that it hangs."""
 
     hang_seconds: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Longest time without progress before all stacks are dumped and it ends."
+        None,
+        description="Longest time without progress before all stacks are dumped and it ends; "
+        "tokenising and exporting may take longer.",
     )
     scheduled_events_url: str | None = Field(
         None, description="Azure Scheduled Events endpoint to poll; None polls nothing."

@@ -29,6 +29,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 _WARNINGS_KEPT = 20
 # What a user did not ask to wait for before the first step, so it does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
+_SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
 
 
 class Telemetry:
@@ -244,7 +245,9 @@ class Telemetry:
 
     @property
     def idle_seconds(self) -> float:
-        """Time since anything was reported."""
+        """Time since anything was reported; 0 in phases that report nothing until they end."""
+        if self._progress.phase in _SILENT:
+            return 0.0
         return time.monotonic() - self._alive_at
 
     def close(self) -> None:
