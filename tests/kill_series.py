@@ -52,7 +52,7 @@ _PLACES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "before-rename": (tuple(_SAVES), (0,)),
     "after-rename": (tuple(_SAVES), (0,)),
     "retention": ((6,), (0,)),
-    "restoring": ((2, 4, 6), (0, 1)),
+    "restoring": ((0,), (0, 1)),
     "exporting": ((8,), (0,)),
     "before-export-rename": ((8,), (0,)),
 }
@@ -98,11 +98,12 @@ def draw_kill(rng: random.Random) -> Kill:
     name = rng.choice(POINTS)
     steps, ranks = _PLACES[name]
     step, rank = rng.choice(steps), rng.choice(ranks)
-    point = f"{name}@{step}:rank={rank}"
     if name != "restoring":
-        return Kill(points=(point,))
-    # Nobody restores before something else went wrong: just before the next save is due.
-    return Kill(points=(f"after-optimizer@{step + SAVE_EVERY - 1}:rank={rank}", point))
+        return Kill(points=(f"{name}@{step}:rank={rank}",))
+    # Nobody restores before something else went wrong; when the second save has begun, the first
+    # is committed.
+    first = f"after-optimizer@{rng.randint(2 * SAVE_EVERY + 1, STEPS)}:rank={rng.randrange(2)}"
+    return Kill(points=(first, f"restoring:rank={rank}"))
 
 
 @dataclass(frozen=True)
