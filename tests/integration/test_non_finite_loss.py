@@ -1,0 +1,40 @@
+"""A loss that is not a number ends the run a step later at most, and never reaches the disk."""
+
+from pathlib import Path
+
+from finetune_trainer.checkpoint.commit import ledger
+from finetune_trainer.config import ExitCode, FailureClass, TrainConfig
+from forked_ranks import Ranks, attempt, tensors
+from launches import train_config
+from tiny_run import write_inputs
+
+
+def run_config(folder: Path, steps: int, learning_rate: float) -> TrainConfig:
+    return train_config(
+        folder,
+        model={"path": str(folder / "model")},
+        data={"train": {"path": str(folder / "train.jsonl")}, "max_seq_len": 64},
+        training={
+            "max_steps": steps,
+            "learning_rate": learning_rate,
+            "schedule": "constant",
+        },
+        checkpoint={"every_steps": 1, "keep": 5},
+    )
+
+
+def test_a_loss_that_is_not_a_number_names_its_step_and_sequences(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    assert attempt(run_config(tmp_path, 2, 1e-3)) == [0, 0]
+    config = run_config(tmp_path, 6, 1e12)  # the third step makes a model that is no longer one
+    ranks = Ranks(config)
+    assert ranks.codes() == [ExitCode.DO_NOT_RESTART] * 2
+    words = ranks.termination()
+    assert words.failure_class is FailureClass.DO_NOT_RESTART
+    assert words.message.startswith("the loss of step 4 is nan (rank 0, a pack of the sequences ")
+    assert "; rank 1, a pack of the sequences " in words.message
+    assert "lower spec.training.learningRate" in words.message
+    committed = {ref.step: Path(ref.path) for ref in ledger(Path(config.checkpoint.dir))}
+    assert {1, 2} <= committed.keys() <= {1, 2, 3}, "and 3 where there was time to write it"
+    for folder in committed.values():
+        assert all(tensor.isfinite().all() for tensor in tensors(folder).values())
