@@ -57,7 +57,9 @@ def export_config(base: Path, output: Path, *, method: str = "lora", **changes: 
     )
 
 
-def trained_model(config: TrainConfig, *, strength: float = 0.02, seed: int = 0) -> Any:
+def trained_model(
+    config: TrainConfig, *, strength: float = 0.02, seed: int = 0, device: str = "cpu"
+) -> Any:
     """Load the model; B and the rows of new tokens get random values of size `strength`."""
     import torch
 
@@ -65,7 +67,7 @@ def trained_model(config: TrainConfig, *, strength: float = 0.02, seed: int = 0)
     from finetune_trainer.model.load import load_model
 
     torch.manual_seed(seed)
-    model: Any = choose_trained(load_model(config, torch.device("cpu")), config)
+    model: Any = choose_trained(load_model(config, torch.device(device)), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "trainable_tokens_delta" in name:
             torch.nn.init.normal_(parameter, std=strength)
@@ -75,7 +77,7 @@ def trained_model(config: TrainConfig, *, strength: float = 0.02, seed: int = 0)
 def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainConfig]) -> None:
     """Export each model as its strategy hands it over, before any step."""
     from finetune_trainer.export import export
-    from finetune_trainer.model.load import load_tokenizer
+    from finetune_trainer.model.load import load_device, load_tokenizer
     from finetune_trainer.model.loss import CausalLoss
     from finetune_trainer.strategies import create
     from parity import world_of
@@ -83,7 +85,8 @@ def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainCo
     world = world_of(group)
     for config in configs:
         strategy = create(config, world)
-        strategy.prepare(CausalLoss(trained_model(config)))
+        device = load_device(config, world.rank, world.device)
+        strategy.prepare(CausalLoss(trained_model(config, device=device.type)))
         whole = strategy.whole_model()
         if whole is not None:
             tokenizer = load_tokenizer(config.model)

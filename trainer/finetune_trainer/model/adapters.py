@@ -155,6 +155,8 @@ def _start_from(model: "PeftModel", folder: Path) -> None:
             f"{field} adapts {_adapted(found)}, this job {_adapted(wanted)}, or not the same number"
             " of them; set spec.method.lora.targetModules to what the adapter has"
         )
+    if model.device.type == "meta":
+        return  # rank 0 hands out its weights
     with explained(f"{field}: the adapter"):  # a shape of another base model
         set_peft_model_state_dict(model, found)
 
