@@ -22,6 +22,7 @@ class Health:
         queue: Keys that wait or are worked on.
         oldest_seconds: How long the oldest of them has not moved.
         silent_seconds: For each watch, since when nothing was heard and nothing asked.
+        calls: Requests to the API server so far, by `VERB RESOURCE STATUS`.
     """
 
     is_leading: bool = False
@@ -29,6 +30,7 @@ class Health:
     queue: int = 0
     oldest_seconds: float = 0.0
     silent_seconds: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
 
     def complaints(self, stuck_seconds: float) -> list[str]:
         """Return what stands still; empty when the process is alive."""
@@ -107,5 +109,6 @@ def _answer(health: Health, complaints: list[str], *, is_good: bool) -> web.Resp
         "oldestSeconds": round(health.oldest_seconds, 3),
         "silentSeconds": {key: round(value, 3) for key, value in health.silent_seconds.items()},
         "complaints": complaints,
+        "calls": health.calls,
     }
     return web.json_response(body, status=200 if is_good else 503)

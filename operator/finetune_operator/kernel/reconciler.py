@@ -120,7 +120,8 @@ class Reconciler:
         observation = await self._observe(job)
         decision = decide(job, observation, self._now(), self._plan(known, job, observation))
         submits = next((one for one in decision.actions if isinstance(one, Submit)), None)
-        if submits is not None and attempts.current(job.status) is not None:
+        opened = attempts.current(job.status)
+        if submits is not None and opened is not None and opened.number == submits.number:
             # The status has this attempt already, so nothing new is said before it exists.
             return await self._submit(key, known, job, submits.number)
         if submits is not None:
@@ -128,8 +129,8 @@ class Reconciler:
         status = await self._collected(job, decision)
         known = await self._write(key, known, status)
         if submits is not None:
-            opened = job.model_copy(update={"status": status})
-            return await self._submit(key, known, opened, submits.number)
+            job = job.model_copy(update={"status": status})
+            return await self._submit(key, known, job, submits.number)
         await self._cancel(job, decision)
         if is_finished(status):
             self._handles.pop(key, None)

@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from finetune_operator import __version__
@@ -18,7 +19,7 @@ from finetune_operator.kernel.health import Health, HealthServer
 from finetune_operator.kernel.logs import set_up
 from finetune_operator.kernel.settings import Settings, read_settings
 from finetune_operator.kernel.term import Term
-from finetune_operator.kube.client import ClientOptions, KubeClient
+from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
 from finetune_operator.kube.config import load_access
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class _Process:
         self._settings = settings
         self._election: Election | None = None
         self._term: Term | None = None
+        self._calls = CallCounts()
 
     def client_options(self) -> ClientOptions:
         elects = self._settings.leader_election
@@ -78,6 +80,7 @@ class _Process:
 
     async def campaign(self, client: KubeClient, stop: asyncio.Event) -> None:
         """Lead as often and as long as the Lease allows."""
+        self._calls = client.calls
         if not self._settings.leader_election:
             await _first_of(self._lead(client), stop.wait())
             return
@@ -111,7 +114,10 @@ class _Process:
 
     def _health(self) -> Health:
         # A standby is ready: it waits for the Lease, and a rollout must not wait for it.
-        return self._term.health() if self._term else Health(is_ready=True)
+        health = self._term.health() if self._term else Health(is_ready=True)
+        counts = self._calls.by_kind.items()
+        calls = {" ".join(map(str, kind)): count for kind, count in counts}
+        return replace(health, calls=calls)
 
 
 async def _first_of(*works: Coroutine[Any, Any, object]) -> None:

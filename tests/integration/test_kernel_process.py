@@ -1,0 +1,206 @@
+"""The operator as a real process on a real API server: from apply to Complete, and its budget."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from finetune_operator.kube.resources import CONFIG_MAPS
+from operators import KUBECONFIG, Api, OperatorProcess, condition, wait_until
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
+]
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    assert KUBECONFIG is not None
+    made = Api(KUBECONFIG)
+    made.install_crd()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def shared(api: Api) -> Iterator[tuple[OperatorProcess, str]]:
+    """One operator for all tests that do it no harm, and its namespace."""
+    assert KUBECONFIG is not None
+    with api.namespace("kernel") as namespace, OperatorProcess(KUBECONFIG, namespace) as operator:
+        operator.wait_for("synced")
+        yield operator, namespace
+
+
+WRITES = ("create", "update", "patch", "delete")
+
+
+def test_twenty_jobs_run_to_completion_within_the_write_budget(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    operator, namespace = shared
+    names = [f"many-{number:02d}" for number in range(20)]
+    for name in names:
+        api.apply(namespace, name)
+    first = [f"{name}-1" for name in names]
+    wait_until(lambda: api.attempts(namespace) == first, 20)
+    for name in first:
+        api.play(namespace, name, phase="Pending", ready="0")
+        api.play(namespace, name, phase="Running", ready="1")
+        api.play(namespace, name, step="1")
+    wait_until(lambda: all(api.phase(namespace, name) == "Running" for name in names), 20)
+    assert operator.calls(*WRITES) == {
+        "create configmaps 201": 20,
+        "patch finetunejobs 200": 40,
+        "create events 201": 40,
+    }
+    for name in first:
+        api.play(namespace, name, phase="Succeeded", step="10", code="0", gone="yes")
+    wait_until(lambda: all(api.phase(namespace, name) == "Succeeded" for name in names), 20)
+    done = api.job(namespace, names[0])
+    assert condition(done, "Complete")["status"] == "True"
+    assert done is not None
+    assert done["status"]["artifacts"] == [f"file:///{namespace}/{first[0]}"]
+    assert "finalizers" not in done["metadata"]
+    assert "annotations" not in done["metadata"]
+    wait_until(lambda: len(api.events(namespace, names[0])) == 3, 5)
+    assert api.events(namespace, names[0]) == ["AttemptCreated", "Completed", "Training"]
+    assert operator.calls(*WRITES)["patch finetunejobs 200"] == 60
+
+
+def test_a_failed_attempt_is_followed_by_the_next_once_it_is_gone(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    api.apply(namespace, "again")
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "again-1"), 10)
+    api.play(namespace, "again-1", phase="Failed", code="137")
+    wait_until(lambda: api.phase(namespace, "again") == "Restarting", 5)
+    assert api.get(CONFIG_MAPS, namespace, "again-2") is None
+    api.play(namespace, "again-1", gone="yes")
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "again-2"), 2)
+    job = api.job(namespace, "again")
+    assert job is not None
+    assert job["status"]["restarts"]["counted"] == 1
+
+
+def test_what_keeps_an_attempt_waiting_is_told_at_once(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    api.apply(namespace, "waits")
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "waits-1"), 10)
+    api.play(namespace, "waits-1", reason="Unschedulable", message="no node has 8 GPUs")
+    ready = wait_until(
+        lambda: [
+            one
+            for one in [condition(api.job(namespace, "waits"), "ResourcesReady")]
+            if one.get("reason") == "Unschedulable"
+        ],
+        5,
+    )[0]
+    assert (ready["status"], ready["message"]) == ("False", "no node has 8 GPUs")
+
+
+def test_suspend_stops_the_attempt_and_resume_opens_the_next(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    api.apply(namespace, "pause")
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "pause-1"), 10)
+    api.play(namespace, "pause-1", phase="Running", ready="1", step="3")
+    api.change(namespace, "pause", suspend=True)
+    wait_until(lambda: api.phase(namespace, "pause") == "Suspended", 10)
+    api.change(namespace, "pause", suspend=False)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "pause-2"), 10)
+
+
+def test_a_spec_the_backend_refuses_is_told_and_recovers_when_mended(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    api.apply(namespace, "wrong", model__revision="forbidden")
+    wait_until(lambda: condition(api.job(namespace, "wrong"), "Accepted")["status"] == "False", 5)
+    refused = api.job(namespace, "wrong")
+    sentence = "spec.model.revision forbidden is not allowed; use another"
+    assert condition(refused, "Accepted")["message"] == sentence
+    assert condition(refused, "Stalled")["status"] == "True"
+    api.change(namespace, "wrong", suspend=True)
+    api.change(namespace, "wrong", suspend=False, model={"revision": "main"})
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "wrong-1"), 5)
+    wait_until(lambda: condition(api.job(namespace, "wrong"), "Stalled")["status"] == "False", 5)
+
+
+def test_a_backend_that_is_not_installed_is_named_with_those_that_are(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    api.apply(namespace, "unknown", backend={"type": "nowhere"})
+    wait_until(lambda: condition(api.job(namespace, "unknown"), "Accepted")["status"] == "False", 5)
+    accepted = condition(api.job(namespace, "unknown"), "Accepted")
+    assert accepted["reason"] == "BackendNotFound"
+    assert "configmap" in accepted["message"]
+
+
+def test_an_object_of_somebody_else_in_the_way_stalls_the_job_and_is_left_alone(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    theirs = {"metadata": {"name": "taken-1"}, "data": {"theirs": "yes"}}
+    before = api.run(api.client.create(CONFIG_MAPS, theirs, namespace))
+    api.apply(namespace, "taken")
+    wait_until(lambda: condition(api.job(namespace, "taken"), "Stalled")["status"] == "True", 5)
+    job = api.job(namespace, "taken")
+    message = condition(job, "ResourcesReady")["message"]
+    assert message == "ConfigMap taken-1 belongs to nobody ; delete it or rename this job"
+    assert api.get(CONFIG_MAPS, namespace, "taken-1") == before
+    api.run(api.client.delete(CONFIG_MAPS, "taken-1", namespace))
+    api.change(namespace, "taken", ttlSecondsAfterFinished=None, deadlines={"hangSeconds": 99})
+    wait_until(lambda: "taken-1" in api.attempts(namespace), 5)
+    wait_until(lambda: condition(api.job(namespace, "taken"), "Stalled")["status"] == "False", 5)
+
+
+def test_a_job_that_another_controller_manages_is_left_alone(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    theirs = api.apply(namespace, "theirs", managedBy="example.com/other")
+    api.apply(namespace, "ours")
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "ours-1"), 10)
+    assert api.job(namespace, "theirs") == theirs
+    assert "theirs-1" not in api.attempts(namespace)
+
+
+def test_a_job_of_another_namespace_is_left_alone(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    with api.namespace("elsewhere") as elsewhere:
+        there = api.apply(elsewhere, "far")
+        api.apply(namespace, "near")
+        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "near-1"), 10)
+        assert api.job(elsewhere, "far") == there
+
+
+def test_deleting_a_running_job_leaves_nothing_behind(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    operator, namespace = shared
+    api.apply(namespace, "short")
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "short-1"), 10)
+    api.delete(namespace, "short")
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "short-1") is None, 30)
+    assert api.job(namespace, "short") is None
+    assert operator.health("healthz")["complaints"] == []
+
+
+def test_a_job_whose_attempt_is_outside_the_cluster_waits_for_its_end(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    api.apply(namespace, "outside", backend={"type": "fake"})
+    wait_until(lambda: (api.job(namespace, "outside") or {})["status"].get("backendRef"), 10)
+    job = api.job(namespace, "outside")
+    assert job is not None
+    assert job["metadata"]["finalizers"] == ["finetune.dev/backend"]
+    api.delete(namespace, "outside")
+    wait_until(lambda: api.job(namespace, "outside") is None, 10)
