@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune_trainer.checkpoint.commit import ledger
-from finetune_trainer.config import ExitCode, FailureClass, TrainConfig
+from finetune_trainer.config import ControlConfig, ExitCode, FailureClass, TrainConfig
 from finetune_trainer.control import StopSignal
 from finetune_trainer.errors import Preempted
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE
@@ -17,6 +17,7 @@ from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
 from forked_ranks import Ranks, attempt, events, numbers, tensors
 from launches import train_config, until
+from metadata_service import event, metadata_service
 from tiny_run import write_inputs
 
 STEPS = 12
@@ -107,6 +108,21 @@ def test_tokenising_is_broken_off_at_once(inputs: Path, tmp_path: Path) -> None:
     assert ranks.codes() == [ExitCode.PREEMPTED]
     assert ranks.termination().message == "stopped by SIGTERM while there was nothing new to save"
     assert not [event for event in events(config) if event["event"] == "data"]
+
+
+def test_an_azure_event_that_one_rank_hears_of_stops_all(inputs: Path, tmp_path: Path) -> None:
+    with metadata_service() as service:
+        config = run_config(inputs, tmp_path / "run", 2, max_steps=10**6).model_copy(
+            update={"control": ControlConfig(scheduled_events_url=service.url)}
+        )
+        ranks, root = Ranks(config), Path(config.checkpoint.dir)
+        until(lambda: bool(ledger(root)))
+        service.events = [event("Preempt", "node-1")]
+        assert ranks.codes() == [ExitCode.PREEMPTED] * 2
+    step = ledger(root)[0].step
+    said = f"stopped by an Azure Preempt event after step {step}"
+    assert ranks.termination(0).message == said
+    assert ranks.termination(1).message == f"stopped by another rank after step {step}"
 
 
 def test_a_save_that_does_not_fit_into_the_grace_is_not_begun(inputs: Path, tmp_path: Path) -> None:

@@ -1,62 +1,21 @@
 """What a node's metadata service says of its end, asked of a stand-in on this machine."""
 
-import json
-import threading
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
 from finetune_trainer.control import StopSignal
 from finetune_trainer.preemption import watch_scheduled_events
 from launches import free_port, until
-
-
-class Service:
-    """A metadata service of the machine `node-1`."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.asked = threading.Event()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.headers["Metadata"] != "true":
-                    self.send_error(400)
-                    return
-                is_name = self.path.startswith("/metadata/instance/compute/name?")
-                if not is_name:
-                    outer.asked.set()
-                self.send_response(200)
-                self.end_headers()
-                text = "node-1" if is_name else json.dumps({"Events": outer.events})
-                self.wfile.write(text.encode())
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        port = self.server.server_address[1]
-        self.url = f"http://127.0.0.1:{port}/metadata/scheduledevents?api-version=2020-07-01"
+from metadata_service import Service, event, metadata_service
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    made = Service()
-    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield made
-    made.server.shutdown()
-    thread.join()
-    made.server.server_close()
-
-
-def event(kind: str, machine: str, **fields: Any) -> dict[str, Any]:
-    return {"EventId": "e", "EventType": kind, "Resources": [machine], "NotBefore": ""} | fields
+    with metadata_service() as made:
+        yield made
 
 
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate"])
