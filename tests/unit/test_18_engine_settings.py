@@ -95,6 +95,16 @@ def test_fsdp_is_built_as_configured(
         assert ("scaler" in strategy.state()) == (precision == "fp16")
 
 
+def test_layers_stay_gathered_between_micro_batches_where_memory_is_plenty() -> None:
+    case = Case("", {"type": "fsdp"})
+    with one_of(2) as world:
+        strategy = prepared(case, FOLDER, world)
+        strategy.backward(inputs_of(case, 0), scale=1.0, is_last=False)
+        assert not any(isinstance(p, DTensor) for p in strategy.model.parameters())
+        strategy.backward(inputs_of(case, 0), scale=1.0, is_last=True)
+        assert all(isinstance(p, DTensor) for p in strategy.model.parameters())
+
+
 @pytest.mark.parametrize("precision", sorted(ARITHMETIC))
 def test_one_process_computes_in_the_precision_asked_for(precision: str) -> None:
     case = Case("", {"type": "ddp"}, precision=precision)

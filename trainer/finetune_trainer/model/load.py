@@ -17,7 +17,7 @@ from finetune_trainer.model.quantize import quantization_config, settle
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Names under which model configurations keep the dropout of their own layers.
 _DROPOUT_FIELDS = (
@@ -84,13 +84,13 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
     """Load the base model for training: parameters that are trained in fp32, frozen ones narrow.
 
     With adapters the frozen base is kept in the format of the arithmetic, or quantised; with full
-    fine-tuning every parameter stays in fp32 and autocast narrows the arithmetic alone.
+    fine-tuning every parameter stays in fp32 and autocast narrows the arithmetic alone. On the
+    meta device the model has no weights, only its buffers.
 
     Raises:
         ConfigError: the model cannot be found or read, `training.dropout` has no effect on it, or
             it cannot be quantised as asked.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -103,11 +103,7 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
         )
         _set_dropout(settings, config.training.dropout)
         if device.type == "meta":
-            with init_empty_weights():  # buffers are made as they are
-                model = AutoModelForCausalLM.from_config(
-                    settings, dtype=dtype, trust_remote_code=False
-                )
-            model.tie_weights()
+            model = _without_weights(settings, dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 source.path,
@@ -123,6 +119,19 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))
     model.train()
+    return model
+
+
+def _without_weights(settings: "PretrainedConfig", dtype: "torch.dtype") -> "PreTrainedModel":
+    """Build the model with real buffers (rotary frequencies) and parameters on the meta device."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, trust_remote_code=False
+        )
+    model.tie_weights()  # undone by the move to the meta device
     return model
 
 

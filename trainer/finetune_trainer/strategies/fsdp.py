@@ -56,14 +56,15 @@ class FsdpStrategy:
             WorldSizeError: the mesh holds another number of ranks than was asked for.
         """
         self._module = module
-        weights = {name: p.detach() for name, p in module.named_parameters()}
         if self._world.is_main:
             self._skeleton = empty_copy(module.model)
         if is_loaded_once(self._config):
+            weights = {name: p.detach() for name, p in module.named_parameters()}
             _forget_weights(module, self._world)
-        self._sharded = self._shard(module)
-        if is_loaded_once(self._config):
+            self._sharded = self._shard(module)
             self._scatter(weights)
+        else:
+            self._sharded = self._shard(module)
         self._assert_built_as_asked()
         shards = self._mesh["shard"].get_group()
         training, device = self._config.training, self._world.device
