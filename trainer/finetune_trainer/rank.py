@@ -76,7 +76,8 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
     strategy.prepare(module)
-    is_gpu = world.device.type == "cuda"
+    # Compiled kernels and a GPU want one length; a CPU saves the padding.
+    pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
     patience = Patience(config.training.early_stopping)
 
     def is_stopping() -> bool:
@@ -106,8 +107,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         if held_out is None
         else partial(held_out_loss, strategy, held_out, world, is_stopping),
         notes=partial(_notes, telemetry, patience),
-        # Compiled kernels want one length; a CPU saves the padding.
-        pad_to=config.data.max_seq_len if config.data.packing and is_gpu else None,
+        pad_to=config.data.max_seq_len if pads else None,
         pad_id=tokenizer.pad_token_id,
     )
     first_step = _resume(run)
