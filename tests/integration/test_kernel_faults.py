@@ -1,0 +1,142 @@
+"""Replicas that die, and an API server that hangs, is away, or comes back."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
+from gates import Gate
+from operators import KUBECONFIG, Api, OperatorProcess, wait_until
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
+]
+
+QUICK = {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1}
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    assert KUBECONFIG is not None
+    made = Api(KUBECONFIG)
+    made.install_crd()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def namespace(api: Api) -> Iterator[str]:
+    with api.namespace("faults") as name:
+        yield name
+
+
+def started(api: Api, namespace: str, name: str) -> None:
+    wait_until(lambda: f"{name}-1" in api.attempts(namespace), 20, name)
+
+
+def test_killed_in_a_burst_and_started_again_it_doubles_nothing(api: Api, namespace: str) -> None:
+    names = [f"burst-{number:02d}" for number in range(20)]
+    with OperatorProcess(api.kubeconfig, namespace) as first:
+        first.wait_for("synced")
+        for name in names:
+            api.apply(namespace, name)
+        wait_until(lambda: len(api.attempts(namespace)) >= 4, 20)
+        first.kill()
+    with OperatorProcess(api.kubeconfig, namespace) as second:
+        started_at = second.wait_for("started")
+        assert second.wait_for("synced")["jobs"] == len(names)
+        wait_until(lambda: api.attempts(namespace) == [f"{name}-1" for name in names], 20)
+        wait_until(lambda: second.health()["queue"] == 0, 5)
+        assert second.said("lost the lease") == []
+        assert started_at["time"] < second.said("leading")[0]["time"]
+        # Each job's Event was posted by one process or the other.
+        wait_until(
+            lambda: [api.events(namespace, one) for one in names] == [["AttemptCreated"]] * 20, 10
+        )
+
+
+def test_a_standby_takes_over_from_a_killed_leader_within_the_lease_and_two_seconds(
+    api: Api, namespace: str
+) -> None:
+    with (
+        OperatorProcess(api.kubeconfig, namespace, "one", **QUICK) as one,
+        OperatorProcess(api.kubeconfig, namespace, "two", **QUICK) as two,
+    ):
+        wait_until(lambda: one.said("synced") or two.said("synced"), 30)
+        leader, standby = (one, two) if one.said("synced") else (two, one)
+        standby.wait_for("started")
+        waits = standby.health()
+        assert (waits["code"], waits["leading"]) == (200, False)
+        api.apply(namespace, "before")
+        started(api, namespace, "before")
+        leader.send(signal.SIGKILL)
+        killed_at = time.monotonic()
+        api.apply(namespace, "after")
+        standby.wait_for("leading", QUICK["lease_seconds"] + 2)
+        assert time.monotonic() - killed_at > 1
+        started(api, namespace, "after")
+        assert api.attempts(namespace) == ["after-1", "before-1"]
+
+
+def test_on_sigterm_the_lease_is_given_to_the_standby_at_once(api: Api, namespace: str) -> None:
+    with OperatorProcess(api.kubeconfig, namespace, "one") as one:
+        one.wait_for("synced")
+        with OperatorProcess(api.kubeconfig, namespace, "two") as two:
+            two.wait_for("started")
+            assert two.said("leading") == []
+            assert one.end() == 0
+            two.wait_for("leading", 3)
+            lease = api.get(LEASES, namespace, "finetune-operator")
+            assert lease is not None
+            assert lease["spec"]["holderIdentity"] == "two"
+            assert lease["spec"]["leaseTransitions"] == 1
+    lease = api.get(LEASES, namespace, "finetune-operator")
+    assert lease is not None
+    assert lease["spec"]["holderIdentity"] == ""
+
+
+@pytest.mark.parametrize("fault", ["freeze", "shut"])
+def test_without_the_api_server_it_stops_leading_and_comes_back_by_itself(
+    api: Api, namespace: str, tmp_path: Path, fault: str
+) -> None:
+    with (
+        Gate(api.kubeconfig, tmp_path) as gate,
+        OperatorProcess(gate.kubeconfig, namespace, **QUICK) as operator,
+    ):
+        operator.wait_for("synced")
+        for name in ("stays", "goes"):
+            api.apply(namespace, name)
+            started(api, namespace, name)
+        wait_until(lambda: operator.health()["queue"] == 0, 5)
+        getattr(gate, fault)()
+        wait_until(lambda: not operator.health()["leading"], QUICK["renew_deadline_seconds"] + 2)
+        api.delete(namespace, "goes")
+        api.apply(namespace, "comes")
+        api.play(namespace, "stays-1", phase="Running", ready="1", step="1")
+        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "goes-1") is None, 30)
+        assert operator.health("healthz")["complaints"] == []
+        gate.open()
+        opened_at = time.monotonic()
+        wait_until(lambda: api.phase(namespace, "stays") == "Running", 15)
+        started(api, namespace, "comes")
+        assert time.monotonic() - opened_at < 15
+        assert api.attempts(namespace) == ["comes-1", "stays-1"]
+        assert operator.is_running
+        assert len(operator.said("leading")) == 2
+
+
+def test_it_waits_for_a_cluster_that_is_not_there_yet(
+    api: Api, namespace: str, tmp_path: Path
+) -> None:
+    with Gate(api.kubeconfig, tmp_path) as gate:
+        gate.shut()
+        with OperatorProcess(gate.kubeconfig, namespace, **QUICK) as operator:
+            operator.wait_for("the lease cannot be renewed")
+            api.apply(namespace, "early")
+            gate.open()
+            operator.wait_for("synced")
+            started(api, namespace, "early")
