@@ -110,6 +110,12 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         pad_to=config.data.max_seq_len if pads else None,
         pad_id=tokenizer.pad_token_id,
     )
+    return _train_and_export(run, tokenizer)
+
+
+def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
+    """Go on from the newest checkpoint to the exported model."""
+    agreement, stop = run.agreement, run.stop
     first_step = _resume(run)
     if first_step == 0:
         if run.evaluate is not None:
@@ -117,13 +123,13 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         unless_stopped(agreement, stop, partial(_answer_prompts, run, tokenizer, when="before"))
     if agreement.any(stop.requested):
         raise preempted(stop)
-    is_trained = patience.is_over or first_step == plan.total_steps
+    is_trained = run.patience.is_over or first_step == run.plan.total_steps
     last_step = first_step if is_trained else train(run, first_step)
     _finish_saving(run)
     message = _choose_weights(run, last_step)
     unless_stopped(agreement, stop, partial(_answer_prompts, run, tokenizer, when="after"))
     artifacts = unless_stopped(agreement, stop, partial(_export, run, tokenizer))
-    telemetry.phase(Phase.DONE)
+    run.telemetry.phase(Phase.DONE)
     return Termination(
         failure_class=FailureClass.COMPLETED,
         exit_code=ExitCode.DONE,
