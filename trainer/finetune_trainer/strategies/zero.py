@@ -7,8 +7,8 @@ configures the trainer says nothing to DeepSpeed itself: every setting follows f
 import importlib.util
 import logging
 import os
+import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -248,15 +248,18 @@ def _refuse_here(config: TrainConfig) -> None:
 
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    path = str(config.strategy.nvme_path)
     try:
-        Path(str(config.strategy.nvme_path)).mkdir(parents=True, exist_ok=True)
-        AsyncIOBuilder().load(verbose=False)  # compiled at the first use, for about two minutes
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ConfigError(
-            f"spec.strategy.nvmePath {config.strategy.nvme_path} cannot be written into "
-            f"({error.strerror}); name a folder that this process may write into"
+            f"spec.strategy.nvmePath {path} cannot be written into ({error.strerror}); name a "
+            "folder that this process may write into"
         ) from error
-    except RuntimeError as error:
+    try:
+        AsyncIOBuilder().load(verbose=False)  # compiled at the first use, for about two minutes
+    except (ImportError, RuntimeError) as error:
         raise ConfigError(
             "spec.strategy.offload nvme: DeepSpeed cannot build its asynchronous input and output "
             f"({str(error).splitlines()[0]}); install libaio-dev, g++ and ninja, or use offload cpu"
