@@ -1,0 +1,95 @@
+"""What goes in: the base model and the rows."""
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from finetune_trainer.config.base import ContractModel
+
+
+class ModelConfig(ContractModel):
+    """The base model, as something `from_pretrained` takes."""
+
+    path: str = Field(description="Local folder, or a repository name on the hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    base_name: str | None = Field(
+        None,
+        description="Name written as base_model_name_or_path, which another machine can resolve.",
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja text that replaces the tokenizer's template; exported with it."
+    )
+    add_tokens: tuple[str, ...] = Field(
+        (), description="Special tokens that are added, trained and exported."
+    )
+
+
+class DataFormat(StrEnum):
+    """What a row of the data set holds."""
+
+    CHAT = "chat"
+    INSTRUCTION = "instruction"
+    TEXT = "text"
+
+
+class LongRows(StrEnum):
+    """What happens to a row of more than `max_seq_len` tokens; always counted and reported."""
+
+    TRUNCATE = "truncate"
+    SPLIT = "split"
+
+
+class DatasetSource(ContractModel):
+    """Where rows come from: a local file or folder, or a data set on the hub."""
+
+    path: str = Field(description="A .jsonl, .json, .parquet or .csv file, or a hub data set name.")
+    split: str = Field("train", description="Split to read; files have only 'train'.")
+    is_hub: bool = Field(False, description="The path is a hub data set name.")
+    weight: Annotated[float, Field(gt=0)] = Field(
+        1.0,
+        description="How often an epoch holds each of its rows. Of 0.25, each epoch draws the next "
+        "quarter of them, in whole packs and at least one, so four epochs see every row once.",
+    )
+
+
+class ColumnMap(ContractModel):
+    """Names of the data set's columns where they differ from the usual ones."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    system: str | None = None
+    instruction: str | None = None
+    input: str | None = None
+    output: str | None = None
+    text: str | None = None
+
+
+class DataConfig(ContractModel):
+    """Rows to train and to evaluate on, and how they become token sequences."""
+
+    train: DatasetSource
+    also: tuple[DatasetSource, ...] = Field(
+        (), description="Further rows to train on, mixed with those of `train` by weight."
+    )
+    eval: DatasetSource | None = None
+    format: DataFormat = DataFormat.CHAT
+    columns: ColumnMap = ColumnMap()
+    max_seq_len: Annotated[int, Field(ge=8)] = 2048
+    long_rows: LongRows = LongRows.TRUNCATE
+    packing: bool = True
+    cache_dir: str = Field(description="Folder of the token cache, keyed by content.")
+
+    @model_validator(mode="after")
+    def _held_out_rows_are_not_weighed(self) -> Self:
+        if self.eval is not None and self.eval.weight != 1:
+            raise ValueError(
+                "the weight of held-out rows has no effect, as each is evaluated once; remove it"
+            )
+        return self
+
+    @property
+    def sources(self) -> tuple[DatasetSource, ...]:
+        """All data sets that are trained on; `train` comes first."""
+        return (self.train, *self.also)

@@ -1,0 +1,125 @@
+"""What comes back: exit codes, progress and last words."""
+
+from enum import IntEnum, StrEnum
+
+from pydantic import Field
+
+from finetune_trainer.config.base import ContractModel
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the main process of a node (DESIGN section 4)."""
+
+    DONE = 0
+    ERROR = 1
+    DATA = 65
+    PREEMPTED = 75
+    CONFIG = 78
+    DO_NOT_RESTART = 93
+    KILLED = 137
+
+
+class FailureClass(StrEnum):
+    """Why an attempt ended; the restart policy decides by it."""
+
+    COMPLETED = "Completed"
+    DATA_ERROR = "DataError"
+    PREEMPTED = "Preempted"
+    CONFIG_ERROR = "ConfigError"
+    DO_NOT_RESTART = "DoNotRestart"
+    OUT_OF_MEMORY = "OutOfMemory"
+    WORKER_LOST = "WorkerLost"
+    HUNG = "Hung"
+    ERROR = "Error"
+
+
+class Phase(StrEnum):
+    """What the trainer is doing now; named in progress.json, in logs and by the live view."""
+
+    STARTING = "Starting"
+    TOKENIZING = "Tokenizing"
+    LOADING = "Loading"
+    EVALUATING = "Evaluating"
+    ANSWERING = "Answering"
+    TRAINING = "Training"
+    SAVING = "Saving"
+    EXPORTING = "Exporting"
+    STOPPING = "Stopping"
+    DONE = "Done"
+
+
+class CheckpointRef(ContractModel):
+    """One committed checkpoint in the ledger."""
+
+    step: int
+    path: str
+    time: float = Field(description="Seconds since the epoch.")
+    world_size: int
+    eval_loss: float | None = None
+
+
+class SampleAnswer(ContractModel):
+    """One of `observability.samplePrompts`, answered before and after training."""
+
+    prompt: str
+    before: str | None = None
+    after: str | None = None
+
+
+class DataReport(ContractModel):
+    """What became of the rows; truncation is never silent."""
+
+    rows: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+    truncated_rows: int = 0
+    split_rows: int = 0
+    rows_without_labels: int = 0
+    packs: int = 0
+    fill_ratio: float = Field(1.0, description="Share of a pack's positions that hold tokens.")
+    warnings: tuple[str, ...] = Field((), description="What a user should know about the rows.")
+
+
+class Progress(ContractModel):
+    """progress.json and `GET /progress`: rank 0's newest word about the run."""
+
+    attempt: int = 1
+    phase: Phase = Phase.STARTING
+    time: float = Field(0.0, description="When this was written, seconds since the epoch.")
+    step: int = 0
+    total_steps: int | None = None
+    resumed_step: int | None = Field(None, description="Step of the checkpoint started from.")
+    epoch: float = 0.0
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    eval_loss_before: float | None = None
+    eval_loss: float | None = None
+    tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
+    eta_seconds: float | None = None
+    skipped_steps: int = Field(0, description="Steps not made because a gradient was not finite.")
+    restarts_in_place: int = 0
+    first_step_seconds: float | None = Field(
+        None, description="Process start to the end of the first new step, evaluation apart."
+    )
+    checkpoint: CheckpointRef | None = None
+    best_checkpoint: CheckpointRef | None = None
+    samples: tuple[SampleAnswer, ...] = ()
+    train_data: DataReport | None = None
+    eval_data: DataReport | None = None
+    metrics_url: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class Termination(ContractModel):
+    """The last words of an attempt, written to `TrainConfig.termination_path`."""
+
+    failure_class: FailureClass
+    exit_code: int
+    message: str = Field(description="One sentence: what happened, and what to do.")
+    step: int = 0
+    rank: int | None = Field(None, description="The guilty rank, where there is one.")
+    checkpoint: CheckpointRef | None = None
+    artifacts: tuple[str, ...] = ()
+    progress: Progress | None = None
