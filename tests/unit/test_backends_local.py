@@ -112,6 +112,14 @@ def test_every_data_set_and_the_adapter_are_found_beside_the_manifest() -> None:
         ({"checkpoint__uri": "hf://org/name"}, "spec.checkpoint.uri"),
         ({"checkpoint__resume_from": "pvc://claim/step-3"}, "spec.checkpoint.resumeFrom"),
         ({"output__uri": "azureml://models/x"}, "spec.output.uri"),
+        ({"topology__instanceType": "Standard_A"}, "spec.topology.instanceType"),
+        ({"topology__rdma": "required"}, "spec.topology.rdma"),
+        ({"topology__placement": "spread"}, "spec.topology.placement"),
+        ({"capacity": "spot"}, "spec.capacity"),
+        ({"queue__name": "a"}, "spec.queue"),
+        ({"podTemplate": {}}, "spec.podTemplate"),
+        ({"ttlSecondsAfterFinished": 5}, "spec.ttlSecondsAfterFinished"),
+        ({"model__tokenSecretRef": {"name": "a", "key": "b"}}, "spec.model.tokenSecretRef"),
     ],
 )
 def test_what_this_machine_cannot_do_is_an_error(overrides: dict[str, Any], path: str) -> None:

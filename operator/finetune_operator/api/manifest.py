@@ -1,4 +1,4 @@
-"""Find the FineTuneJobs in files, folders and standard input.
+"""Find the FineTuneJobs and FineTuneProfiles in files, folders and standard input.
 
 `ftctl validate` and `load_job` call it. It reads what it is given and nothing a manifest names.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune_operator.api.paths import FieldPath, show_value
 from finetune_operator.api.problems import Problem, Severity
-from finetune_operator.api.v1alpha1 import API_VERSION, GROUP, KIND
+from finetune_operator.api.v1alpha1 import API_VERSION, GROUP, KIND, PROFILE_KIND
 from finetune_operator.api.yaml_documents import YamlDocument, read_yaml
 
 STDIN = "-"
@@ -22,7 +22,7 @@ _SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 
 @dataclass(frozen=True)
 class Manifest:
-    """One FineTuneJob as it is written, nothing checked but its kind.
+    """One FineTuneJob or FineTuneProfile as it is written, nothing checked but its kind.
 
     Attributes:
         file: File it stands in as the caller named it, or `-`.
@@ -55,11 +55,14 @@ class Reading:
     """All that was found.
 
     Attributes:
+        manifests: The jobs.
         problems: Files and documents that cannot be read; notes on what was passed over.
+        profiles: The profiles, which jobs may name.
     """
 
     manifests: tuple[Manifest, ...]
     problems: tuple[Problem, ...]
+    profiles: tuple[Manifest, ...] = ()
 
 
 def read_manifests(paths: Iterable[str]) -> Reading:
@@ -69,13 +72,16 @@ def read_manifests(paths: Iterable[str]) -> Reading:
     """
     manifests: list[Manifest] = []
     problems: list[Problem] = []
+    profiles: list[Manifest] = []
     for path in paths:
         for found in _read_path(path):
-            if isinstance(found, Manifest):
-                manifests.append(found)
-            else:
+            if isinstance(found, Problem):
                 problems.append(found)
-    return Reading(tuple(manifests), tuple(problems))
+            elif found.value["kind"] == PROFILE_KIND:
+                profiles.append(found)
+            else:
+                manifests.append(found)
+    return Reading(tuple(manifests), tuple(problems), tuple(profiles))
 
 
 def _read_path(path: str) -> Iterator[Manifest | Problem]:
@@ -161,13 +167,13 @@ def _item(document: YamlDocument, index: int) -> YamlDocument:
 def _job_or_problem(document: YamlDocument, value: dict[str, Any], file: str) -> Manifest | Problem:
     manifest = Manifest(file, document.line, value, document.lines, tuple(document.problems))
     kind, api_version = value.get("kind"), value.get("apiVersion")
-    if kind == KIND and api_version == API_VERSION:
+    if kind in (KIND, PROFILE_KIND) and api_version == API_VERSION:
         return manifest
     if kind is None:
         message = f"is missing; write kind: {KIND}"
         return Problem("kind", message, file=file, line=document.line)
     is_ours = str(api_version).startswith(f"{GROUP}/")
-    if kind == KIND:
+    if kind in (KIND, PROFILE_KIND):
         message = f"{show_value(api_version)} is not known; write apiVersion: {API_VERSION}"
         return Problem("apiVersion", message, file=file, line=manifest.line_of(("apiVersion",)))
     if is_ours:

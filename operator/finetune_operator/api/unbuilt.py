@@ -4,7 +4,7 @@ The CRD accepts these values, so that manifests written for a later version keep
 `ftctl validate` and `load_job` refuse them. A line leaves the table when its behaviour is built.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,16 @@ class Unbuilt:
     advice: str
 
 
-def _only(path: str, *values: Any) -> Unbuilt:
+def only(path: str, *values: Any) -> Unbuilt:
+    """Of the field's values only these are acted on."""
     words = [str(value) for value in values]
     listed = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
     return Unbuilt(path, lambda value: value in values, f"use {listed}")
 
 
-def _unset(path: str) -> Unbuilt:
-    return Unbuilt(path, lambda value: False, "remove it")
+def unset(path: str, advice: str = "remove it") -> Unbuilt:
+    """Nothing acts on the field."""
+    return Unbuilt(path, lambda value: False, advice)
 
 
 def _starts(path: str, *starts: str) -> Unbuilt:
@@ -44,39 +46,40 @@ def _starts(path: str, *starts: str) -> Unbuilt:
 
 _FAILURES = tuple(one.value for one in FailureClass if one is not FailureClass.COMPLETED)
 
+_FOLDERS = ("file://", "pvc://")
+_INPUTS = ("hf://", *_FOLDERS)
+
 UNBUILT = (
-    _starts("model.source", "hf://", "file://"),
-    _unset("model.tokenSecretRef"),
-    _starts("dataset.source", "hf://", "file://"),
-    _starts("dataset.evalSource", "hf://", "file://"),
-    _starts("dataset.also[].source", "hf://", "file://"),
-    _starts("method.lora.startFrom", "file://"),
-    _only("strategy.tensorParallel", 1),
-    _only("strategy.pipelineParallel", 1),
-    _unset("topology.minNodes"),
-    _unset("topology.maxNodes"),
-    _unset("topology.instanceType"),
-    _only("topology.rdma", "auto"),
-    _only("topology.placement", "pack"),
-    _only("capacity", "onDemand"),
-    _starts("checkpoint.uri", "file://"),
-    _starts("checkpoint.resumeFrom", "auto", "none", "file://"),
-    _starts("output.uri", "file://"),
-    _only("restartPolicy.rules[].onClass", *_FAILURES),
-    _unset("queue"),
-    _unset("ttlSecondsAfterFinished"),
-    _unset("podTemplate"),
-    _only("managedBy", MANAGED_BY),
+    _starts("model.source", *_INPUTS),
+    _starts("dataset.source", *_INPUTS),
+    _starts("dataset.evalSource", *_INPUTS),
+    _starts("dataset.also[].source", *_INPUTS),
+    _starts("method.lora.startFrom", *_FOLDERS),
+    only("strategy.tensorParallel", 1),
+    only("strategy.pipelineParallel", 1),
+    unset("topology.minNodes"),
+    unset("topology.maxNodes"),
+    _starts("checkpoint.uri", *_FOLDERS),
+    _starts("checkpoint.resumeFrom", "auto", "none", *_FOLDERS),
+    _starts("output.uri", *_FOLDERS),
+    only("restartPolicy.rules[].onClass", *_FAILURES),
+    only("managedBy", MANAGED_BY),
 )
+"""What no backend does; what one backend does not do, that backend refuses."""
 
 
 def check_built(value: Any) -> Iterator[Finding]:
     """Yield a finding for each value that nothing acts on yet, in an object with its defaults."""
-    for entry in UNBUILT:
+    return check_fields(value, UNBUILT, "is not built yet")
+
+
+def check_fields(value: Any, table: Iterable[Unbuilt], complaint: str) -> Iterator[Finding]:
+    """Yield a finding, with this complaint, for each value that no line of `table` acts on."""
+    for entry in table:
         for path, item in _values_at(value, ("spec", *entry.path.split("."))):
             if not entry.is_built(item):
                 shown = f"{show_value(item)} " if is_scalar(item) else ""
-                yield Finding(path, f"{shown}is not built yet; {entry.advice}")
+                yield Finding(path, f"{shown}{complaint}; {entry.advice}")
 
 
 def _values_at(

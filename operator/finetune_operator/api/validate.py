@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune_operator.api.cel import check_rules
-from finetune_operator.api.crd import job_schema
+from finetune_operator.api.crd import job_schema, profile_schema
 from finetune_operator.api.defaults import with_defaults
 from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.metadata import OBJECT_METADATA
@@ -20,7 +20,7 @@ from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.problems import InvalidJobError, Problem, Severity
 from finetune_operator.api.structural import check_structure
 from finetune_operator.api.unbuilt import check_built
-from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,19 @@ def check_manifest(
         place = manifest.line_of(("status",))
         problems.append(Problem("status", message, Severity.WARNING, manifest.file, place))
     return sorted(problems, key=lambda problem: problem.line or 0)
+
+
+def check_profile(manifest: Manifest) -> list[Problem]:
+    """Return every problem of one FineTuneProfile."""
+    value = with_defaults(manifest.value, _profile_schema())
+    findings = check_structure(value, _profile_schema())
+    findings += check_rules(value, _profile_schema(), findings)
+    return [*manifest.problems, *(_problem(finding, manifest) for finding in findings)]
+
+
+def profile_of(manifest: Manifest) -> FineTuneProfile:
+    """Return the profile a manifest without problems describes."""
+    return FineTuneProfile.model_validate(with_defaults(manifest.value, _profile_schema()))
 
 
 def defaulted(value: Any) -> Any:
@@ -158,6 +171,14 @@ def job_of(manifest: Manifest) -> FineTuneJob:
 def _schema() -> Schema:
     """The CRD's schema with metadata, which the API server checks by itself."""
     schema = job_schema()
+    schema["properties"]["metadata"] = OBJECT_METADATA
+    schema["required"] = ["metadata", "spec"]
+    return schema
+
+
+@cache
+def _profile_schema() -> Schema:
+    schema = profile_schema()
     schema["properties"]["metadata"] = OBJECT_METADATA
     schema["required"] = ["metadata", "spec"]
     return schema

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.profile import FineTuneProfile
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Progress, Termination
 
@@ -116,11 +117,13 @@ class BackendContext:
         environ: Environment of the caller; a backend reads no other.
         cluster: Client and caches where the operator makes the backend; None elsewhere, where
             only `validate` and `render` are asked of a backend that needs one.
+        profiles: FineTuneProfiles by name, known without a cluster.
     """
 
     manifest_dir: Path
     environ: Mapping[str, str] = field(default_factory=dict)
     cluster: "Cluster | None" = None
+    profiles: Mapping[str, FineTuneProfile] = field(default_factory=dict)
 
 
 class Backend(Protocol):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,12 @@ class RequestFormat(StrEnum):
 def render(
     file: FileArgument,
     backend: BackendOption = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="FineTuneProfiles to use; FILE itself may hold them too."
+        ),
+    ] = None,
     attempt: Annotated[int, typer.Option(min=1, help="Number of the attempt.")] = 1,
     output: Annotated[
         RequestFormat, typer.Option("-o", "--output", help="yaml or json.")
@@ -32,7 +39,7 @@ def render(
     Nothing is sent or written. As YAML each object is a document of its own, and the reasons are
     comments; as JSON it is the whole request. The job's uid is empty, as it is given on submission.
     """
-    target = open_target(file, backend)
+    target = open_target(file, backend, profile=profile)
     request = target.backend.render(target.plan, Attempt(attempt))
     if output is RequestFormat.JSON:
         print(json.dumps(asdict(request), indent=2, ensure_ascii=False))

@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
+from finetune_operator.api.manifest import STDIN, Manifest, Reading, read_manifests
 from finetune_operator.api.problems import InvalidJobError, Problem, Severity
-from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.api.validate import ManifestRef, load_job
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
+from finetune_operator.api.validate import ManifestRef, check_profile, load_job, profile_of
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.local.layout import Folders, file_path, folders_of, is_on_hub
@@ -67,12 +68,19 @@ class Target:
         _refuse(problems, self.manifest)
 
 
-def open_target(file: Path, backend: str | None = None, *, runs_here: bool = False) -> Target:
+def open_target(
+    file: Path,
+    backend: str | None = None,
+    *,
+    runs_here: bool = False,
+    profile: Path | None = None,
+) -> Target:
     """Read, validate and plan the job in `file`.
 
     Args:
-        file: The manifest.
+        file: The manifest; it may hold the job's FineTuneProfile as well.
         backend: Takes the place of the manifest's own.
+        profile: Another file with FineTuneProfiles.
         runs_here: Refuse a backend that does not run on this machine.
 
     Raises:
@@ -89,13 +97,40 @@ def open_target(file: Path, backend: str | None = None, *, runs_here: bool = Fal
             "--backend local to run it here"
         )
         raise InvalidJobError([manifest.locate(Problem("spec.backend.type", message))])
-    made = registry.load(chosen)(BackendContext(manifest.directory, dict(os.environ)))
+    profiles = _profiles(file, profile)
+    context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
+    made = registry.load(chosen)(context)
     _refuse(made.validate(job), manifest)
     try:
         plan = make_plan(job)
     except InvalidJobError as error:
         raise InvalidJobError(manifest.locate(problem) for problem in error.problems) from error
     return Target(job=job, manifest=manifest, plan=plan, backend=made)
+
+
+def known_profiles(
+    manifests: Iterable[Manifest], problems: list[Problem]
+) -> dict[str, FineTuneProfile]:
+    """Return the usable profiles by name; what is wrong with the others is added to `problems`."""
+    known = {}
+    for manifest in manifests:
+        if wrong := check_profile(manifest):
+            problems += wrong
+        else:
+            made = profile_of(manifest)
+            known[made.metadata.name] = made
+    return known
+
+
+def _profiles(file: Path, more: Path | None) -> dict[str, FineTuneProfile]:
+    found = read_manifests([str(more)]) if more is not None else Reading((), ())
+    problems = [one for one in found.problems if one.severity is Severity.ERROR]
+    # Standard input was read already, with the job in it.
+    beside = () if str(file) == STDIN else read_manifests([str(file)]).profiles
+    known = known_profiles([*beside, *found.profiles], problems)
+    if problems:
+        raise InvalidJobError(problems)
+    return known
 
 
 def _refuse(problems: Iterable[Problem], manifest: ManifestRef) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -10,9 +10,11 @@ import typer
 
 from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.api.validate import ManifestRef, check_manifest, job_of
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.registry import available, load
+from finetune_operator.cli.target import known_profiles
 
 
 class OutputFormat(StrEnum):
@@ -38,6 +40,8 @@ def validate(
 ) -> None:
     """Print every problem of the FineTuneJobs given, as FILE:LINE: FIELD SENTENCE.
 
+    A job's FineTuneProfile counts if it is among the files.
+
     Checks what the API server checks, names every value whose behaviour is not built yet, and asks
     the backend. Opens no file that a manifest names; `ftctl run` does. The exit code is 1 if there
     is a problem.
@@ -47,9 +51,10 @@ def validate(
         raise typer.BadParameter("give at least one file, folder or - for standard input")
     reading = read_manifests(given)
     problems = [*reading.problems]
+    profiles = known_profiles(reading.profiles, problems)
     for manifest in reading.manifests:
-        problems += _check(manifest)
-    if not reading.manifests and not _errors(problems):
+        problems += _check(manifest, profiles)
+    if not reading.manifests and not reading.profiles and not _errors(problems):
         problems.append(Problem("", f"no FineTuneJob in {', '.join(given)}"))
     if output is OutputFormat.JSON:
         _print_json(reading.manifests, problems)
@@ -59,7 +64,7 @@ def validate(
         raise typer.Exit(1)
 
 
-def _check(manifest: Manifest) -> list[Problem]:
+def _check(manifest: Manifest, profiles: Mapping[str, FineTuneProfile]) -> list[Problem]:
     """The resource's own problems; the backend is asked about what is otherwise right."""
     problems = check_manifest(manifest)
     if _errors(problems):
@@ -70,7 +75,8 @@ def _check(manifest: Manifest) -> list[Problem]:
         message = f"{name} is not installed here; use {' or '.join(available())}"
         problems.append(manifest_ref.locate(Problem("spec.backend.type", message)))
     else:
-        backend = load(name)(BackendContext(manifest.directory, dict(os.environ)))
+        context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
+        backend = load(name)(context)
         problems += [manifest_ref.locate(problem) for problem in backend.validate(job)]
     return problems
 

@@ -158,6 +158,11 @@ class Allowances(ApiModel):
     )
     claims: Patterns = Field([], description="PersistentVolumeClaims a job may name.")
     images: Patterns = Field([], description="Images a job may choose, besides the profile's own.")
+    metadata: Patterns = Field(
+        [],
+        description="Keys of labels and annotations that a job's podTemplate may set; Services, "
+        "policies and injectors of others may act on them.",
+    )
     max_nodes: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Most nodes of a job.")
     max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         8, description="Most GPUs of each node."

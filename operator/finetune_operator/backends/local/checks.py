@@ -9,7 +9,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from finetune_operator.api.paths import show_path
 from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.unbuilt import check_fields, only, unset
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.local import layout
 from finetune_operator.backends.local.layout import BadUriError
@@ -17,14 +19,26 @@ from finetune_operator.backends.local.overlaps import overlaps
 from finetune_operator.backends.local.render import visible_gpus
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_NO_EFFECT = (
+    unset("model.tokenSecretRef", "remove it, and set HF_TOKEN"),
+    unset("topology.instanceType"),
+    only("topology.rdma", "auto"),
+    only("topology.placement", "pack"),
+    only("capacity", "onDemand"),
+    unset("queue"),
+    unset("ttlSecondsAfterFinished"),
+    unset("podTemplate"),
+)
 
 
 def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
-    """Return the places that the job names and that cannot be on this machine.
+    """Return what the job names and this machine cannot be or have.
 
     What the API's own rules refuse, and what no backend acts on yet, is not repeated here.
     """
-    return list(_uris(job, manifest_dir))
+    found = check_fields(job.to_object(), _NO_EFFECT, "has no effect on this machine")
+    fields = (Problem(show_path(one.path), one.message) for one in found)
+    return [*_uris(job, manifest_dir), *fields]
 
 
 def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pydantic import ValidationError
 
 from finetune_operator.backends.base import AttemptPhase, Handle, Observation
+from finetune_operator.backends.guilt import TERMINATED, innocence
 from finetune_operator.backends.local import locks, proc, records
 from finetune_operator.backends.local.environment import ENV_MARK, mark
 from finetune_operator.backends.local.layout import AttemptFolder
@@ -28,9 +29,6 @@ from finetune_trainer.config import ExitCode, FailureClass, Phase, Progress, Ter
 SOON_SECONDS = 0.1
 STEADY_SECONDS = 0.5
 _STEADY_PHASES = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING, Phase.TOKENIZING})
-_TERMINATED = 128 + signal.SIGTERM
-_SECONDARY = frozenset({ExitCode.PREEMPTED, _TERMINATED})
-_PERMANENT = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
 
 
 class NodeState(StrEnum):
@@ -145,7 +143,7 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
     if record is None:
         code, text = 1, f"node {rank} could not be started; see {folder.log(rank)}"
         if cancel is not None:
-            code, text = _TERMINATED, f"node {rank} was stopped before it had begun"
+            code, text = TERMINATED, f"node {rank} was stopped before it had begun"
         words = Termination(failure_class=FailureClass.ERROR, exit_code=code, message=text)
         return Node(rank, NodeState.ENDED, words=words, is_victim=cancel is not None)
     process = proc.Process(record.pid, record.start_time, record.boot_id)
@@ -153,7 +151,7 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
         return Node(rank, NodeState.ALIVE, process)
     words = _last_words(folder, rank, record.pid, cancel)
     killed = cancel is not None and cancel.was_enforced and words.exit_code == ExitCode.KILLED
-    told = cancel is not None and words.exit_code == _TERMINATED
+    told = cancel is not None and words.exit_code == TERMINATED
     return Node(rank, NodeState.ENDED, process, words, is_victim=killed or told)
 
 
@@ -244,25 +242,12 @@ def _phase(nodes: Sequence[Node]) -> AttemptPhase:
 
 
 def _guilty(ended: Sequence[Node]) -> Node | None:
-    """Return the node whose end explains the others'; the first where none differs.
+    """Return the node whose end explains the others'; the first where none differs."""
 
-    A node that failed says why; one that was killed could not. Those that we ended, and those that
-    left because they were told to, explain nothing.
-    """
+    def key(node: Node) -> int:
+        return innocence(node.words.exit_code if node.words else 1, is_victim=node.is_victim)
 
-    def innocence(node: Node) -> int:
-        code = node.words.exit_code if node.words else 1
-        if node.is_victim:
-            return 4
-        if code in _PERMANENT:
-            return 0
-        if code == ExitCode.KILLED:
-            return 1
-        if code in _SECONDARY:
-            return 3
-        return 5 if code == ExitCode.DONE else 2
-
-    return min(ended, key=innocence, default=None)
+    return min(ended, key=key, default=None)
 
 
 def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:

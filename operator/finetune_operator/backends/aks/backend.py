@@ -1,0 +1,112 @@
+"""The aks backend: an attempt is one Indexed Job in the job's own namespace.
+
+This file only connects the verbs to their modules. Those that talk to the cluster are in `live`,
+whose libraries `ftctl render` and `validate` do without.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.aks import checks
+from finetune_operator.backends.aks.names import BACKEND
+from finetune_operator.backends.aks.profiles import FIELD, ProfileError, Profiles
+from finetune_operator.backends.aks.render import render
+from finetune_operator.backends.base import (
+    Attempt,
+    BackendContext,
+    Handle,
+    Observation,
+    Request,
+)
+from finetune_operator.errors import BackendError
+from finetune_operator.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from finetune_operator.backends.aks.live import LiveAttempts
+
+NAMESPACE_VARIABLE = "FINETUNE_OPERATOR_LEASE_NAMESPACE"
+DEFAULT_NAMESPACE = "finetune-operator"
+
+
+class AksBackend:
+    """Backend `aks`: node pools of the cluster that the operator runs in.
+
+    Args:
+        context: With the cluster where the operator makes it; elsewhere with the profiles that are
+            known, and then only `validate` and `render` work.
+    """
+
+    name: ClassVar[str] = BACKEND
+    watches: ClassVar[tuple[str, ...]] = (
+        "batch/v1/Job",
+        "v1/Pod",
+        "finetune.dev/v1alpha1/FineTuneProfile",
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        self._cluster = context.cluster
+        self._profiles = Profiles(context.cluster, context.profiles)
+        self._operator_namespace = context.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE
+        self._attempts: LiveAttempts | None = None
+
+    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
+        """List what this backend cannot do, and what the job's profile does not allow."""
+        found = checks.impossible(job)
+        if any(one.severity is Severity.ERROR for one in found):
+            return found
+        try:
+            profile = self._profiles.of(job)
+        except ProfileError as error:
+            severity = Severity.WARNING if error.is_unknown else Severity.ERROR
+            return [*found, Problem(FIELD, str(error), severity)]
+        return [*found, *checks.forbidden(job, profile)]
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        """Nothing: claims and Secrets are bound and mounted later, and then told in conditions."""
+        return ()
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        """Return the attempt's manifests.
+
+        Raises:
+            BackendError: the job's profile is not known, or the configuration is too long.
+        """
+        try:
+            profile = self._profiles.of(plan.job)
+        except ProfileError as error:
+            advice = "; give its manifest with --profile FILE" if error.is_unknown else ""
+            raise BackendError(f"{FIELD} {error}{advice}") from error
+        return render(plan, profile, attempt, operator_namespace=self._operator_namespace)
+
+    async def submit(self, request: Request) -> Handle:
+        """Create the attempt's objects; what our own job owns already is adopted."""
+        return await self._live().submit(request)
+
+    async def observe(self, handle: Handle) -> Observation:
+        """Look at the attempt; also gives rank 0's pod its name once it has an address."""
+        return await self._live().observe(handle)
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        """Stop the attempt for good; its batch Job stays as the record."""
+        await self._live().cancel(handle, grace_seconds)
+
+    def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        """Yield the last lines of the pod that the rank runs in."""
+        return self._live().logs(handle, rank, follow)
+
+    async def collect(self, handle: Handle) -> Sequence[str]:
+        """Return what was exported, as `pvc://` URIs."""
+        return await self._live().collect(handle)
+
+    def _live(self) -> "LiveAttempts":
+        if self._attempts is None:
+            from finetune_operator.backends.aks.live import LiveAttempts
+
+            if self._cluster is None:
+                raise BackendError(
+                    "backend aks runs jobs through the operator; apply the manifest with kubectl"
+                )
+            self._attempts = LiveAttempts(self._cluster)
+        return self._attempts

@@ -1,0 +1,120 @@
+"""What a job asks for that its profile does not allow, or that the aks backend cannot do. Pure.
+
+Every sentence starts with the field. `AksBackend.validate` calls it before an attempt is opened.
+"""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
+from finetune_operator.api.v1alpha1.topology import Rdma
+from finetune_operator.backends.aks import pod_template, volumes
+from finetune_operator.backends.aks.pod_template import refused
+from finetune_operator.backends.aks.profiles import FIELD, Snapshot, aks_of
+from finetune_operator.backends.aks.volumes import CLAIM, HUB, BadUriError
+
+
+def impossible(job: FineTuneJob) -> list[Problem]:
+    """Return what no profile could make possible."""
+    return [*_uris(job), *_folders(job)]
+
+
+def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
+    """Return what this profile does not allow, or does not have."""
+    return [
+        *_namespace(job, profile),
+        *_sizes(job, profile),
+        *_names(job, profile.spec),
+        *_nodes(job, profile),
+        *_template(job, profile.spec),
+    ]
+
+
+def _uris(job: FineTuneJob) -> Iterator[Problem]:
+    inputs = volumes.inputs_of(job)
+    for path, uri in {**inputs, **volumes.outputs_of(job)}.items():
+        may_be_hub = path in inputs and volumes.may_be_on_hub(path)
+        if uri.startswith(HUB) and may_be_hub:
+            continue
+        try:
+            volumes.claim_path(uri)
+        except BadUriError as error:
+            is_claim = uri.startswith(CLAIM)
+            text = f"{error} or hf://ORG/NAME" if may_be_hub and not is_claim else str(error)
+            yield Problem(path, text)
+
+
+def _folders(job: FineTuneJob) -> Iterator[Problem]:
+    spec = job.spec
+    if spec.output.uri is None:
+        text = "is missing, and a pod's own disk ends with it; set pvc://CLAIM/PATH"
+        yield Problem("spec.output.uri", text)
+    if spec.checkpoint.uri is not None:
+        return
+    if spec.topology.nodes > 1:
+        text = "is missing, and the pods of several nodes share no disk; set pvc://CLAIM/PATH"
+        yield Problem("spec.checkpoint.uri", text)
+    else:
+        text = "is missing, so every restart begins anew; set pvc://CLAIM/PATH"
+        yield Problem("spec.checkpoint.uri", text, Severity.WARNING)
+
+
+def _namespace(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
+    namespace, allowed = job.metadata.namespace, profile.spec.allow.namespaces
+    if not any(fnmatchcase(namespace, pattern) for pattern in allowed):
+        text = (
+            f"{profile.name} may not be used in namespace {namespace}; name another profile, or "
+            "have the namespace added to its allow.namespaces"
+        )
+        yield Problem(FIELD, text)
+
+
+def _sizes(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
+    topology, allow = job.spec.topology, profile.spec.allow
+    for field, value, most in (
+        ("nodes", topology.nodes, allow.max_nodes),
+        ("gpusPerNode", topology.gpus_per_node, allow.max_gpus_per_node),
+    ):
+        if value > most:
+            text = f"{value} is more than the {most} that profile {profile.name} allows"
+            yield Problem(f"spec.topology.{field}", f"{text}; use at most {most}")
+
+
+def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
+    aks, allow = aks_of(job), profile.allow
+    account = aks.service_account_name
+    if account is not None and account != profile.service_account_name:
+        path = "spec.backend.aks.serviceAccountName"
+        yield from refused(path, "service account", account, allow.service_accounts)
+    if aks.image is not None and aks.image != profile.image:
+        yield from refused("spec.backend.aks.image", "image", aks.image, allow.images)
+    token = job.spec.model.token_secret_ref
+    if token is not None:
+        path = "spec.model.tokenSecretRef.name"
+        yield from refused(path, "secret", token.name, allow.secrets)
+    for path, uri in {**volumes.inputs_of(job), **volumes.outputs_of(job)}.items():
+        if uri.startswith(CLAIM):
+            claim = uri.removeprefix(CLAIM).partition("/")[0]
+            yield from refused(path, "claim", claim, allow.claims)
+
+
+def _nodes(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
+    topology, nodes = job.spec.topology, profile.spec.nodes
+    wanted, offered = topology.instance_type, nodes.instance_types
+    if wanted is not None and offered and wanted not in offered:
+        text = f"{wanted} is not offered by profile {profile.name}; use {' or '.join(offered)}"
+        yield Problem("spec.topology.instanceType", text)
+    if topology.rdma is Rdma.REQUIRED:
+        if profile.spec.resources.rdma is None:
+            text = f"required cannot be had, as profile {profile.name} has no InfiniBand; use auto"
+            yield Problem("spec.topology.rdma", text)
+        elif topology.nodes == 1:
+            text = "required has no effect with one node; use auto"
+            yield Problem("spec.topology.rdma", text)
+
+
+def _template(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
+    if job.spec.pod_template is not None:
+        yield from pod_template.check(job.spec.pod_template, profile.allow)

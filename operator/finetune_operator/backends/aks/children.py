@@ -1,0 +1,62 @@
+"""What there is of a job in the cluster: from the operator's caches, or asked for.
+
+A cache counts once a full list was taken into it; before that, and where nobody fills it, the API
+server is asked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.backends.aks.names import CONTROLLER_LABEL, AttemptName
+from finetune_operator.kube.cache import Key, job_key_of
+from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.resources import JOBS, PODS, Object
+
+
+@dataclass(frozen=True)
+class Children:
+    """Reads children of one cluster."""
+
+    cluster: Cluster
+
+    async def batch_job(self, name: AttemptName) -> Object | None:
+        """Return the batch Job of that name, whoever owns it."""
+        cache = self.cluster.cache(JOBS)
+        if cache.is_synced:
+            return cache.get(Key(name.namespace, name.batch_job))
+        return await self.ask(name)
+
+    async def ask(self, name: AttemptName) -> Object | None:
+        """Return the batch Job of that name from the API server."""
+        try:
+            return await self.cluster.client.get(JOBS, name.batch_job, name.namespace)
+        except NotFoundError:
+            return None
+
+    async def pods(self, name: AttemptName, uid: str) -> list[Object]:
+        """Return the pods of the batch Job with that uid, also when it is gone itself."""
+        cache = self.cluster.cache(PODS)
+        if cache.is_synced:
+            found = cache.of_job(name.key)
+        else:
+            selector = f"{CONTROLLER_LABEL}={uid}"
+            listing = await self.cluster.client.list(PODS, name.namespace, label_selector=selector)
+            found = listing.items
+        return [one for one in found if _controller_uid(one) == uid]
+
+    def note(self, made: Object) -> None:
+        """Take in the answer to a write of a batch Job, so that the next look sees it."""
+        if job_key_of(made) is not None:
+            self.cluster.cache(JOBS).put(made)
+
+
+def owner_of(made: Mapping[str, Any]) -> dict[str, str]:
+    """Return the reference to the object's controller; empty where it has none."""
+    references = made["metadata"].get("ownerReferences") or ()
+    return next((dict(one) for one in references if one.get("controller")), {})
+
+
+def _controller_uid(made: Object) -> str:
+    return owner_of(made).get("uid", "")

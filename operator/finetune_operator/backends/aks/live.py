@@ -1,0 +1,129 @@
+"""The verbs that talk to the cluster; made by `AksBackend` on their first use.
+
+What is kept here is found again after a restart; everything that counts is in the cluster.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from finetune_operator.backends.aks import observe, volumes
+from finetune_operator.backends.aks.cancel import Canceller
+from finetune_operator.backends.aks.children import Children
+from finetune_operator.backends.aks.logs import read_log
+from finetune_operator.backends.aks.names import FACTS_ANNOTATION, AttemptFacts, AttemptName
+from finetune_operator.backends.aks.progress import ProgressReader
+from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
+from finetune_operator.backends.aks.stuck import StuckGangs
+from finetune_operator.backends.aks.submit import submit
+from finetune_operator.backends.base import AttemptPhase, Handle, Observation, Request
+from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.resources import Object
+
+
+class LiveAttempts:
+    """Attempts in one cluster.
+
+    Args:
+        cluster: Where they are.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._children = Children(cluster)
+        self._progress = ProgressReader()
+        self._names = RankZeroNames()
+        self._stuck = StuckGangs()
+        self._canceller = Canceller()
+
+    async def submit(self, request: Request) -> Handle:
+        """Create or adopt the attempt's objects."""
+        return await submit(request, self._children)
+
+    async def observe(self, handle: Handle) -> Observation:
+        """Look at the batch Job and its pods; names rank 0 and pulls its progress meanwhile."""
+        name = AttemptName.parse(handle.name)
+        batch_job = await self._owned(name, handle)
+        pods = await self._children.pods(name, handle.uid)
+        seen = observe.look(batch_job, pods) if batch_job else observe.gone(name, pods)
+        if seen.all_gone:
+            self._forget(name, handle.uid, pods)
+        elif batch_job is not None:
+            facts = _facts(batch_job)
+            if facts.service and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
+                await self._name_rank_zero(name, batch_job, facts, pods)
+            if seen.phase is AttemptPhase.RUNNING:
+                return await self._with_progress(seen, handle.uid, facts, pods)
+            if seen.phase is AttemptPhase.PENDING and not seen.reason:
+                return await self._with_reason(seen, name, handle.uid, pods)
+        return seen
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        """Stop the attempt."""
+        name = AttemptName.parse(handle.name)
+        await self._canceller.cancel(self._children, name, handle.uid, grace_seconds)
+
+    async def logs(self, handle: Handle, rank: int, follow: bool) -> AsyncIterator[str]:
+        """Yield the lines of the rank's pod."""
+        name = AttemptName.parse(handle.name)
+        batch_job = await self._owned(name, handle)
+        if batch_job is None:
+            yield f"Job {name} does not exist any more, and rank {rank}'s log went with it"
+            return
+        async for line in read_log(
+            self._children, name, handle.uid, _facts(batch_job), rank, follow
+        ):
+            yield line
+
+    async def collect(self, handle: Handle) -> Sequence[str]:
+        """Return what the last words name, else the output folder, once the attempt succeeded."""
+        name = AttemptName.parse(handle.name)
+        batch_job = await self._owned(name, handle)
+        if batch_job is None:
+            return ()
+        seen = observe.look(batch_job, await self._children.pods(name, handle.uid))
+        if seen.phase is not AttemptPhase.SUCCEEDED:
+            return ()
+        named = seen.termination.artifacts if seen.termination else ()
+        output = _facts(batch_job).output
+        return tuple(dict.fromkeys(map(volumes.claim_uri, named))) or (output,)
+
+    async def _owned(self, name: AttemptName, handle: Handle) -> Object | None:
+        """Return the batch Job, if what is there is the one that the handle means."""
+        batch_job = await self._children.batch_job(name)
+        if batch_job is None or batch_job["metadata"]["uid"] != handle.uid:
+            return None
+        return batch_job
+
+    async def _name_rank_zero(
+        self, name: AttemptName, batch_job: Object, facts: AttemptFacts, pods: Sequence[Object]
+    ) -> None:
+        if address := address_of(pods):
+            client = self._children.cluster.client
+            await self._names.give(client, name, batch_job, facts.service, address)
+
+    async def _with_progress(
+        self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Object]
+    ) -> Observation:
+        self._stuck.forget(uid)
+        address = address_of(pods)
+        if not address:
+            return seen
+        interval = facts.status_interval_seconds
+        word = await self._progress.read(uid, address, facts.metrics_port, interval)
+        return replace(seen, progress=word.progress, look_again_seconds=word.look_again_seconds)
+
+    async def _with_reason(
+        self, seen: Observation, name: AttemptName, uid: str, pods: Sequence[Object]
+    ) -> Observation:
+        client = self._children.cluster.client
+        told, again = await self._stuck.ask(client, name.namespace, uid, pods)
+        return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
+
+    def _forget(self, name: AttemptName, uid: str, pods: Sequence[Object]) -> None:
+        self._progress.forget(uid)
+        self._stuck.forget(uid)
+        self._names.forget(name.key)
+        self._canceller.forget(pods)
+
+
+def _facts(batch_job: Object) -> AttemptFacts:
+    return AttemptFacts.model_validate_json(batch_job["metadata"]["annotations"][FACTS_ANNOTATION])

@@ -1,0 +1,107 @@
+"""How the children of a job are called and marked; `render` writes it, everything else reads it."""
+
+from dataclasses import dataclass
+
+from finetune_operator.api.schema import ApiModel
+from finetune_operator.kube.cache import Key
+
+BACKEND = "aks"
+CONTAINER = "trainer"
+CONFIG_ANNOTATION = "finetune.dev/config"
+"""The trainer's configuration as JSON, on each pod; a downward API volume makes it a file."""
+
+PROFILE_ANNOTATION = "finetune.dev/profile"
+"""The profile as it was when the attempt was made, on each batch Job; later attempts keep to it."""
+
+FACTS_ANNOTATION = "finetune.dev/attempt-facts"
+"""What must be known to look at an attempt, on each batch Job."""
+
+CANCELLED_ANNOTATION = "finetune.dev/cancelled"
+"""On a batch Job that we stopped."""
+
+GRACE_ANNOTATION = "finetune.dev/grace-seconds"
+"""On each pod: time it has between SIGTERM and SIGKILL unless it is told otherwise."""
+
+OWNED_PREFIXES = (
+    "finetune.dev/",
+    "app.kubernetes.io/",
+    "azure.workload.identity/",
+    "batch.kubernetes.io/",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict",
+    "karpenter.sh/do-not-disrupt",
+    "kueue.x-k8s.io/",
+)
+"""Labels and annotations that no podTemplate may set."""
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+CONTROLLER_LABEL = "batch.kubernetes.io/controller-uid"
+RENDEZVOUS_PORT = 29500
+METRICS_PORT_NAME = "metrics"
+
+
+class AttemptFacts(ApiModel):
+    """What must be known to look at an attempt without its job.
+
+    Attributes:
+        nodes: Pods of the gang.
+        processes_per_node: Ranks of each.
+        metrics_port: Port of rank 0's /progress.
+        status_interval_seconds: Shortest time between two looks at the progress of a steady run.
+        output: URI of the folder of the trained model.
+        service: Service that gives rank 0 its name, where we write its endpoints; else empty.
+    """
+
+    nodes: int
+    processes_per_node: int
+    metrics_port: int
+    status_interval_seconds: int
+    output: str
+    service: str = ""
+
+
+@dataclass(frozen=True)
+class AttemptName:
+    """Names one attempt: `NAMESPACE/JOB-NUMBER`, which is also its batch Job's."""
+
+    namespace: str
+    job: str
+    number: int
+
+    @property
+    def batch_job(self) -> str:
+        """Name of the batch Job."""
+        return f"{self.job}-{self.number}"
+
+    @property
+    def host(self) -> str:
+        """Host name of rank 0's pod, which the batch Job's controller gives it."""
+        return f"{self.batch_job}-0"
+
+    @property
+    def key(self) -> Key:
+        """Key of the FineTuneJob."""
+        return Key(self.namespace, self.job)
+
+    def __str__(self) -> str:
+        """The handle's name."""
+        return f"{self.namespace}/{self.batch_job}"
+
+    @classmethod
+    def parse(cls, text: str) -> "AttemptName":
+        """Read what `str` wrote.
+
+        Raises:
+            ValueError: it is no such name.
+        """
+        namespace, _, name = text.partition("/")
+        job, _, number = name.rpartition("-")
+        return cls(namespace, job, int(number))
+
+
+def child_name(job: str) -> str:
+    """Return the name of the children that a job has once: Service, EndpointSlice, NetworkPolicy.
+
+    With a word of ours, as a user may well have a Service that is called like the job.
+    """
+    return f"{job}-finetune"

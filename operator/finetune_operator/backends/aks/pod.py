@@ -1,0 +1,230 @@
+"""The pod that each node of an attempt runs: one container, the trainer. Pure.
+
+All pods of a gang are the same; what differs (its number) the batch Job's controller adds.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
+from finetune_operator.backends.aks import pod_template, scheduling, volumes
+from finetune_operator.backends.aks.names import (
+    CONFIG_ANNOTATION,
+    CONTAINER,
+    GRACE_ANNOTATION,
+    METRICS_PORT_NAME,
+    RENDEZVOUS_PORT,
+)
+from finetune_operator.backends.aks.profiles import aks_of
+from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_trainer.config import ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
+
+Json = dict[str, Any]
+
+# Nobody may take a node away from under a gang that trains: one lost pod loses them all.
+STAY_ANNOTATIONS = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+EXTRA_GRACE_SECONDS = 10
+"""The main process ends its ranks at the end of the grace, and needs a moment for last words."""
+
+
+@dataclass(frozen=True)
+class PodInputs:
+    """What a pod is made from.
+
+    Attributes:
+        labels: On every pod of the attempt.
+        config: The trainer's configuration, as JSON.
+        run_dir: Folder of rank 0's progress.json, as the pod sees it.
+        rendezvous_host: Name of rank 0's pod; empty on a single node.
+    """
+
+    job: FineTuneJob
+    profile: FineTuneProfileSpec
+    labels: dict[str, str]
+    config: str
+    run_dir: str
+    rendezvous_host: str
+
+
+def pod(inputs: PodInputs) -> Json:
+    """Return the pod template of the batch Job."""
+    job, profile = inputs.job, inputs.profile
+    spec, aks = job.spec, aks_of(job)
+    template, security = spec.pod_template, profile.security
+    container = _container(inputs)
+    made: Json = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": spec.deadlines.termination_grace_seconds
+        + EXTRA_GRACE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": security.run_as_user,
+            "runAsGroup": security.run_as_group,
+            "fsGroup": security.fs_group,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": _volumes(inputs),
+    }
+    optional: Json = {
+        "serviceAccountName": aks.service_account_name or profile.service_account_name,
+        "imagePullSecrets": [{"name": name} for name in profile.image_pull_secrets],
+        "priorityClassName": profile.priority_class_name,
+        "runtimeClassName": profile.runtime_class_name,
+        "schedulerName": profile.scheduler_name,
+        "nodeSelector": dict(profile.nodes.selector),
+        "tolerations": scheduling.tolerations(spec, profile),
+        "affinity": scheduling.affinity(
+            spec, profile, {JOB_UID_LABEL: inputs.labels[JOB_UID_LABEL]}
+        ),
+    }
+    if inputs.rendezvous_host and profile.rank_zero_name == "service":
+        optional["subdomain"] = inputs.rendezvous_host.split(".")[1]
+    made |= {name: value for name, value in optional.items() if value}
+    pod_template.merge(template, made, container)
+    labels = {**(template.metadata.labels if template else {}), **inputs.labels}
+    if profile.workload_identity:
+        labels["azure.workload.identity/use"] = "true"
+    annotations = {
+        **(template.metadata.annotations if template else {}),
+        **STAY_ANNOTATIONS,
+        GRACE_ANNOTATION: str(spec.deadlines.termination_grace_seconds),
+        CONFIG_ANNOTATION: inputs.config,
+    }
+    return {
+        "metadata": {"labels": labels, "annotations": annotations},
+        "spec": {**made, "containers": [container]},
+    }
+
+
+def _container(inputs: PodInputs) -> Json:
+    job, profile = inputs.job, inputs.profile
+    capabilities: Json = {"drop": ["ALL"]}
+    if scheduling.uses_rdma(job.spec, profile):
+        capabilities["add"] = ["IPC_LOCK"]  # InfiniBand registers memory that may not be swapped
+    container: Json = {
+        "name": CONTAINER,
+        "image": aks_of(job).image or profile.image,
+        "command": [*profile.command, f"{volumes.CONFIG_FOLDER}/config.json"],
+        "env": _environment(inputs),
+        "ports": [
+            {"name": METRICS_PORT_NAME, "containerPort": job.spec.observability.metrics_port}
+        ],
+        "resources": _resources(job, profile),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": capabilities,
+        },
+        "terminationMessagePath": volumes.TERMINATION_PATH,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": _mounts(inputs),
+    }
+    if (hang := job.spec.deadlines.hang_seconds) is not None:
+        container["livenessProbe"] = _heartbeat(inputs.run_dir, hang)
+    return container
+
+
+def _environment(inputs: PodInputs) -> list[Json]:
+    """Return the variables; the node's rank comes as JOB_COMPLETION_INDEX from the controller."""
+    job, profile = inputs.job, inputs.profile
+    made: Json = {
+        "HOME": str(volumes.WORK),
+        "USER": "trainer",  # torch names its compile cache by it, and no passwd knows the user id
+        "TMPDIR": "/tmp",
+        "HF_HOME": f"{profile.cache_directory}/huggingface",
+        ENV_TERMINATION_PATH: volumes.TERMINATION_PATH,
+    }
+    if inputs.rendezvous_host:
+        made[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
+    nccl = {}
+    if job.spec.topology.nodes > 1 and job.spec.topology.gpus_per_node:
+        has_rdma = scheduling.uses_rdma(job.spec, profile)
+        nccl = {"NCCL_IB_DISABLE": "0" if has_rdma else "1", "NCCL_SOCKET_IFNAME": "eth0"}
+    values = nccl | profile.env | made
+    variables: list[Json] = [{"name": name, "value": text} for name, text in values.items()]
+    if (token := job.spec.model.token_secret_ref) is not None:
+        secret = {"secretKeyRef": {"name": token.name, "key": token.key}}
+        variables.append({"name": "HF_TOKEN", "valueFrom": secret})
+    return variables
+
+
+def _resources(job: FineTuneJob, profile: FineTuneProfileSpec) -> Json:
+    """Return requests and limits; devices and memory cannot be overcommitted, so they are alike."""
+    resources = profile.resources
+    limits: dict[str, str] = dict(resources.other)
+    if resources.memory is not None:
+        limits["memory"] = resources.memory
+    if (gpus := job.spec.topology.gpus_per_node) > 0:
+        limits[resources.gpu] = str(gpus)
+    if resources.rdma is not None and scheduling.uses_rdma(job.spec, profile):
+        limits[resources.rdma.name] = str(resources.rdma.count)
+    requests = {**limits, **({"cpu": resources.cpu} if resources.cpu is not None else {})}
+    return {kind: values for kind, values in (("requests", requests), ("limits", limits)) if values}
+
+
+def _volumes(inputs: PodInputs) -> list[Json]:
+    memory: Json = {"medium": "Memory"}
+    if (size := inputs.profile.resources.shared_memory) is not None:
+        memory["sizeLimit"] = size
+    field = {"fieldPath": f"metadata.annotations['{CONFIG_ANNOTATION}']"}
+    claims = volumes.claims_of(inputs.job)
+    return [
+        {"name": "config", "downwardAPI": {"items": [{"path": "config.json", "fieldRef": field}]}},
+        {"name": "dev-shm", "emptyDir": memory},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "work", "emptyDir": {}},
+        *({"name": f"profile-{one.name}", **one.source} for one in inputs.profile.volumes),
+        *(
+            {"name": f"claim-{at}", "persistentVolumeClaim": {"claimName": claim}}
+            for at, claim in enumerate(claims)
+        ),
+    ]
+
+
+def _mounts(inputs: PodInputs) -> list[Json]:
+    claims = volumes.claims_of(inputs.job)
+    return [
+        {"name": "config", "mountPath": volumes.CONFIG_FOLDER, "readOnly": True},
+        {"name": "dev-shm", "mountPath": "/dev/shm"},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "work", "mountPath": str(volumes.WORK)},
+        *(
+            {"name": f"profile-{one.name}", "mountPath": one.mount_path, "readOnly": one.read_only}
+            for one in inputs.profile.volumes
+        ),
+        *(
+            {
+                "name": f"claim-{at}",
+                "mountPath": str(volumes.MOUNT_ROOT / claim),
+                "readOnly": is_read_only,
+            }
+            for at, (claim, is_read_only) in enumerate(claims.items())
+        ),
+    ]
+
+
+def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
+    """Return the probe that ends a pod whose trainer cannot even end itself any more.
+
+    Only rank 0 leaves a heartbeat, and nobody else is asked for one. The trainer's own watchdog
+    comes first, as it writes down where every rank stands: it has half the time.
+    """
+    minutes = max(1, -(-2 * hang_seconds // 60))
+    test = (
+        f'[ "$JOB_COMPLETION_INDEX" != 0 ] || '
+        f'[ -n "$(find "{run_dir}/progress.json" -mmin -{minutes} 2>/dev/null)" ]'
+    )
+    return {
+        "exec": {"command": ["sh", "-c", test]},
+        "initialDelaySeconds": 60 * minutes,
+        "periodSeconds": 30,
+        "timeoutSeconds": 10,
+        "failureThreshold": 2,
+    }

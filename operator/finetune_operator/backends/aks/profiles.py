@@ -1,0 +1,117 @@
+"""Find the profile of a job: as it was at the job's first attempt, else as it is now.
+
+A later attempt keeps to the first one's, so that a changed image does not meet an old checkpoint.
+The snapshot is on the batch Job of each attempt; whoever could forge it there could as well create
+pods, and so gains nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from finetune_operator.api.schema import ApiModel
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
+from finetune_operator.api.v1alpha1.topology import AksSpec
+from finetune_operator.backends.aks.names import PROFILE_ANNOTATION
+from finetune_operator.kube.cache import Key
+from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
+
+if TYPE_CHECKING:
+    from finetune_operator.kube.cluster import Cluster
+
+FIELD = "spec.backend.aks.profile"
+
+
+class Snapshot(ApiModel):
+    """A profile as it was.
+
+    Attributes:
+        name: Of the FineTuneProfile.
+        spec: Its whole spec.
+    """
+
+    name: str
+    spec: FineTuneProfileSpec
+
+
+class ProfileError(ValueError):
+    """There is no usable profile; the message is a sentence about `FIELD`.
+
+    Attributes:
+        is_unknown: Nothing is known here, as no cluster was asked.
+    """
+
+    def __init__(self, message: str, *, is_unknown: bool = False) -> None:
+        super().__init__(message)
+        self.is_unknown = is_unknown
+
+
+def aks_of(job: FineTuneJob) -> AksSpec:
+    """Return the job's settings for this backend; the defaults where it has none."""
+    return job.spec.backend.aks or AksSpec()
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """Where profiles are found.
+
+    Attributes:
+        cluster: In the operator.
+        given: By name, where there is no cluster.
+    """
+
+    cluster: "Cluster | None"
+    given: Mapping[str, FineTuneProfile]
+
+    def of(self, job: FineTuneJob) -> Snapshot:
+        """Return the job's profile.
+
+        Raises:
+            ProfileError: there is none, or it cannot be read.
+        """
+        name = aks_of(job).profile
+        if self.cluster is None:
+            if name not in self.given:
+                text = f"{name} is looked up in the cluster; what it allows is not checked here"
+                raise ProfileError(text, is_unknown=True)
+            return Snapshot(name=name, spec=self.given[name].spec)
+        if (kept := self._kept(job, self.cluster)) is not None and kept.name == name:
+            return kept
+        made = self.cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
+        if made is None:
+            raise ProfileError(
+                f"{name} does not exist; create that FineTuneProfile or name another"
+            )
+        try:
+            return Snapshot(name=name, spec=FineTuneProfileSpec.model_validate(made["spec"]))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            text = f"{name} cannot be used (spec.{where}: {first['msg']}); correct the profile"
+            raise ProfileError(text) from error
+
+    def _kept(self, job: FineTuneJob, cluster: "Cluster") -> Snapshot | None:
+        """Return the snapshot of the newest attempt that is there."""
+        key = Key(job.metadata.namespace, job.metadata.name)
+        mine = [
+            one
+            for one in cluster.cache(JOBS).of_job(key)
+            if one["metadata"]["labels"].get(JOB_UID_LABEL) == job.metadata.uid
+            and PROFILE_ANNOTATION in (one["metadata"].get("annotations") or {})
+        ]
+        if not mine:
+            return None
+        newest = max(mine, key=_number)
+        try:
+            text = newest["metadata"]["annotations"][PROFILE_ANNOTATION]
+            return Snapshot.model_validate_json(text)
+        except ValidationError:
+            return None  # of a version with other fields: the profile as it is now has them
+
+
+def _number(made: Object) -> int:
+    return int(made["metadata"]["labels"].get(ATTEMPT_LABEL, "0"))

@@ -1,0 +1,98 @@
+"""Pull rank 0's progress from its pod, beside the work: nobody waits for a pod that is silent.
+
+A pull runs as a task of its own. Whoever asks gets the newest word there is, and when to ask again.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from finetune_trainer.config import Phase, Progress
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT_SECONDS = 2.0
+_PATIENCE_SECONDS = 0.05  # a pod that is well answers within
+_SOON_SECONDS = 0.5
+_SILENT_SECONDS = 3.0
+_LONG_SILENCE = 20  # pulls, about a minute
+_MAX_BYTES = 1 << 20
+_STEADY = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING, Phase.TOKENIZING})
+
+
+@dataclass
+class _Pull:
+    """What is known of one pod's progress, and when it is asked next (on the loop's clock)."""
+
+    newest: Progress | None = None
+    failures: int = 0
+    due: float = 0.0
+    task: "asyncio.Task[None] | None" = None
+
+
+@dataclass(frozen=True)
+class Word:
+    """What is known of a run.
+
+    Attributes:
+        progress: Its newest word; None before the first.
+        look_again_seconds: When there may be a newer one.
+    """
+
+    progress: Progress | None
+    look_again_seconds: float
+
+
+class ProgressReader:
+    """Progress of all runs of this process, by the attempt's uid."""
+
+    def __init__(self) -> None:
+        self._pulls: dict[str, _Pull] = {}
+
+    async def read(self, uid: str, address: str, port: int, interval_seconds: float) -> Word:
+        """Return the newest word, after asking for a newer one if it is time.
+
+        Args:
+            uid: Of the attempt.
+            address: IP address of rank 0's pod.
+            port: Where it serves /progress.
+            interval_seconds: Shortest time between two questions while it trains.
+        """
+        pull, now = self._pulls.setdefault(uid, _Pull()), asyncio.get_running_loop().time()
+        if pull.task is None and now >= pull.due:
+            host = f"[{address}]" if ":" in address else address
+            work = self._pull(pull, f"http://{host}:{port}/progress", interval_seconds)
+            pull.task = asyncio.create_task(work)
+            await asyncio.wait({pull.task}, timeout=_PATIENCE_SECONDS)
+        if pull.task is not None:
+            return Word(pull.newest, _SOON_SECONDS)
+        return Word(pull.newest, max(0.1, pull.due - now))
+
+    def forget(self, uid: str) -> None:
+        """Drop what is known of an attempt that is over."""
+        pull = self._pulls.pop(uid, None)
+        if pull is not None and pull.task is not None:
+            pull.task.cancel()
+
+    async def _pull(self, pull: _Pull, url: str, interval_seconds: float) -> None:
+        import aiohttp
+
+        try:
+            limit = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
+            async with aiohttp.request("GET", url, timeout=limit, raise_for_status=True) as answer:
+                text = await answer.content.read(_MAX_BYTES)
+            pull.newest = Progress.model_validate_json(text)
+            pull.failures = 0
+            wait = interval_seconds if pull.newest.phase in _STEADY else _SOON_SECONDS
+        except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
+            pull.failures += 1
+            wait = min(_SOON_SECONDS * 2**pull.failures, _SILENT_SECONDS)
+            if pull.failures >= _LONG_SILENCE:
+                wait = max(wait, interval_seconds)
+            if pull.failures == _LONG_SILENCE:
+                log.warning("no progress from %s (%s)", url, error or type(error).__name__)
+        finally:
+            pull.task = None
+        pull.due = asyncio.get_running_loop().time() + wait

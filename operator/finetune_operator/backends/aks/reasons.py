@@ -1,0 +1,100 @@
+"""Why a gang does not run yet, in a word and a sentence: for the condition ResourcesReady. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, QUEUE_LABEL
+from finetune_operator.backends.aks.words import condition, container_state, index_of
+from finetune_operator.kube.resources import Object
+
+_IMAGE = frozenset(
+    {"ErrImageNeverPull", "ErrImagePull", "ImageInspectError", "ImagePullBackOff",
+     "InvalidImageName", "RegistryUnavailable"}
+)  # fmt: skip
+_CONTAINER = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_OF_EVENT = {
+    "FailedAttachVolume": "VolumeNotReady",
+    "FailedCreate": "PodsNotCreated",
+    "FailedCreatePodSandBox": "PodNotStarted",
+    "FailedMount": "VolumeNotReady",
+}
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What keeps a gang from running.
+
+    Attributes:
+        reason: One word; empty when it only takes its time.
+        message: One sentence.
+    """
+
+    reason: str = ""
+    message: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+
+def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle:
+    """Return what the batch Job and its pods themselves say; the first pod's word counts."""
+    name = batch_job["metadata"]["name"]
+    if batch_job["spec"].get("suspend"):
+        queue = (batch_job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
+        if queue:
+            return Obstacle("Queued", f"waits in queue {queue} to be admitted")
+        return Obstacle("Suspended", f"Job {name} was suspended by somebody else; resume it")
+    found = [(one, told) for one in sorted(pods, key=index_of) if (told := _of_pod(one))]
+    if not found:
+        return Obstacle()
+    first = found[0][1]
+    same = sum(told.reason == first.reason for _, told in found)
+    wanted = batch_job["spec"].get("completions") or len(pods)
+    rest = f" ({same} of {wanted} pods)" if wanted > 1 else ""
+    return Obstacle(first.reason, f"{first.message}{rest}")
+
+
+def _of_pod(pod: Object) -> Obstacle:
+    name = pod["metadata"]["name"]
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        text = str(scheduled.get("message") or scheduled.get("reason") or "no reason given")
+        about_volume = "persistentvolumeclaim" in text.lower() or "volume node" in text.lower()
+        reason = "VolumeNotReady" if about_volume else scheduled.get("reason") or "Unschedulable"
+        return Obstacle(str(reason), f"pod {name} has no node: {text}")
+    waiting = container_state(pod, "waiting") or {}
+    reason, text = str(waiting.get("reason", "")), str(waiting.get("message", ""))
+    if reason in _IMAGE:
+        return Obstacle("ImagePullFailed", f"pod {name} has no image: {text or reason}")
+    if reason in _CONTAINER:
+        return Obstacle("ContainerNotCreated", f"pod {name} cannot start: {text or reason}")
+    return Obstacle()
+
+
+def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle:
+    """Return what the newest telling Event about one of the objects says.
+
+    Mounts that fail and pods that are not even created are told nowhere else.
+    """
+    telling = [
+        one
+        for one in events
+        if one.get("reason") in _OF_EVENT and one.get("involvedObject", {}).get("uid") in uids
+    ]
+    if not telling:
+        return Obstacle()
+    newest = max(telling, key=_when)
+    about = newest["involvedObject"]
+    text = str(newest.get("message", "")).strip()
+    return Obstacle(_OF_EVENT[newest["reason"]], f"{about['kind']} {about['name']}: {text}")
+
+
+def _when(event: Object) -> str:
+    moments = (event.get("lastTimestamp"), event.get("eventTime"))
+    made = event["metadata"].get("creationTimestamp", "")
+    return str(next((one for one in moments if one), made))
+
+
+def was_cancelled(batch_job: Object) -> bool:
+    """Say whether we stopped it."""
+    return CANCELLED_ANNOTATION in (batch_job["metadata"].get("annotations") or {})

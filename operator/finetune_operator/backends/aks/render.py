@@ -1,0 +1,169 @@
+"""Turn a plan and a profile into the exact manifests of one attempt. Pure.
+
+`AksBackend.render` and with it `ftctl render` call it; `submit` creates what it returns, in order.
+"""
+
+import json
+from typing import Any
+
+from finetune_operator.api.v1alpha1 import API_VERSION, KIND
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.profile import RankZeroName
+from finetune_operator.backends.aks import network, volumes
+from finetune_operator.backends.aks.names import (
+    BACKEND,
+    FACTS_ANNOTATION,
+    PROFILE_ANNOTATION,
+    QUEUE_LABEL,
+    AttemptFacts,
+    AttemptName,
+    child_name,
+)
+from finetune_operator.backends.aks.pod import PodInputs, pod
+from finetune_operator.backends.aks.profiles import Snapshot
+from finetune_operator.backends.base import Attempt, Request
+from finetune_operator.errors import BackendError
+from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
+from finetune_operator.planner.plan import Plan
+from finetune_operator.planner.train_config import derive_train_config
+from finetune_trainer.config import ExitCode
+
+Json = dict[str, Any]
+
+MAX_CONFIG_BYTES = 200 * 1024
+"""Kubernetes allows 256 KiB for all annotations of a pod together."""
+
+_PERMANENT = [ExitCode.DATA, ExitCode.PREEMPTED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART]
+
+
+def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespace: str) -> Request:
+    """Return what `submit` creates: what the job has once, then the attempt's batch Job.
+
+    Args:
+        plan: The job with every choice made.
+        profile: Its profile.
+        attempt: Which attempt.
+        operator_namespace: Where the operator's pods are, which may connect to training pods.
+
+    Raises:
+        BackendError: the trainer's configuration is too long.
+    """
+    job = plan.job
+    name = AttemptName(job.metadata.namespace, job.metadata.name, attempt.number)
+    objects = []
+    once = _metadata(job, child_name(job.metadata.name))
+    if profile.spec.network.policy:
+        objects.append(network.network_policy(once, profile.spec, operator_namespace))
+    if plan.nodes > 1:
+        objects.append(network.service(once, profile.spec))
+    objects.append(_batch_job(plan, profile, name))
+    return Request(
+        backend=BACKEND,
+        job_uid=job.metadata.uid,
+        attempt=attempt.number,
+        name=str(name),
+        objects=tuple(objects),
+    )
+
+
+def _metadata(job: FineTuneJob, name: str, number: int | None = None) -> Json:
+    labels = {
+        "app.kubernetes.io/managed-by": "finetune-operator",
+        JOB_LABEL: job.metadata.name,
+        JOB_UID_LABEL: job.metadata.uid,
+    }
+    if number is not None:
+        labels[ATTEMPT_LABEL] = str(number)
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": job.metadata.name,
+        "uid": job.metadata.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return {
+        "name": name,
+        "namespace": job.metadata.namespace,
+        "labels": labels,
+        "ownerReferences": [owner],
+    }
+
+
+def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName) -> Json:
+    job = plan.job
+    spec = job.spec
+    metadata = _metadata(job, name.batch_job, name.number)
+    labels = dict(metadata["labels"])  # without the queue's, which are the batch Job's alone
+    if spec.queue is not None:
+        metadata["labels"] |= {QUEUE_LABEL: spec.queue.name}
+        if spec.queue.priority_class is not None:
+            priority = spec.queue.priority_class
+            metadata["labels"] |= {"kueue.x-k8s.io/priority-class": priority}
+    facts = _facts(plan, profile)
+    metadata["annotations"] = {
+        FACTS_ANNOTATION: facts.model_dump_json(by_alias=True),
+        PROFILE_ANNOTATION: profile.model_dump_json(by_alias=True, exclude_none=True),
+    }
+    host = network.rendezvous_host(name, child_name(name.job)) if plan.nodes > 1 else ""
+    config, run_dir = _config(plan, profile, name)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": plan.nodes,
+            "parallelism": plan.nodes,
+            # The operator restarts the gang: no pod is ever replaced within an attempt.
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": _failure_rules()},
+            "suspend": spec.queue is not None,  # the queue lets it go
+            "template": pod(PodInputs(job, profile.spec, labels, config, run_dir, host)),
+        },
+    }
+
+
+def _facts(plan: Plan, profile: Snapshot) -> AttemptFacts:
+    spec = plan.job.spec
+    writes_slice = profile.spec.rank_zero_name is RankZeroName.ENDPOINT_SLICE and plan.nodes > 1
+    return AttemptFacts(
+        nodes=plan.nodes,
+        processes_per_node=plan.processes_per_node,
+        metrics_port=spec.observability.metrics_port,
+        status_interval_seconds=spec.observability.status_interval_seconds,
+        output=spec.output.uri or "",
+        service=child_name(plan.job.metadata.name) if writes_slice else "",
+    )
+
+
+def _config(plan: Plan, profile: Snapshot, name: AttemptName) -> tuple[str, str]:
+    """Return the trainer's configuration as JSON, and its run directory."""
+    cpu = profile.spec.resources.cpu
+    cores = int(float(cpu)) if cpu is not None and not cpu.endswith("m") else 1
+    threads = max(1, cores // plan.processes_per_node)
+    places = volumes.locations(plan.job, profile.spec, threads)
+    config = derive_train_config(plan, name.number, places)
+    value = config.model_dump(by_alias=True, exclude_none=True, mode="json")
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    if (size := len(text.encode())) > MAX_CONFIG_BYTES:
+        raise BackendError(
+            f"spec makes a configuration of {size} bytes, and at most {MAX_CONFIG_BYTES} reach a "
+            "pod; shorten model.chatTemplate, observability.samplePrompts or the longest list"
+        )
+    return text, places.run_dir
+
+
+def _failure_rules() -> list[Json]:
+    """Say in the Job's condition what ended it; any lost pod ends the attempt in any case."""
+    return [
+        {
+            "action": "FailJob",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+        {
+            "action": "FailJob",
+            "onExitCodes": {"operator": "In", "values": [int(code) for code in _PERMANENT]},
+        },
+    ]

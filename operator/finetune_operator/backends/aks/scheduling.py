@@ -1,0 +1,98 @@
+"""Which nodes the pods of a job may and should go to: affinity and tolerations. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
+from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
+from finetune_operator.api.v1alpha1.topology import Capacity, Placement, Rdma
+
+Json = dict[str, Any]
+
+INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+AGENT_POOL = "kubernetes.azure.com/agentpool"
+HOST = "kubernetes.io/hostname"
+# AKS deprecates the first and does not set the second everywhere yet.
+SPOT_LABELS = ("kubernetes.azure.com/scalesetpriority", "kubernetes.azure.com/priority")
+SPOT_TAINT = {
+    "key": "kubernetes.azure.com/scalesetpriority",
+    "operator": "Equal",
+    "value": "spot",
+    "effect": "NoSchedule",
+}
+GPU_TAINTS = (
+    {"key": "sku", "operator": "Equal", "value": "gpu", "effect": "NoSchedule"},
+    {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+)
+
+
+def uses_rdma(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> bool:
+    """Say whether the pods ask for InfiniBand: only between nodes, and where the profile has it."""
+    wanted = spec.topology.rdma is not Rdma.NONE and spec.topology.nodes > 1
+    return wanted and profile.resources.rdma is not None
+
+
+def tolerations(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> list[Json]:
+    """Return the taints that the pods put up with."""
+    made = [one.model_dump(by_alias=True, exclude_none=True) for one in profile.nodes.tolerations]
+    if spec.topology.gpus_per_node:
+        made += [dict(taint) for taint in GPU_TAINTS]
+    if spec.capacity is not Capacity.ON_DEMAND:
+        made.append(dict(SPOT_TAINT))
+    return made
+
+
+def affinity(
+    spec: FineTuneJobSpec, profile: FineTuneProfileSpec, own_pods: Mapping[str, str]
+) -> Json:
+    """Return what decides between nodes; empty when any will do.
+
+    Args:
+        spec: The job's.
+        profile: The job's profile.
+        own_pods: Labels that only the job's own pods have.
+    """
+    made: Json = {}
+    if (node := _node_affinity(spec, profile)) != {}:
+        made["nodeAffinity"] = node
+    if spec.topology.nodes == 1:
+        return made
+    selector: Json = {"labelSelector": {"matchLabels": dict(own_pods)}}
+    key = profile.nodes.topology_key
+    if spec.topology.placement is Placement.SPREAD:
+        apart = [{**selector, "topologyKey": HOST}]
+        made["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
+    elif key and uses_rdma(spec, profile):
+        # InfiniBand does not reach further, so a pod elsewhere could never join.
+        close = [{**selector, "topologyKey": key}]
+        made["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": close}
+    elif key:
+        close = [{"weight": 100, "podAffinityTerm": {**selector, "topologyKey": key}}]
+        made["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": close}
+    return made
+
+
+def _node_affinity(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> Json:
+    instance = spec.topology.instance_type
+    types = [instance] if instance is not None else profile.nodes.instance_types
+    needed = []
+    if types:
+        needed.append(_is_in(INSTANCE_TYPE, types))
+    if profile.nodes.agent_pools:
+        needed.append(_is_in(AGENT_POOL, profile.nodes.agent_pools))
+    spot = [_is_in(label, ["spot"]) for label in SPOT_LABELS]
+    made: Json = {}
+    terms = [{"matchExpressions": needed}] if needed else []
+    if spec.capacity is Capacity.SPOT:
+        terms = [{"matchExpressions": [*needed, one]} for one in spot]  # terms are alternatives
+    if terms:
+        made["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": terms}
+    if spec.capacity is Capacity.SPOT_PREFERRED:
+        made["preferredDuringSchedulingIgnoredDuringExecution"] = [
+            {"weight": 100, "preference": {"matchExpressions": [one]}} for one in spot
+        ]
+    return made
+
+
+def _is_in(key: str, values: Sequence[str]) -> Json:
+    return {"key": key, "operator": "In", "values": list(values)}

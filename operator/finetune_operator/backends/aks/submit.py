@@ -1,0 +1,102 @@
+"""Create the children of an attempt, once, and never touch what is somebody else's.
+
+Called by `AksBackend.submit`. Names follow from job and attempt, so after a crash the same calls
+find what was created. On a name that is taken only what our own job owns is adopted.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_operator.backends.aks.children import Children, owner_of
+from finetune_operator.backends.aks.names import AttemptName
+from finetune_operator.backends.base import Handle, Request
+from finetune_operator.errors import AlreadyOwnedError, TransientError
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    JOBS,
+    NETWORK_POLICIES,
+    SERVICES,
+    Object,
+    Resource,
+)
+
+_KINDS = {one.kind: one for one in (JOBS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)}
+
+
+async def submit(request: Request, children: Children) -> Handle:
+    """Create what is missing of `request` and return the batch Job's handle.
+
+    Raises:
+        AlreadyOwnedError: a name is taken by something the job does not own.
+        ApiError: the API server refuses, or does not answer.
+    """
+    name = AttemptName.parse(request.name)
+    there = await children.batch_job(name)
+    if there is None or owner_of(there).get("uid") != request.job_uid:
+        # A cache may be late, so that a foreign one is asked for again when it is in the way.
+        *once, batch_job = request.objects
+        client = children.cluster.client
+        await asyncio.gather(*(create_or_adopt(client, one, request.job_uid) for one in once))
+        there = await create_or_adopt(client, batch_job, request.job_uid)
+        children.note(there)
+        await _delete_old(client, name, request.job_uid)
+    return Handle(kind="Job", name=request.name, uid=there["metadata"]["uid"])
+
+
+async def create_or_adopt(client: KubeClient, wanted: Mapping[str, Any], job_uid: str) -> Object:
+    """Create an object, or return the one of that name if the job of `job_uid` owns it.
+
+    Raises:
+        AlreadyOwnedError: it is somebody else's.
+        TransientError: it is on its way out, with a job of the same name.
+        ApiError: as `KubeClient.create`.
+    """
+    resource, metadata = _KINDS[wanted["kind"]], wanted["metadata"]
+    name, namespace = metadata["name"], metadata["namespace"]
+    try:
+        return await client.create(resource, wanted, namespace)
+    except AlreadyExistsError:
+        there = await _get(client, resource, name, namespace)
+    owner, ours = owner_of(there), owner_of(wanted)
+    if owner.get("uid") == job_uid:
+        return there
+    if (owner.get("kind"), owner.get("name")) == (ours["kind"], ours["name"]):
+        raise TransientError(
+            f"{resource.kind} {namespace}/{name} still belongs to the job of this name before; "
+            "waiting until it is gone"
+        )
+    raise AlreadyOwnedError(_whose(resource, f"{namespace}/{name}", owner))
+
+
+async def _get(client: KubeClient, resource: Resource, name: str, namespace: str) -> Object:
+    try:
+        return await client.get(resource, name, namespace)
+    except NotFoundError as error:
+        raise TransientError(f"{resource.kind} {namespace}/{name} was deleted just now") from error
+
+
+def _whose(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
+    belongs = "is nobody's child"
+    if owner:
+        belongs = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']})"
+    return (
+        f"{resource.kind} {name} is in the way: it exists and {belongs}; delete it, or give this "
+        "job another name"
+    )
+
+
+async def _delete_old(client: KubeClient, name: AttemptName, job_uid: str) -> None:
+    """Delete the batch Job of the attempt before the last one; that one's logs stay readable."""
+    old = AttemptName(name.namespace, name.job, name.number - 2)
+    if old.number < 1:
+        return
+    try:
+        there = await client.get(JOBS, old.batch_job, old.namespace)
+        if owner_of(there).get("uid") == job_uid:
+            uid = there["metadata"]["uid"]
+            await client.delete(JOBS, old.batch_job, old.namespace, uid=uid)
+    except NotFoundError:
+        return
