@@ -1,13 +1,14 @@
 """What of a new status is worth a write, and the patch that writes it.
 
 A job that starts says much that nobody waits for; the write budget leaves two patches until it is
-Running. So what only passes by (nodes that get ready, the handle that can be found again, `being
-submitted` and `starts its ranks`) is written with the next change that matters.
+Running. So what only passes by (nodes that get ready, the handle that can be found again, progress
+before the first step, `being submitted` and `starts its ranks`) is written with the next change
+that matters.
 """
 
 from typing import Any
 
-from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus
+from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
 from finetune_operator.reconcile.conditions import Reason
 
 _PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
@@ -27,9 +28,11 @@ def is_worth_writing(
 
 
 def _essence(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]:
+    starts = status.phase in (JobPhase.STARTING, JobPhase.RESTARTING)
     rest = status.model_copy(
         update={
             "conditions": [],
+            "progress": None if starts else status.progress,
             "nodes": status.nodes.model_copy(update={"ready": 0}),
             "backend_ref": status.backend_ref if with_handle else None,
         }

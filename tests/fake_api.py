@@ -1,0 +1,243 @@
+"""An API server in memory, behind the client's own verbs: as much of it as the kernel asks for.
+
+No process, no network: for virtual time and for crashes at chosen writes. What it claims of a real
+server, `tests/integration/test_kernel_process.py` shows on one.
+"""
+
+import asyncio
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from copy import deepcopy
+from typing import Any, Literal
+
+from finetune_operator.kube.cache import Key, key_of
+from finetune_operator.kube.client import (
+    CallCounts,
+    ClientOptions,
+    KubeClient,
+    Listing,
+    Propagation,
+    Trim,
+    WatchEvent,
+)
+from finetune_operator.kube.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    GoneError,
+    NotFoundError,
+)
+from finetune_operator.kube.resources import Object, Resource
+
+BeforeCall = Callable[[str, Resource, str], None]
+
+
+class FakeApi(KubeClient):
+    """One cluster; several clients may be made of it with `client`.
+
+    Attributes:
+        before: Called before each request with verb, resource and name; what it raises is the
+            answer, and nothing has happened.
+        after: Called after each write; what it raises is the answer, and it has happened.
+        is_hung: Requests are never answered.
+    """
+
+    def __init__(self) -> None:
+        self.options = ClientOptions()
+        self.calls = CallCounts()
+        self.before: BeforeCall = lambda verb, resource, name: None
+        self.after: BeforeCall = lambda verb, resource, name: None
+        self.is_hung = False
+        self.oldest_version = 0
+        self._version = 0
+        self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
+        self._log: list[tuple[int, str, WatchEvent]] = []
+        self._changed = asyncio.Event()
+
+    def objects(self, resource: Resource) -> list[Object]:
+        """Return all objects of a kind, by name."""
+        stored = self._objects[resource.plural]
+        return [deepcopy(stored[key]) for key in sorted(stored)]
+
+    async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
+        await self._enter("get", resource, name)
+        return deepcopy(self._found(resource, name, namespace))
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        trim: Trim | None = None,
+    ) -> Listing:
+        await self._enter("list", resource, "")
+        found = [
+            trim(one) if trim else one
+            for one in self.objects(resource)
+            if namespace in (None, one["metadata"].get("namespace"))
+            and _matches(one, label_selector)
+        ]
+        return Listing(found, str(self._version))
+
+    async def create(
+        self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
+    ) -> Object:
+        name = body["metadata"]["name"]
+        await self._enter("create", resource, name)
+        key = Key(namespace or "", name)
+        if key in self._objects[resource.plural]:
+            raise AlreadyExistsError(409, "AlreadyExists", f"{resource} {name} already exists")
+        made = deepcopy(dict(body))
+        made["metadata"] |= {"namespace": namespace or "", "uid": str(uuid.uuid4())}
+        made["metadata"] |= {"generation": 1}
+        return self._leave("create", resource, "ADDED", made)
+
+    async def replace(
+        self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
+    ) -> Object:
+        name = body["metadata"]["name"]
+        await self._enter("update", resource, name)
+        self._check(self._found(resource, name, namespace), body)
+        return self._leave("update", resource, "MODIFIED", deepcopy(dict(body)))
+
+    async def patch(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None,
+        patch: Mapping[str, Any],
+        *,
+        subresource: Literal["status"] | None = None,
+    ) -> Object:
+        await self._enter("patch", resource, name)
+        there = self._found(resource, name, namespace)
+        self._check(there, patch)
+        allowed = ("metadata", "status") if subresource else ("metadata", "spec", "data")
+        made = deepcopy(there)
+        _merge(made, {key: value for key, value in patch.items() if key in allowed})
+        if made.get("spec") != there.get("spec"):
+            made["metadata"]["generation"] += 1
+        if made == there:
+            return made
+        is_released = "deletionTimestamp" in made["metadata"]
+        if is_released and not made["metadata"].get("finalizers"):
+            return self._leave("patch", resource, "DELETED", made)
+        return self._leave("patch", resource, "MODIFIED", made)
+
+    async def delete(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None = None,
+        *,
+        uid: str | None = None,
+        grace_seconds: float | None = None,
+        propagation: Propagation = "Background",
+    ) -> None:
+        await self._enter("delete", resource, name)
+        there = self._found(resource, name, namespace)
+        self._check(there, {"metadata": {"uid": uid} if uid else {}})
+        if there["metadata"].get("finalizers"):
+            made = deepcopy(there)
+            made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+            self._leave("delete", resource, "MODIFIED", made)
+            return
+        self._leave("delete", resource, "DELETED", there)
+        self._collect(there["metadata"]["uid"])
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        resource_version: str,
+        label_selector: str | None = None,
+        timeout_seconds: int = 300,
+    ) -> AsyncIterator[WatchEvent]:
+        await self._enter("watch", resource, "")
+        at = int(resource_version)
+        end = asyncio.get_running_loop().time() + timeout_seconds
+        while True:
+            self.before("event", resource, "")
+            if at < self.oldest_version:
+                raise GoneError(410, "Expired", "too old resource version")
+            news = [entry for entry in self._log if entry[0] > at and entry[1] == resource.plural]
+            for version, _, event in news:
+                at = version
+                if _matches(event.object, label_selector):
+                    yield WatchEvent(event.type, deepcopy(event.object))
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(end):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def break_watches(self) -> None:
+        """Wake every watch, so that `before` may end it."""
+        self._changed.set()
+
+    def forget_history(self) -> None:
+        """Make every resourceVersion so far too old to watch from."""
+        self.oldest_version = self._version
+
+    def remove(self, resource: Resource, name: str, namespace: str) -> None:
+        """Take an object away, as somebody else would."""
+        self._leave("", resource, "DELETED", self._found(resource, name, namespace))
+
+    async def _enter(self, verb: str, resource: Resource, name: str) -> None:
+        while self.is_hung:
+            await asyncio.sleep(3600)
+        self.before(verb, resource, name)
+        await asyncio.sleep(0)
+
+    def _leave(self, verb: str, resource: Resource, kind: str, made: Object) -> Object:
+        self._version += 1
+        made["metadata"]["resourceVersion"] = str(self._version)
+        key = key_of(made)
+        if kind == "DELETED":
+            self._objects[resource.plural].pop(key)
+        else:
+            self._objects[resource.plural][key] = made
+        event = WatchEvent(kind, deepcopy(made))
+        self._log.append((self._version, resource.plural, event))
+        self._changed.set()
+        if verb:
+            self.calls.add(verb, resource.plural, 200)
+            self.after(verb, resource, key.name)
+        return deepcopy(made)
+
+    def _found(self, resource: Resource, name: str, namespace: str | None) -> Object:
+        there = self._objects[resource.plural].get(Key(namespace or "", name))
+        if there is None:
+            raise NotFoundError(404, "NotFound", f'{resource} "{name}" not found')
+        return there
+
+    def _check(self, there: Object, wanted: Mapping[str, Any]) -> None:
+        for field in ("uid", "resourceVersion"):
+            value = wanted.get("metadata", {}).get(field)
+            if value is not None and value != there["metadata"][field]:
+                raise ConflictError(409, "Conflict", f"{field} is not {value}")
+
+    def _collect(self, uid: str) -> None:
+        for plural, stored in list(self._objects.items()):
+            for one in list(stored.values()):
+                owners = one["metadata"].get("ownerReferences", ())
+                if any(owner["uid"] == uid for owner in owners):
+                    self._leave("", Resource("", "", plural, ""), "DELETED", one)
+
+
+def _matches(made: Object, selector: str | None) -> bool:
+    return selector is None or selector in (made["metadata"].get("labels") or {})
+
+
+def _merge(target: Object, patch: Mapping[str, Any]) -> None:
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, Mapping):
+            inner = target.setdefault(key, {})
+            _merge(inner, value)
+        else:
+            target[key] = deepcopy(value)

@@ -1,0 +1,156 @@
+"""The work queue, in virtual time."""
+
+import asyncio
+
+import pytest
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kernel.queue import WorkQueue
+from finetune_operator.kube.cache import Key
+from virtual_time import run
+
+A, B = Key("ns", "a"), Key("ns", "b")
+
+
+def queue() -> WorkQueue:
+    return WorkQueue(Backoff(1.0, 8.0, chance=lambda: 1.0))
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_key_added_often_is_taken_once_and_in_its_turn() -> None:
+    async def work() -> list[Key]:
+        made = queue()
+        for key in (A, B, A, A):
+            made.add(key)
+        taken = [await made.take(), await made.take()]
+        for key in taken:
+            made.done(key)
+        assert len(made) == 0
+        return taken
+
+    assert run(work()) == [A, B]
+
+
+def test_a_key_that_changes_while_it_is_worked_on_comes_again_and_not_before() -> None:
+    async def work() -> None:
+        made = queue()
+        made.add(A)
+        await made.take()
+        made.add(A)
+        made.add(A)
+        made.add(B)
+        assert await made.take() == B
+        made.done(A)
+        assert await made.take() == A
+        made.done(A)
+        made.done(B)
+        assert len(made) == 0
+
+    run(work())
+
+
+def test_a_key_comes_again_after_the_shortest_wait_asked_for() -> None:
+    async def work() -> float:
+        made = queue()
+        made.add(A)
+        made.done(await made.take(), again_in_seconds=30)
+        made.add_after(A, 5)
+        made.add_after(A, 9)
+        await made.take()
+        return now()
+
+    assert run(work()) == 5
+
+
+def test_an_event_wakes_a_sleeping_key_and_replaces_its_timer() -> None:
+    async def work() -> None:
+        made = queue()
+        made.add_after(A, 5)
+        made.add(A)
+        made.done(await made.take())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await made.take()
+
+    run(work())
+
+
+def test_failures_wait_twice_as_long_each_time_and_success_forgets_them() -> None:
+    async def work() -> list[float]:
+        made = queue()
+        made.add(A)
+        waits = []
+        for _ in range(6):
+            waits.append(made.failed(await made.take()))
+        made.done(await made.take(), again_in_seconds=0)
+        waits.append(made.failed(await made.take()))
+        return waits
+
+    assert run(work()) == [1, 2, 4, 8, 8, 8, 1]
+
+
+def test_the_echo_of_a_failure_does_not_shorten_its_wait() -> None:
+    async def work() -> float:
+        made = queue()
+        made.add(A)
+        await made.take()
+        made.add(A)
+        made.failed(A, at_least_seconds=3)
+        await made.take()
+        return now()
+
+    assert run(work()) == 3
+
+
+def test_the_oldest_key_tells_its_age_also_while_it_is_worked_on() -> None:
+    async def work() -> list[float]:
+        made = queue()
+        ages = [made.oldest_seconds]
+        made.add_after(B, 100)
+        made.add(A)
+        await asyncio.sleep(2)
+        ages.append(made.oldest_seconds)
+        await made.take()
+        await asyncio.sleep(3)
+        ages.append(made.oldest_seconds)
+        made.done(A)
+        ages.append(made.oldest_seconds)
+        made.close()
+        return ages
+
+    assert run(work()) == [0, 2, 3, 0]
+
+
+def test_many_workers_share_the_keys_and_none_is_taken_by_two() -> None:
+    async def work() -> list[Key]:
+        made, taken = queue(), list[Key]()
+
+        async def worker() -> None:
+            while True:
+                key = await made.take()
+                taken.append(key)
+                await asyncio.sleep(1)
+                made.done(key)
+
+        workers = [asyncio.create_task(worker()) for _ in range(4)]
+        keys = [Key("ns", str(number)) for number in range(20)]
+        for key in keys:
+            made.add(key)
+        await asyncio.sleep(60)
+        for one in workers:
+            one.cancel()
+        assert sorted(taken) == sorted(keys)
+        return taken
+
+    assert len(run(work())) == 20
+
+
+def test_backoff_lies_between_half_and_all_of_its_step_and_never_ends() -> None:
+    low, high = Backoff(1, 8, chance=lambda: 0.0), Backoff(1, 8, chance=lambda: 1.0)
+    waits = zip(low, high, strict=True)
+    first = [next(waits) for _ in range(5)]
+    assert first == [(0.5, 1), (1, 2), (2, 4), (4, 8), (4, 8)]
+    assert high.seconds(10_000) == 8

@@ -1,0 +1,88 @@
+"""Settings from the environment, and lines of the log."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from finetune_operator.kernel.health import Health
+from finetune_operator.kernel.logs import JsonLine, TextLine
+from finetune_operator.kernel.settings import Settings, SettingsError, read_settings
+
+
+def test_settings_are_read_by_their_names_and_others_variables_are_not() -> None:
+    made = read_settings(
+        {
+            "FINETUNE_OPERATOR_NAMESPACES": "team-a, team-b",
+            "FINETUNE_OPERATOR_WORKERS": "4",
+            "FINETUNE_OPERATOR_LOG_FORMAT": "json",
+            "FINETUNE_OPERATOR_KUBECONFIG": "",
+            "HOME": "/root",
+        }
+    )
+    assert made.namespaces == ("team-a", "team-b")
+    assert (made.workers, made.log_format, made.kubeconfig) == (4, "json", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        pytest.param("WORKRES", "4", "is not a setting", id="misspelt"),
+        pytest.param("WORKERS", "many", "valid integer", id="no number"),
+        pytest.param("RESYNC_SECONDS", "0", "greater than 0", id="out of bounds"),
+        pytest.param("RENEW_DEADLINE_SECONDS", "20", "longer than the one before", id="order"),
+    ],
+)
+def test_what_cannot_be_used_is_named(name: str, value: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        read_settings({f"FINETUNE_OPERATOR_{name}": value})
+
+
+def test_every_setting_is_described() -> None:
+    assert all(field.description for field in Settings.model_fields.values())
+
+
+def record(
+    message: str, raised: BaseException | None = None, **fields: object
+) -> logging.LogRecord:
+    info = (type(raised), raised, raised.__traceback__) if raised else None
+    made = logging.LogRecord("kernel", logging.INFO, "", 0, message, (), info)
+    made.created = 0.25
+    vars(made).update(fields)
+    return made
+
+
+def test_a_line_of_text_holds_its_fields_and_stays_one_line() -> None:
+    line = TextLine().format(record("look\nfailed", job="ns/a", error="no answer", empty=""))
+    assert line == (
+        '1970-01-01T00:00:00.250Z INFO look\\nfailed job=ns/a error="no answer" empty=""'
+    )
+
+
+def test_a_line_of_json_holds_its_fields_and_the_traceback() -> None:
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        error = sys.exc_info()[1]
+    line = JsonLine().format(record("look failed", error, job="ns/a"))
+    assert "\n" not in line
+    made = json.loads(line)
+    assert made.pop("exception").endswith("ValueError: wrong")
+    assert made == {
+        "time": "1970-01-01T00:00:00.250Z",
+        "level": "info",
+        "logger": "kernel",
+        "message": "look failed",
+        "job": "ns/a",
+    }
+
+
+def test_a_process_is_alive_as_long_as_its_work_moves() -> None:
+    health = Health(oldest_seconds=20, silent_seconds={"pods": 10, "jobs.batch": 400})
+    assert health.complaints(300) == ["the watch of jobs.batch has not moved for 400 s"]
+    assert health.complaints(15) == [
+        "a job has not moved for 20 s",
+        "the watch of jobs.batch has not moved for 400 s",
+    ]
+    assert health.complaints(1000) == []

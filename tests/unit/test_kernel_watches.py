@@ -1,0 +1,158 @@
+"""A watch that breaks, falls behind and loses deletions, against a server in memory."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fake_api import FakeApi
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kernel.watches import WATCHED, KindWatch
+from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.kube.errors import ApiError, NotFoundError, UnavailableError
+from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.resources import CONFIG_MAPS, Object, Resource
+from virtual_time import run
+
+
+class Scene:
+    """A server, a watch on it, and what the watch told."""
+
+    def __init__(self) -> None:
+        self.api = FakeApi()
+        self.cache = ObjectCache(CONFIG_MAPS)
+        self.woken: list[Key | None] = []
+        self.gaps = 0
+        self.watch = KindWatch(
+            self.api,
+            WATCHED["v1/ConfigMap"],
+            self.cache,
+            wake=self.woken.append,
+            on_gap=self._gap,
+            namespace=None,
+            backoff=Backoff(1.0, 15.0),
+        )
+        self.task = asyncio.create_task(self.watch.run())
+
+    def _gap(self) -> None:
+        self.gaps += 1
+
+    async def make(self, name: str) -> Object:
+        labels = {JOB_UID_LABEL: "uid", JOB_LABEL: f"job-of-{name}"}
+        made = {"metadata": {"name": name, "labels": labels}}
+        return await self.api.create(CONFIG_MAPS, made, "ns")
+
+    def names(self) -> set[str]:
+        return {one["metadata"]["name"] for one in self.cache}
+
+
+def play(script: Callable[[Scene], Coroutine[Any, Any, None]]) -> Scene:
+    """Run a script beside a watch that is synced."""
+
+    async def work() -> Scene:
+        scene = Scene()
+        await script(scene)
+        scene.task.cancel()
+        return scene
+
+    return run(work())
+
+
+def failing(error: ApiError, *verbs: str) -> Callable[[str, Resource, str], None]:
+    def before(verb: str, resource: Resource, name: str) -> None:
+        if verb in verbs:
+            raise error
+
+    return before
+
+
+def passing(verb: str, resource: Resource, name: str) -> None:
+    """Let every request through."""
+
+
+AWAY = UnavailableError(0, "ClientConnectorError", "connection refused")
+
+
+def test_what_is_there_and_what_comes_wakes_its_job() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.make("a")
+        await scene.watch.is_synced.wait()
+        await scene.make("b")
+        await asyncio.sleep(1)
+        assert scene.woken == [Key("ns", "job-of-a"), Key("ns", "job-of-b")]
+        await scene.api.delete(CONFIG_MAPS, "a", "ns")
+        await asyncio.sleep(1)
+        assert scene.names() == {"b"}
+        assert scene.woken[2:] == [Key("ns", "job-of-a")]
+
+    assert play(script).gaps == 0
+
+
+def test_the_answer_to_our_own_write_wakes_nobody() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.watch.is_synced.wait()
+        scene.cache.put(await scene.make("a"))
+        await asyncio.sleep(1)
+
+    assert play(script).woken == []
+
+
+def test_a_deletion_that_falls_into_an_expired_gap_is_found_by_the_list() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.make("stays")
+        await scene.make("goes")
+        await scene.watch.is_synced.wait()
+        await asyncio.sleep(1)
+        scene.api.before = failing(AWAY, "watch", "event", "list")
+        scene.api.break_watches()
+        await asyncio.sleep(5)
+        await scene.api.delete(CONFIG_MAPS, "goes", "ns")
+        await scene.make("comes")
+        scene.api.forget_history()
+        assert scene.names() == {"stays", "goes"}
+        scene.api.before = passing
+        await asyncio.sleep(16)
+        assert scene.names() == {"stays", "comes"}
+        assert Key("ns", "job-of-goes") in scene.woken[2:]
+
+    assert play(script).gaps > 0
+
+
+def test_a_long_outage_is_asked_after_for_ever_and_not_in_a_storm() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.watch.is_synced.wait()
+        scene.api.before = failing(AWAY, "watch", "event", "list")
+        scene.api.break_watches()
+        await asyncio.sleep(3600)
+        asked = scene.gaps
+        assert 3600 / 15 <= asked <= 3600 / 7
+        scene.api.before = passing
+        await scene.make("late")
+        await asyncio.sleep(16)
+        assert scene.names() == {"late"}
+
+    play(script)
+
+
+def test_a_watch_that_the_server_ends_goes_on_where_it_was() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.watch.is_synced.wait()
+        await asyncio.sleep(1000)
+        await scene.make("a")
+        await asyncio.sleep(1)
+        assert scene.names() == {"a"}
+        assert asyncio.get_running_loop().time() - scene.watch.heard_at < 301
+
+    assert play(script).gaps == 0
+
+
+def test_a_kind_that_is_not_installed_counts_as_seen_and_is_found_later() -> None:
+    async def script(scene: Scene) -> None:
+        missing = NotFoundError(404, "NotFound", "the server could not find the resource")
+        scene.api.before = failing(missing, "list")
+        await scene.watch.is_synced.wait()
+        scene.api.before = passing
+        await scene.make("a")
+        await asyncio.sleep(20)
+        assert scene.names() == {"a"}
+
+    play(script)
