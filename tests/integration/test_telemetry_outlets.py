@@ -113,12 +113,12 @@ def test_anything_else_is_refused_and_changes_nothing(
     telemetry: Telemetry, method: str, path: str, status: int
 ) -> None:
     assert ask(telemetry, method, path)[0] == status
-    assert not telemetry.save_requested
+    assert not telemetry.take_save_request()
 
 
 def test_a_large_body_is_refused_unread(telemetry: Telemetry) -> None:
     assert ask(telemetry, "POST", "/checkpoint", b"x" * 1025)[0] == 413
-    assert not telemetry.save_requested
+    assert not telemetry.take_save_request()
 
 
 def test_a_client_that_says_nothing_blocks_nobody(telemetry: Telemetry) -> None:

@@ -4,11 +4,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import psutil
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from finetune_trainer.config import (
     CheckpointRef,
@@ -18,15 +20,16 @@ from finetune_trainer.config import (
     SampleAnswer,
     TrainConfig,
 )
-from finetune_trainer.telemetry.exporter import Exporter, Routes
+from finetune_trainer.files import replace_text
+from finetune_trainer.telemetry.exporter import JSON, Answer, Exporter, serve
 from finetune_trainer.telemetry.journal import Journal
 from finetune_trainer.telemetry.metrics import Metrics
-from finetune_trainer.telemetry.progress import ProgressFile
 from finetune_trainer.telemetry.step import StepReport, Throughput
 from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 
 TENSORBOARD_FOLDER = "tensorboard"
 _WARNINGS_KEPT = 20
+_SECONDS_BETWEEN_STEPS = 1.0  # in progress.json
 # What a user did not ask to wait for before the first step, so it does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
 _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
@@ -53,7 +56,7 @@ class Telemetry:
 
         Args:
             config: names the run directory and the port.
-            rank: 0 also writes progress.json and TensorBoard events, and serves metrics.
+            rank: of this process.
             world_size: written to the journal.
             clock: seconds since the epoch.
             started: when the attempt's first process started; this process's own start if None.
@@ -75,7 +78,7 @@ class Telemetry:
         )
         log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
-        self._file = ProgressFile(self._run_dir, clock=clock) if self._is_main else None
+        self._written_at = float("-inf")
         self._metrics = Metrics(config, rank=rank) if self._is_main else None
         self._tensorboard: TensorBoardWriter | None = None
         self._exporter = self._serve(config)
@@ -92,13 +95,8 @@ class Telemetry:
         """What `artifacts` was told, for the last words."""
         return self._artifacts
 
-    @property
-    def save_requested(self) -> bool:
-        """True when somebody asked for a checkpoint and nobody has taken the request yet."""
-        return self._save_requested
-
     def take_save_request(self) -> bool:
-        """Return `save_requested` and forget it: for the vote of one step boundary."""
+        """Return whether somebody asked for a checkpoint, and forget it."""
         with self._lock:
             requested, self._save_requested = self._save_requested, False
             return requested
@@ -266,8 +264,10 @@ class Telemetry:
         with self._lock:
             self.alive()
             self._progress = self._progress.model_copy(update={**changes, "time": self._clock()})
-            if self._file is not None:
-                self._file.write(self._progress, urgent=urgent)
+            is_due = urgent or self._progress.time - self._written_at >= _SECONDS_BETWEEN_STEPS
+            if self._is_main and is_due:
+                self._written_at = self._progress.time
+                replace_text(self._run_dir / "progress.json", self._progress.to_json())
 
     def _eta_seconds(self, step: int) -> float | None:
         total, seconds = self._progress.total_steps, self._throughput.seconds_per_step
@@ -287,10 +287,18 @@ class Telemetry:
     def _serve(self, config: TrainConfig) -> Exporter | None:
         if self._metrics is None or config.telemetry.metrics_port == 0:
             return None
-        routes = Routes(
-            metrics=self._metrics.render,
-            progress=lambda: self._progress.to_json(),
-            request_checkpoint=self.request_save,
+        metrics = self._metrics
+
+        def request_checkpoint() -> Answer:
+            self.request_save()
+            told = b'{"message": "a checkpoint will be saved at the next step boundary"}\n'
+            return HTTPStatus.ACCEPTED, JSON, told
+
+        routes = {
+            "/metrics": ("GET", lambda: (HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics.render())),
+            "/progress": ("GET", lambda: (HTTPStatus.OK, JSON, self._progress.to_json().encode())),
+            "/checkpoint": ("POST", request_checkpoint),
+        }
+        return serve(
+            config.telemetry.metrics_host, config.telemetry.metrics_port, routes, self.warn
         )
-        host, port = config.telemetry.metrics_host, config.telemetry.metrics_port
-        return Exporter(host, port, routes, warn=self.warn)
