@@ -28,6 +28,9 @@ NARROW = [
     Case(f"zero{stage}-bf16", {"type": f"zero{stage}"}, precision="bf16") for stage in (1, 2, 3)
 ]
 
+# The first test waits for all launches, each of which has a limit of its own.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:

@@ -41,6 +41,9 @@ ON_TWO = [(case, case) for case in CASES] + [
 ]
 ON_OTHERS = [(case, case) for case in (ZERO1, ZERO2, ZERO3, LORA)]
 
+# The first test waits for all launches, each of which has a limit of its own.
+pytestmark = pytest.mark.timeout(900)
+
 
 def shards_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what this rank holds of weights and moments."""
