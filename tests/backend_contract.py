@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,7 +25,13 @@ TRIES_SECONDS = 20.0
 
 
 class Harness(Protocol):
-    """How the suite gets at one backend."""
+    """How the suite gets at one backend.
+
+    Attributes:
+        overrides: What the backend needs in a job, as `builders.job` takes it.
+    """
+
+    overrides: Mapping[str, Any]
 
     def make(self) -> Backend:
         """Return the backend, made anew: what must outlive a restart may not be kept in it."""
@@ -65,18 +71,21 @@ class BackendContract:
 
     def submit(self, harness: Harness, uid: str = "uid-1") -> tuple[Backend, Handle]:
         backend = harness.make()
-        return backend, wait_for(backend.submit(backend.render(planned(uid), Attempt(1))))
+        plan = planned(uid, **harness.overrides)
+        return backend, wait_for(backend.submit(backend.render(plan, Attempt(1))))
 
     def test_render_gives_the_same_request_twice_and_makes_nothing(self, harness: Harness) -> None:
         before = harness.state()
-        first = harness.make().render(planned(), Attempt(1))
-        second = harness.make().render(planned(), Attempt(1))
+        plan = planned(**harness.overrides)
+        first = harness.make().render(plan, Attempt(1))
+        second = harness.make().render(plan, Attempt(1))
         assert first == second
         assert harness.state() == before
 
     def test_requests_of_two_attempts_have_two_names(self, harness: Harness) -> None:
         backend = harness.make()
-        names = {backend.render(planned(), Attempt(number)).name for number in (1, 2)}
+        plan = planned(**harness.overrides)
+        names = {backend.render(plan, Attempt(number)).name for number in (1, 2)}
         assert len(names) == 2
 
     def test_submitting_twice_adopts_also_after_a_restart(self, harness: Harness) -> None:

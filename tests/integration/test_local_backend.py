@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from local_runs import is_running, local_backend, run_and_kill, starts, wait_unt
 
 
 class LocalHarness:
+    overrides: Mapping[str, Any] = {}
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

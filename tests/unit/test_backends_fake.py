@@ -1,6 +1,7 @@
 """The shipped fake keeps the contract, and its script says what is seen when."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from finetune_operator.errors import TransientError
 
 class FakeHarness:
     """A restart of the caller leaves what was submitted; so the same backend is given out."""
+
+    overrides: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self._backend = FakeBackend()

@@ -48,10 +48,11 @@ def check(template: PodTemplate, allow: Allowances) -> Iterator[Problem]:
         ("annotations", template.metadata.annotations),
     ):
         for key in named:
-            if key.startswith(OWNED_PREFIXES) or key.startswith("azure.workload.identity/"):
-                yield Problem(
-                    f"{FIELD}.metadata.{kind}", f"{key} is set by the operator; remove it"
-                )
+            path = f'{FIELD}.metadata.{kind}["{key}"]'
+            if key.startswith(OWNED_PREFIXES):
+                yield Problem(path, "is set by the operator; remove it")
+            elif not any(fnmatchcase(key, pattern) for pattern in allow.metadata):
+                yield Problem(path, "is not allowed by the profile (allow.metadata); remove it")
     spec = template.spec
     yield from _unknown(spec, _POD_FIELDS, f"{FIELD}.spec")
     if not allow.scheduling:

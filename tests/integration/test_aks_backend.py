@@ -1,0 +1,331 @@
+"""The aks backend on a real API server with the real Job controller; no node is needed.
+
+Pods stay Pending, so nothing is pulled and nothing trains: that is the end-to-end tests' part.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from aks_cases import CASES, JOB, profile
+from backend_contract import BackendContract, planned
+from builders import manifest
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.aks.backend import AksBackend
+from finetune_operator.backends.base import (
+    Attempt,
+    AttemptPhase,
+    Backend,
+    BackendContext,
+    Handle,
+    Observation,
+    Request,
+)
+from finetune_operator.errors import TransientError
+from finetune_operator.kube.cache import ObjectCache
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICES,
+    Object,
+    Resource,
+)
+from finetune_operator.planner.plan import Plan
+from operators import KUBECONFIG, Api, wait_until
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
+]
+KINDS = (JOBS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    assert KUBECONFIG is not None
+    made = Api(KUBECONFIG)
+    made.install_crd()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def namespace(api: Api) -> Iterator[str]:
+    with api.namespace("aks") as made:
+        yield made
+
+
+def caches() -> Callable[[Resource], ObjectCache]:
+    """Return caches that nobody fills but with one profile: everything else is asked for."""
+    made: dict[Resource, ObjectCache] = {}
+
+    def cache(resource: Resource) -> ObjectCache:
+        if resource not in made:
+            made[resource] = ObjectCache(resource)
+        return made[resource]
+
+    metadata = {"name": "default", "resourceVersion": "1"}
+    spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
+    cache(FINE_TUNE_PROFILES).put({"metadata": metadata, "spec": spec})
+    return cache
+
+
+class EachOnItsOwn:
+    """The backend, made anew with a client of its own for each verb that talks to the cluster.
+
+    A child's owner must exist, or the garbage collector takes it away: what is submitted for a
+    job's uid is given to a real FineTuneJob that stands for it.
+    """
+
+    name: ClassVar[str] = "aks"
+    watches: ClassVar[tuple[str, ...]] = AksBackend.watches
+
+    def __init__(self, owners: Callable[[str], Object]) -> None:
+        self._owners = owners
+        self._pure = AksBackend(BackendContext(Path(), cluster=Cluster(None, caches())))  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def _live(self) -> AsyncIterator[AksBackend]:
+        async with await KubeClient.connect(KUBECONFIG) as client:
+            yield AksBackend(BackendContext(Path(), cluster=Cluster(client, caches())))
+
+    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
+        return self._pure.validate(job)
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        return self._pure.check_inputs(job)
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        return self._pure.render(plan, attempt)
+
+    async def submit(self, request: Request) -> Handle:
+        owned = given_to(request, self._owners(request.job_uid))
+        async with self._live() as backend:
+            return await backend.submit(owned)
+
+    async def observe(self, handle: Handle) -> Observation:
+        async with self._live() as backend:
+            return await backend.observe(handle)
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        async with self._live() as backend:
+            await backend.cancel(handle, grace_seconds)
+
+    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        async with self._live() as backend:
+            async for line in backend.logs(handle, rank, follow):
+                yield line
+
+    async def collect(self, handle: Handle) -> Sequence[str]:
+        async with self._live() as backend:
+            return await backend.collect(handle)
+
+
+def given_to(request: Request, owner: Object) -> Request:
+    """Return the request with another owner in it."""
+    uid, name = owner["metadata"]["uid"], owner["metadata"]["name"]
+
+    def change(made: Mapping[str, Any]) -> Object:
+        (reference,) = made["metadata"]["ownerReferences"]
+        references = [{**reference, "uid": uid, "name": name}]
+        return {**made, "metadata": {**made["metadata"], "ownerReferences": references}}
+
+    return replace(request, job_uid=uid, objects=tuple(map(change, request.objects)))
+
+
+class AksHarness:
+    def __init__(self, api: Api, namespace: str) -> None:
+        self.overrides: Mapping[str, Any] = {**JOB, "metadata.namespace": namespace}
+        self._api = api
+        self._namespace = namespace
+        self._owners: dict[str, Object] = {}
+
+    def make(self) -> Backend:
+        return EachOnItsOwn(self._owners.__getitem__)
+
+    def own(self, uid: str) -> Object:
+        """Create a job that stands for the one of that uid."""
+        made = manifest(name=f"owner-{uid}", managedBy="tests")
+        del made["metadata"]["namespace"]
+        created = self._api.client.create(FINE_TUNE_JOBS, made, self._namespace)
+        self._owners[uid] = self._api.run(created)
+        return self._owners[uid]
+
+    def state(self) -> Any:
+        return [
+            (str(kind), one["metadata"]["name"], one["metadata"]["uid"])
+            for kind in KINDS
+            for one in self._api.run(self._api.client.list(kind, self._namespace)).items
+        ]
+
+
+@pytest.fixture
+def harness(api: Api, namespace: str) -> AksHarness:
+    made = AksHarness(api, namespace)
+    for uid in ("uid-1", "uid-of-another-job"):
+        made.own(uid)
+    return made
+
+
+class TestAksBackend(BackendContract):
+    @pytest.fixture
+    def harness(self, harness: AksHarness) -> AksHarness:
+        return harness
+
+
+def test_a_gang_is_created_once_by_as_many_writes_as_it_has_objects(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    plan = planned(**{**harness.overrides, "topology__nodes": 2})
+    owned = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-2"))
+    backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    before = dict(api.client.calls.by_kind)
+    handles = [api.run(backend.submit(owned)) for _ in range(3)]
+    assert len(set(handles)) == 1
+    made = {
+        key: count - before.get(key, 0)
+        for key, count in api.client.calls.by_kind.items()
+        if key[0] not in ("get", "list") and count != before.get(key, 0)
+    }
+    assert made == {
+        ("create", "networkpolicies", 201): 1,
+        ("create", "services", 201): 1,
+        ("create", "jobs", 201): 1,
+    }
+    pods = wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 10)
+    assert {one["metadata"]["ownerReferences"][0]["uid"] for one in pods} == {handles[0].uid}
+    # Nothing writes endpoints of a Service without a selector, which is what makes it cheap.
+    assert api.run(api.client.list(ENDPOINT_SLICES, namespace)).items == []
+
+
+def test_rank_zero_is_found_by_name_once_its_pod_has_an_address(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    plan = planned(**{**harness.overrides, "topology__nodes": 2})
+    owned = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-2"))
+    backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    handle = api.run(backend.submit(owned))
+    pods = wait_until(lambda: len(api.run(api.client.list(PODS, namespace)).items) == 2, 10)
+    assert pods
+    for address in ("10.1.2.3", "10.1.2.4"):
+        (first,) = (
+            one
+            for one in api.run(api.client.list(PODS, namespace)).items
+            if one["metadata"]["name"].startswith("tiny-1-0-")
+        )
+        status = {"podIP": address, "podIPs": [{"ip": address}]}
+        patch = api.client.patch(
+            PODS, first["metadata"]["name"], namespace, {"status": status}, subresource="status"
+        )
+        api.run(patch)
+        api.run(backend.observe(handle))
+        api.run(backend.observe(handle))
+        (made,) = api.run(api.client.list(ENDPOINT_SLICES, namespace)).items
+        (endpoint,) = made["endpoints"]
+        assert (endpoint["hostname"], endpoint["addresses"]) == ("tiny-1-0", [address])
+        assert made["metadata"]["labels"]["kubernetes.io/service-name"] == "tiny-finetune"
+
+
+def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
+    api: Api, harness: AksHarness
+) -> None:
+    backend = harness.make()
+    handle = asyncio.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
+
+    def told() -> Observation | None:
+        seen = asyncio.run(backend.observe(handle))
+        return seen if seen.reason else None
+
+    seen = wait_until(told, 5)
+    assert seen is not None
+    assert seen.phase is AttemptPhase.PENDING
+    # The scheduler looks for a node first, for the claims (which do not exist) afterwards.
+    says = {"Unschedulable": "no nodes available", "VolumeNotReady": "not found"}[seen.reason]
+    assert seen.message.startswith("pod tiny-1-0-")
+    assert says in seen.message
+
+
+def test_pods_that_a_quota_forbids_are_told_from_events(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    quotas = Resource("", "v1", "resourcequotas", "ResourceQuota")
+    none = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+    api.run(api.client.create(quotas, none, namespace))
+    wait_until(
+        lambda: api.run(api.client.get(quotas, "none", namespace)).get("status", {}).get("hard"), 10
+    )
+    backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    owned = given_to(
+        harness.make().render(planned(**harness.overrides), Attempt(1)), harness.own("uid-2")
+    )
+    handle = api.run(backend.submit(owned))
+
+    def told() -> Observation | None:
+        seen = api.run(backend.observe(handle))
+        return seen if seen.reason else None
+
+    seen = wait_until(told, 10)
+    assert seen is not None
+    assert seen.reason == "PodsNotCreated"
+    assert "exceeded quota: none" in seen.message
+
+
+def test_a_queued_attempt_that_is_cancelled_never_starts(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    backend = harness.make()
+    plan = planned(**{**harness.overrides, "queue": {"name": "team"}})
+    handle = asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
+    waiting = asyncio.run(backend.observe(handle))
+    assert (waiting.reason, waiting.all_gone) == ("Queued", False)
+    asyncio.run(backend.cancel(handle, 30.0))
+    ended = asyncio.run(backend.observe(handle))
+    assert (ended.phase, ended.all_gone) == (AttemptPhase.FAILED, True)
+    there = api.run(api.client.get(JOBS, "tiny-1", namespace))
+    assert "kueue.x-k8s.io/queue-name" not in there["metadata"]["labels"]
+
+
+def test_the_last_job_of_the_name_is_waited_for(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    request = harness.make().render(planned(**harness.overrides), Attempt(1))
+    backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    first = harness.own("uid-2")
+    api.run(backend.submit(given_to(request, first)))
+    later = {**first, "metadata": {**first["metadata"], "uid": "the-next-one"}}
+    with pytest.raises(TransientError, match="still belongs to the job of this name before"):
+        api.run(backend.submit(given_to(request, later)))
+
+
+def test_of_all_attempts_only_the_last_two_are_kept(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    backend = harness.make()
+    plan = planned(**harness.overrides)
+    for number in (1, 2, 3):
+        asyncio.run(backend.submit(backend.render(plan, Attempt(number))))
+    kept = api.run(api.client.list(JOBS, namespace)).items
+    alive = {one["metadata"]["name"] for one in kept if "deletionTimestamp" not in one["metadata"]}
+    assert alive == {"tiny-2", "tiny-3"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_api_server_takes_every_golden(api: Api, namespace: str, name: str) -> None:
+    resources = {kind.kind: kind for kind in KINDS}
+    for made in CASES[name].request().objects:
+        metadata = {**made["metadata"], "namespace": namespace, "ownerReferences": []}
+        body = {**made, "metadata": metadata}
+        stored = api.run(api.client.create(resources[made["kind"]], body, namespace))
+        assert stored["metadata"]["uid"]

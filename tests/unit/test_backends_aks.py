@@ -1,0 +1,483 @@
+"""The aks backend without a cluster: what it creates, what it refuses, what it makes of objects."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from aks_cases import CASES, GOLDENS, JOB, backend, profile
+from backend_contract import planned
+from builders import job, manifest
+from finetune_operator.api.problems import Severity
+from finetune_operator.backends.aks import observe
+from finetune_operator.backends.aks.backend import AksBackend
+from finetune_operator.backends.aks.names import AttemptName
+from finetune_operator.backends.aks.reasons import from_events
+from finetune_operator.backends.aks.volumes import claim_uri
+from finetune_operator.backends.base import Attempt, AttemptPhase, BackendContext, Observation
+from finetune_operator.cli.app import app
+from finetune_operator.errors import BackendError
+from finetune_operator.kube.cache import ObjectCache
+from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
+from finetune_trainer.config import FailureClass, Termination, TrainConfig
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_created_is_what_the_golden_shows(name: str) -> None:
+    golden = (GOLDENS / f"{name}.yaml").read_text()
+    assert CASES[name].text() == golden, "look at the change, then run: python tests/aks_cases.py"
+
+
+def test_every_golden_is_of_a_job_that_its_profile_allows() -> None:
+    for name, case in CASES.items():
+        made = job(**{**JOB, **case.job})
+        assert backend(profile(**case.profile)).validate(made) == [], name
+
+
+def pod_of(name: str, attempt: int = 1) -> Object:
+    """Return the pod template of a case."""
+    made: Object = CASES[name].request().objects[-1]["spec"]["template"]
+    return made
+
+
+def test_the_configuration_reaches_the_trainer_as_it_reads_it() -> None:
+    text = pod_of("two-nodes-spot")["metadata"]["annotations"]["finetune.dev/config"]
+    config = TrainConfig.model_validate_json(text)
+    assert (config.world.nnodes, config.world.nproc_per_node) == (2, 8)
+    assert config.world.threads_per_process == 6  # 48 cores for 8 ranks
+    assert config.data.train.path == "/mnt/data/train.jsonl"
+    assert config.checkpoint.dir == "/mnt/checkpoints/tiny"
+    assert config.checkpoint.is_continued
+    assert config.control.scheduled_events_url is not None
+
+
+def test_no_pod_holds_a_token_of_the_cluster_or_may_become_root() -> None:
+    for name in CASES:
+        spec = pod_of(name)["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        (container,) = spec["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        added = container["securityContext"]["capabilities"].get("add", [])
+        assert added == (["IPC_LOCK"] if name.startswith("rdma") else [])
+
+
+def test_a_configuration_that_no_pod_can_hold_is_refused_with_what_to_shorten() -> None:
+    long = {"model__chatTemplate": "é" * 65_536, "model__addTokens": ["é" * 128] * 256}
+    plan = planned(**{**JOB, **long, "observability__samplePrompts": ["é" * 4096] * 4})
+    with pytest.raises(BackendError, match=r"at most 204800 reach a pod; shorten model\.chat"):
+        backend().render(plan, Attempt(1))
+
+
+def test_folders_come_back_as_the_uris_they_were_named_by() -> None:
+    assert claim_uri("/mnt/models/tiny/adapter") == "pvc://models/tiny/adapter"
+    assert claim_uri("file:///mnt/models/tiny") == "pvc://models/tiny"
+    assert claim_uri("/work/output") == "/work/output"
+
+
+REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
+    ({"metadata.namespace": "other"}, "spec.backend.aks.profile", "may not be used in namespace"),
+    ({"topology__nodes": 8, "training__globalBatchSize": 8}, "spec.topology.nodes",
+     "8 is more than the 4 that profile default allows; use at most 4"),
+    ({"topology": {"gpusPerNode": 4, "processesPerNode": None}}, "spec.topology.gpusPerNode",
+     "4 is more than the 2"),
+    ({"topology__instanceType": "big"}, "spec.topology.instanceType",
+     "big is not offered by profile default; use small or medium"),
+    ({"topology__rdma": "required"}, "spec.topology.rdma", "has no InfiniBand; use auto"),
+    ({"backend__aks__serviceAccountName": "root"}, "spec.backend.aks.serviceAccountName",
+     "root is a service account that the profile does not allow (allowed: train-*)"),
+    ({"backend__aks__image": "evil:1"}, "spec.backend.aks.image", "evil:1 is a image"),
+    ({"model__tokenSecretRef": {"name": "db", "key": "k"}}, "spec.model.tokenSecretRef.name",
+     "db is a secret that the profile does not allow (allowed: hub)"),
+    ({"output__uri": "pvc://private/x"}, "spec.output.uri", "private is a claim"),
+    ({"dataset__source": "pvc://data/../../etc"}, "spec.dataset.source", "leads out of the claim"),
+    ({"dataset__source": "file://./x"}, "spec.dataset.source",
+     "cannot be used by the aks backend; use pvc://CLAIM/PATH or hf://ORG/NAME"),
+    ({"checkpoint__uri": "hf://a/b"}, "spec.checkpoint.uri", "use pvc://CLAIM/PATH"),
+    ({"output__uri": None}, "spec.output.uri", "is missing"),
+    ({"checkpoint__uri": None, "topology__nodes": 2}, "spec.checkpoint.uri", "is missing"),
+    ({"backend__aks__profile": "nope"}, "spec.backend.aks.profile", "nope is looked up"),
+]  # fmt: skip
+
+
+def limited() -> AksBackend:
+    return backend(
+        profile(
+            allow={
+                "namespaces": ["default", "team-*"],
+                "maxGpusPerNode": 2,
+                "secrets": ["hub"],
+                "serviceAccounts": ["train-*"],
+            },
+            nodes={"instanceTypes": ["small", "medium"]},
+        )
+    )
+
+
+@pytest.mark.parametrize(("overrides", "path", "says"), REFUSED)
+def test_a_job_gets_nothing_that_its_profile_does_not_allow(
+    overrides: dict[str, Any], path: str, says: str
+) -> None:
+    (found,) = limited().validate(job(**{**JOB, **overrides}))
+    assert found.path == path
+    assert says in found.message
+
+
+ALLOWED: list[Mapping[str, Any]] = [
+    {"metadata.namespace": "team-a"},
+    {"topology": {"gpusPerNode": 2, "processesPerNode": None, "instanceType": "small"}},
+    {"model__tokenSecretRef": {"name": "hub", "key": "k"}},
+    {"backend__aks__serviceAccountName": "train-a"},
+    {"backend__aks__image": "registry.test/trainer:1"},
+]
+
+
+@pytest.mark.parametrize("overrides", ALLOWED)
+def test_a_job_gets_what_its_profile_allows(overrides: Mapping[str, Any]) -> None:
+    assert limited().validate(job(**{**JOB, **overrides})) == []
+
+
+def container(**changes: Any) -> dict[str, Any]:
+    return {"containers": [{"name": "trainer", **changes}]}
+
+
+def secret(name: str) -> dict[str, Any]:
+    return {"valueFrom": {"secretKeyRef": {"name": name, "key": "k"}}}
+
+
+TEMPLATES: list[tuple[dict[str, Any], str]] = [
+    ({"hostNetwork": True}, "hostNetwork"),
+    ({"serviceAccountName": "x"}, "serviceAccountName"),
+    ({"securityContext": {"runAsUser": 0}}, "securityContext"),
+    ({"initContainers": []}, "initContainers"),
+    ({"nodeSelector": {"a": "b"}}, "nodeSelector"),
+    ({"tolerations": []}, "tolerations"),
+    ({"imagePullSecrets": [{"name": "db"}]}, "imagePullSecrets[0]"),
+    ({"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}, "volumes[0].hostPath"),
+    ({"volumes": [{"name": "v", "secret": {"secretName": "db"}}]}, "volumes[0].secret"),
+    ({"volumes": [{"name": "v", "configMap": {"name": "c"}}]}, "volumes[0].configMap"),
+    ({"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "private"}}]},
+     "volumes[0].persistentVolumeClaim.claimName"),
+    ({"volumes": [{"name": "work", "emptyDir": {}}]}, "volumes[0].name"),
+    ({"volumes": [{"name": "claim-0", "emptyDir": {}}]}, "volumes[0].name"),
+    ({"containers": [{"name": "sidecar"}]}, "containers[0].name"),
+    (container(image="evil"), "containers[0].image"),
+    (container(command=["sh"]), "containers[0].command"),
+    (container(securityContext={}), "containers[0].securityContext"),
+    (container(envFrom=[]), "containers[0].envFrom"),
+    (container(env=[{"name": "FINETUNE_X", "value": "1"}]), "containers[0].env[0].name"),
+    (container(env=[{"name": "RANK", "value": "1"}]), "containers[0].env[0].name"),
+    (container(env=[{"name": "A", **secret("db")}]),
+     "containers[0].env[0].valueFrom.secretKeyRef.name"),
+    (container(env=[{"name": "A", "valueFrom": {"configMapKeyRef": {}}}]),
+     "containers[0].env[0].valueFrom.configMapKeyRef"),
+    (container(volumeMounts=[{"name": "v", "mountPath": "/mnt/x"}]),
+     "containers[0].volumeMounts[0].mountPath"),
+    (container(resources={"limits": {"nvidia.com/gpu": "9"}}),
+     'containers[0].resources.limits["nvidia.com/gpu"]'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "path"), TEMPLATES, ids=lambda one: str(one)[:60])
+def test_a_pod_template_says_only_what_is_its_own_business(spec: dict[str, Any], path: str) -> None:
+    made = job(**{**JOB, "podTemplate": {"spec": spec}})
+    (found,) = limited().validate(made)
+    assert found.path == f"spec.podTemplate.spec.{path}"
+    assert found.severity is Severity.ERROR
+
+
+@pytest.mark.parametrize("key", ["app", "finetune.dev/job-uid", "azure.workload.identity/use"])
+@pytest.mark.parametrize("kind", ["labels", "annotations"])
+def test_labels_that_others_act_on_are_not_for_everybody(kind: str, key: str) -> None:
+    made = job(**{**JOB, "podTemplate": {"metadata": {kind: {key: "x"}}}})
+    (found,) = backend(profile(allow={"metadata": ["team"]})).validate(made)
+    assert found.path == f'spec.podTemplate.metadata.{kind}["{key}"]'
+
+
+def clustered(*objects: tuple[Any, Object]) -> AksBackend:
+    caches = {kind: ObjectCache(kind) for kind in (FINE_TUNE_PROFILES, JOBS)}
+    for kind, made in objects:
+        caches[kind].put(made)
+    cluster = Cluster(None, caches.__getitem__)  # type: ignore[arg-type]
+    return AksBackend(BackendContext(Path(), cluster=cluster))
+
+
+def stored_profile(image: str) -> Object:
+    spec = profile(image=image).model_dump(by_alias=True, exclude_none=True, mode="json")
+    return {"metadata": {"name": "default", "resourceVersion": "1"}, "spec": spec}
+
+
+def image_of(made: AksBackend, attempt: int, **overrides: Any) -> str:
+    request = made.render(planned(**{**JOB, **overrides}), Attempt(attempt))
+    return str(request.objects[-1]["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+def test_a_later_attempt_keeps_to_the_profile_of_the_first() -> None:
+    before = clustered((FINE_TUNE_PROFILES, stored_profile("old:1")))
+    first = dict(before.render(planned(**JOB), Attempt(1)).objects[-1])
+    first["metadata"] = {**first["metadata"], "resourceVersion": "2", "uid": "job-1"}
+    after = clustered((FINE_TUNE_PROFILES, stored_profile("new:2")), (JOBS, first))
+    assert image_of(after, 2) == "old:1"
+    assert image_of(clustered((FINE_TUNE_PROFILES, stored_profile("new:2"))), 2) == "new:2"
+    assert image_of(after, 1, uid="uid-of-another-job") == "new:2"
+
+
+def test_a_missing_profile_is_a_sentence_about_its_field() -> None:
+    (found,) = clustered().validate(job(**JOB))
+    assert str(found) == (
+        "spec.backend.aks.profile default does not exist; create that FineTuneProfile or name "
+        "another"
+    )
+
+
+def batch_job(*conditions: str, nodes: int = 2, **spec: Any) -> Object:
+    """Return a batch Job as the operator keeps it."""
+    said = [{"type": one, "status": "True", "reason": "Why", "message": "so"} for one in conditions]
+    return {
+        "metadata": {"name": "tiny-1", "namespace": "default", "uid": "u", "annotations": {}},
+        "spec": {"completions": nodes, "parallelism": nodes, "suspend": False, **spec},
+        "status": {"conditions": said},
+    }
+
+
+def pod(index: int, phase: str, *, is_deleted: bool = False, **status: Any) -> Object:
+    labels = {"batch.kubernetes.io/job-completion-index": str(index)}
+    metadata: Object = {"name": f"tiny-1-{index}-x", "uid": f"p{index}", "labels": labels}
+    if is_deleted:
+        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    spec = {"nodeName": f"node-{index}"}
+    return {"metadata": metadata, "spec": spec, "status": {"phase": phase, **status}}
+
+
+def state(kind: str, **said: Any) -> Object:
+    return {"containerStatuses": [{"name": "trainer", "state": {kind: said}}]}
+
+
+def running(index: int, **more: Any) -> Object:
+    return pod(index, "Running", **state("running"), **more)
+
+
+def ended(index: int, code: int, message: str = "", **more: Any) -> Object:
+    reason = more.pop("reason", "Error")
+    told = state("terminated", exitCode=code, message=message, reason=reason)
+    return pod(index, "Failed" if code else "Succeeded", **told, **more)
+
+
+def words(code: int, failure: FailureClass, message: str = "said") -> str:
+    said = Termination(failure_class=failure, exit_code=code, message=message)
+    return said.model_dump_json(by_alias=True, exclude_none=True)
+
+
+def condition(kind: str, status: str, reason: str, message: str) -> Object:
+    return {"conditions": [{"type": kind, "status": status, "reason": reason, "message": message}]}
+
+
+def disrupted(index: int, why: str, **status: Any) -> Object:
+    return pod(index, "Failed", **condition("DisruptionTarget", "True", why, "taken"), **status)
+
+
+DONE = words(0, FailureClass.COMPLETED)
+DATA = words(65, FailureClass.DATA_ERROR, "row 3 has no messages")
+PREEMPTED = words(75, FailureClass.PREEMPTED)
+
+SEEN: list[Any] = [
+    pytest.param(batch_job(), [], ("Pending", False, 0, None), id="just created"),
+    pytest.param(batch_job(), [running(0)], ("Pending", False, 1, None), id="half of the gang"),
+    pytest.param(batch_job(), [running(0), running(1)], ("Running", False, 2, None), id="all run"),
+    pytest.param(
+        batch_job(), [ended(0, 0, DONE), running(1)], ("Running", False, 1, None), id="one is done"
+    ),
+    pytest.param(
+        batch_job(), [ended(0, 0, DONE), ended(1, 0, DONE)], ("Succeeded", True, 0, 0),
+        id="all are done before the controller says so",
+    ),
+    pytest.param(
+        batch_job("Complete"), [ended(1, 0, DONE)], ("Succeeded", True, 0, 0), id="complete"
+    ),
+    pytest.param(
+        batch_job(), [ended(0, 65, DATA), running(1)], ("Failed", False, 1, 65), id="one failed"
+    ),
+    pytest.param(
+        batch_job(), [ended(0, 1)], ("Failed", False, 0, 1),
+        id="the other pod may still be created",
+    ),
+    pytest.param(
+        batch_job("FailureTarget"), [ended(0, 1)], ("Failed", True, 0, 1),
+        id="the controller gave up, so no other pod comes",
+    ),
+    pytest.param(
+        batch_job(), [ended(0, 1), ended(1, 65, DATA)], ("Failed", True, 0, 65),
+        id="who says what is wrong is guilty, not who lost a peer",
+    ),
+    pytest.param(
+        batch_job(), [ended(0, 143, is_deleted=True), ended(1, 137, reason="OOMKilled")],
+        ("Failed", True, 0, 137), id="who was ended with the rest is not guilty",
+    ),
+    pytest.param(
+        batch_job(), [running(0, is_deleted=True), running(1)], ("Running", False, 2, None),
+        id="a pod that is told to leave still saves",
+    ),
+    pytest.param(
+        batch_job(), [disrupted(0, "DeletionByTaintManager"), running(1)], ("Failed", False, 1, 75),
+        id="a node was taken away",
+    ),
+    pytest.param(
+        batch_job("Failed"), [pod(0, "Running", is_deleted=True)], ("Failed", False, 0, None),
+        id="a pod on a node that does not answer may still write",
+    ),
+    pytest.param(batch_job("Failed"), [], ("Failed", True, 0, None), id="nothing is left"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "pods", "expected"), SEEN)
+def test_objects_of_the_cluster_become_an_observation(
+    made: Object, pods: list[Object], expected: tuple[Any, ...]
+) -> None:
+    seen = observe.look(made, pods)
+    code = seen.termination.exit_code if seen.termination else None
+    assert (seen.phase.value, seen.all_gone, seen.nodes_ready, code) == expected
+
+
+ENDS: list[Any] = [
+    pytest.param(ended(0, 65, DATA), 65, "DataError", "row 3 has no messages", id="its words"),
+    pytest.param(ended(0, 1, DONE), 1, "Error", "exit code 1 after it said: said", id="two words"),
+    pytest.param(
+        ended(0, 137, "", reason="OOMKilled"), 137, "OutOfMemory", "reached its memory limit",
+        id="out of memory",
+    ),
+    pytest.param(ended(0, 137), 137, "WorkerLost", "was killed (SIGKILL)", id="killed"),
+    pytest.param(
+        ended(0, 1, "Traceback\nImportError: x\n"), 1, "Error",
+        "it said last: Traceback\nImportError: x", id="the end of its log",
+    ),
+    pytest.param(
+        pod(0, "Failed", reason="NodeAffinity", message="no match"), 137, "WorkerLost",
+        "pod tiny-1-0-x failed (NodeAffinity): no match", id="never ran",
+    ),
+    pytest.param(
+        disrupted(0, "PreemptionByScheduler"), 75, "Preempted", "pod tiny-1-0-x on node-0 was "
+        "taken away (taken)", id="preempted by the scheduler",
+    ),
+    pytest.param(
+        disrupted(0, "TerminationByKubelet", reason="Evicted", message="low on memory"), 137,
+        "WorkerLost", "failed (Evicted): low on memory", id="used up its node",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "code", "failure", "says"), ENDS)
+def test_the_last_words_of_a_pod_are_told(made: Object, code: int, failure: str, says: str) -> None:
+    seen = observe.look(batch_job("Failed", nodes=1), [made])
+    assert seen.termination is not None
+    assert (seen.termination.exit_code, seen.termination.failure_class) == (code, failure)
+    assert says in seen.message
+    assert seen.node == "node-0"
+
+
+WAITS: list[Any] = [
+    pytest.param(
+        pod(0, "Pending", **condition("PodScheduled", "False", "Unschedulable", "0/3 nodes fit")),
+        "Unschedulable", "pod tiny-1-0-x has no node: 0/3 nodes fit (1 of 2 pods)", id="no node",
+    ),
+    pytest.param(
+        pod(0, "Pending", **condition("PodScheduled", "False", "Unschedulable",
+                                      'persistentvolumeclaim "data" not found')),
+        "VolumeNotReady", "not found", id="no claim",
+    ),
+    pytest.param(
+        pod(0, "Pending", **state("waiting", reason="ImagePullBackOff", message="no such image")),
+        "ImagePullFailed", "pod tiny-1-0-x has no image: no such image", id="no image",
+    ),
+    pytest.param(
+        pod(0, "Pending", **state("waiting", reason="CreateContainerConfigError",
+                                  message='secret "hub" not found')),
+        "ContainerNotCreated", 'cannot start: secret "hub" not found', id="no secret",
+    ),
+    pytest.param(pod(0, "Pending", **state("waiting", reason="ContainerCreating")), "", "",
+                 id="only takes its time"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "reason", "says"), WAITS)
+def test_why_a_gang_waits_is_told_in_words(made: Object, reason: str, says: str) -> None:
+    seen = observe.look(batch_job(), [running(1), made])
+    assert (seen.phase, seen.reason) == (AttemptPhase.PENDING, reason)
+    assert says in seen.message
+
+
+def test_a_mount_that_fails_is_told_from_the_newest_event_about_the_pod() -> None:
+    def event(uid: str, reason: str, message: str, time: str) -> Object:
+        about = {"kind": "Pod", "name": "tiny-1-0-x", "uid": uid}
+        return {"metadata": {}, "involvedObject": about, "reason": reason, "message": message,
+                "lastTimestamp": time}  # fmt: skip
+
+    events = [
+        event("p0", "FailedMount", "old", "2026-01-01T00:00:00Z"),
+        event("p0", "FailedMount", "mount failed: permission denied", "2026-01-01T00:00:09Z"),
+        event("p0", "Scheduled", "fine", "2026-01-01T00:00:10Z"),
+        event("other", "FailedMount", "not ours", "2026-01-01T00:00:11Z"),
+    ]
+    told = from_events(events, frozenset({"p0"}))
+    assert told.reason == "VolumeNotReady"
+    assert told.message == "Pod tiny-1-0-x: mount failed: permission denied"
+
+
+def test_an_attempt_whose_batch_job_was_deleted_is_unknown_until_its_pods_are_gone() -> None:
+    name = AttemptName.parse("default/a-b-12")
+    assert (name.job, name.number, name.host) == ("a-b", 12, "a-b-12-0")
+    seen = [observe.gone(name, pods).all_gone for pods in ([running(0)], [ended(0, 1)], [])]
+    assert seen == [False, True, True]
+    assert isinstance(observe.gone(name, []), Observation)
+
+
+def files(folder: Path, *values: Mapping[str, Any]) -> str:
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump_all(json.loads(json.dumps(values)), sort_keys=False))
+    return str(file)
+
+
+def profile_manifest(**changes: Any) -> dict[str, Any]:
+    spec = profile(**changes).model_dump(by_alias=True, exclude_none=True, mode="json")
+    head = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
+    return {**head, "metadata": {"name": "default"}, "spec": spec}
+
+
+def test_ftctl_uses_the_profile_beside_the_job(tmp_path: Path) -> None:
+    made = manifest(**{**JOB, "backend": None})
+    file = files(tmp_path, profile_manifest(), made)
+    run = CliRunner().invoke
+    assert run(app, ["validate", file]).stdout == "1 FineTuneJob checked, no problem\n"
+    documents = list(yaml.safe_load_all(run(app, ["render", file]).stdout))
+    assert [one["kind"] for one in documents] == ["NetworkPolicy", "Job"]
+    forbidding = files(tmp_path, profile_manifest(allow={"claims": []}), made)
+    refused = run(app, ["validate", forbidding])
+    assert refused.exit_code == 1
+    assert "spec.output.uri models is a claim that the profile does not allow" in refused.stdout
+
+
+def test_ftctl_says_what_it_cannot_know_without_the_profile(tmp_path: Path) -> None:
+    file = files(tmp_path, manifest(**JOB))
+    validated = CliRunner().invoke(app, ["validate", file])
+    assert validated.exit_code == 0
+    assert "note: " in validated.stdout
+    assert "default is looked up in the cluster" in validated.stdout
+    rendered = CliRunner().invoke(app, ["render", file])
+    assert rendered.exit_code == 1
+    other = tmp_path / "profile.yaml"
+    other.write_text(yaml.safe_dump(profile_manifest()))
+    assert CliRunner().invoke(app, ["render", file, "--profile", str(other)]).exit_code == 0
+
+
+def test_a_profile_with_a_slip_is_refused_with_its_line(tmp_path: Path) -> None:
+    made = profile_manifest()
+    made["spec"]["volumes"] = [{"name": "v", "mountPath": "cache", "source": {"emptyDir": {}}}]
+    file = files(tmp_path, made, manifest(**JOB))
+    out = CliRunner().invoke(app, ["validate", file])
+    assert out.exit_code == 1
+    assert "spec.volumes[0].mountPath" in out.stdout
+    assert "must be an absolute path; write it from /" in out.stdout
