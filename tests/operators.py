@@ -24,6 +24,7 @@ from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
     FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
     NAMESPACES,
     Object,
     Resource,
@@ -67,21 +68,22 @@ class Api:
     def run(self, what: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(what)
 
-    def install_crd(self) -> None:
-        """Create the CRD, unless it is there, and wait until it is served."""
-        made = yaml.safe_load((ROOT / "crds" / "finetunejobs.yaml").read_text())
-        try:
-            self.run(self.client.create(CRDS, made))
-        except AlreadyExistsError:
-            there = self.run(self.client.get(CRDS, made["metadata"]["name"]))
-            version = {"resourceVersion": there["metadata"]["resourceVersion"]}
-            replaced = {**made, "metadata": {**made["metadata"], **version}}
-            self.run(self.client.replace(CRDS, replaced))
-        wait_until(self._serves_jobs, 20)
+    def install_crds(self) -> None:
+        """Create or update our kinds, and wait until they are served."""
+        for file in sorted((ROOT / "crds").glob("*.yaml")):
+            made = yaml.safe_load(file.read_text())
+            try:
+                self.run(self.client.create(CRDS, made))
+            except AlreadyExistsError:
+                there = self.run(self.client.get(CRDS, made["metadata"]["name"]))
+                version = {"resourceVersion": there["metadata"]["resourceVersion"]}
+                replaced = {**made, "metadata": {**made["metadata"], **version}}
+                self.run(self.client.replace(CRDS, replaced))
+        wait_until(lambda: self._serves(FINE_TUNE_JOBS) and self._serves(FINE_TUNE_PROFILES), 20)
 
-    def _serves_jobs(self) -> bool:
+    def _serves(self, resource: Resource) -> bool:
         try:
-            self.run(self.client.list(FINE_TUNE_JOBS))
+            self.run(self.client.list(resource))
         except NotFoundError:
             return False
         return True

@@ -19,15 +19,6 @@ pytestmark = [
 QUICK = {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1}
 
 
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    assert KUBECONFIG is not None
-    made = Api(KUBECONFIG)
-    made.install_crd()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def namespace(api: Api) -> Iterator[str]:
     with api.namespace("faults") as name:

@@ -14,15 +14,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    assert KUBECONFIG is not None
-    made = Api(KUBECONFIG)
-    made.install_crd()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def shared(api: Api) -> Iterator[tuple[OperatorProcess, str]]:
     """One operator for all tests that do it no harm, and its namespace."""
     assert KUBECONFIG is not None

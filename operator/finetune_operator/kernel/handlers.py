@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _SERVER_SECONDS = 240  # the API server refuses a fraction
 
+_THREAD = "kopf"
+
 OnEvent = Callable[[str | None, Object], None]
 """Called with the type (`ADDED`, `MODIFIED`, `DELETED`, None from a list) and the object."""
 
@@ -57,7 +59,8 @@ class KopfThread:
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
         self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
+        self._sessions: list[aiohttp.ClientSession] = []
+        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
         """Start to watch; events come from now on, first those of all existing objects."""
@@ -81,14 +84,18 @@ class KopfThread:
             self._call(self._ended.set)
 
     async def _operate(self) -> None:
-        await kopf.operator(
-            registry=self._registry(),
-            settings=self._settings(),
-            clusterwide=not self._options.namespaces,
-            namespaces=self._options.namespaces,
-            standalone=True,
-            stop_flag=self._stop,
-        )
+        try:
+            await kopf.operator(
+                registry=self._registry(),
+                settings=self._settings(),
+                clusterwide=not self._options.namespaces,
+                namespaces=self._options.namespaces,
+                standalone=True,
+                stop_flag=self._stop,
+            )
+        finally:
+            for session in self._sessions:
+                await session.close()
 
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
@@ -96,14 +103,13 @@ class KopfThread:
         # A sync handler that opened the session would do so on another thread, without a loop.
         @kopf.on.login(registry=registry)
         async def login(**_: Any) -> kopf.AiohttpSession:
-            return kopf.AiohttpSession(
-                server=self._access.host,
-                aiohttp_session=aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=32, ssl=self._access.ssl_context()),
-                    headers=await self._access.headers(),
-                    read_bufsize=2**21,
-                ),
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=32, ssl=self._access.ssl_context()),
+                headers=await self._access.headers(),
+                read_bufsize=2**21,
             )
+            self._sessions.append(session)  # kopf closes only what it has opened itself
+            return kopf.AiohttpSession(server=self._access.host, aiohttp_session=session)
 
         @kopf.on.event(FINE_TUNE_JOBS.group, FINE_TUNE_JOBS.plural, registry=registry)
         async def event(event: kopf.RawEvent, **_: Any) -> None:
@@ -130,6 +136,13 @@ class KopfThread:
 
     def _hand_on(self, kind: str | None, made: Object) -> None:
         self._on_event(kind, made)
+
+
+def join_threads(seconds: float) -> None:
+    """Wait until the threads that were stopped have ended, at most so long for each."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(seconds)
 
 
 def _ignore(kind: str | None, made: Object) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from finetune_operator import __version__
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.election import Election, LeaseOptions
+from finetune_operator.kernel.handlers import join_threads
 from finetune_operator.kernel.health import Health, HealthServer
 from finetune_operator.kernel.logs import set_up
 from finetune_operator.kernel.settings import Settings, read_settings
@@ -23,6 +24,8 @@ from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
 from finetune_operator.kube.config import load_access
 
 log = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 3.0
 
 
 def main() -> None:
@@ -51,6 +54,8 @@ async def operate(settings: Settings) -> None:
     async with client, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
         await process.campaign(client, stop)
+    # With the Lease given back. A thread that outlives the interpreter's end could break it.
+    await asyncio.to_thread(join_threads, _JOIN_SECONDS)
     log.info("ended")
 
 
