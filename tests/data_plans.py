@@ -1,11 +1,13 @@
 """Data plans over sequences of which only the lengths are known."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from finetune_trainer.data.plan import DataPlan
+from launches import train_config
 
 CAPACITY = 64
 
@@ -36,15 +38,14 @@ def random_lengths(count: int) -> Lengths:
 
 def plan(dataset: Lengths, **changes: Any) -> DataPlan:
     """Return the plan of one epoch in steps of 4 packs, but for what `changes` says."""
-    choices = {
-        "seed": 1,
-        "max_seq_len": CAPACITY,
-        "packing": True,
-        "global_batch_size": 4,
-        "micro_batch_size": 1,
-        "epochs": None if "max_steps" in changes else 1,
+    data = {
+        "max_seq_len": changes.pop("max_seq_len", CAPACITY),
+        "packing": changes.pop("packing", True),
     }
-    return DataPlan.build(dataset, **(choices | changes))
+    epochs = None if "max_steps" in changes else 1
+    training = {"seed": 1, "global_batch_size": 4, "max_steps": None, "epochs": epochs} | changes
+    config = train_config(Path("unused"), world={"nproc_per_node": 1}, data=data, training=training)
+    return DataPlan.of(dataset, config)
 
 
 def sequences(made: DataPlan, steps: range) -> list[int]:

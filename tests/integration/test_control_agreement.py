@@ -13,7 +13,7 @@ import json, sys, time
 from pathlib import Path
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import Agreement
-from finetune_trainer.world import broadcast_object, open_world
+from finetune_trainer.world import gather_objects, open_world
 config = TrainConfig.read(Path(sys.argv[1]))
 plans = json.loads(sys.argv[2])
 with open_world(config) as world:
@@ -23,15 +23,14 @@ with open_world(config) as world:
         for stop, save in rounds[world.rank]:
             time.sleep(0.002 * world.rank)
             agreed = agreement.exchange(stop, save)
-            seen.append([agreed.stop, agreed.save, agreed.step])
-        last = agreement.settle()
-        seen.append([last.stop, last.save, last.step])
+            seen.append(agreed)
+        seen.append(agreement.settle())
     agreement = Agreement(world)
     agreement.exchange(False, world.rank == 0)
     polls = [agreement.is_stopping(world.rank == 1 and poll == 1) for poll in range(3)]
     between = [polls, agreement.exchange(False).save]
     at_once = [agreement.any(world.rank == 1), agreement.any(False)]
-    told = broadcast_object(world, f"from rank {world.rank}")
+    told = gather_objects(world.control_group, f"from rank {world.rank}")
 print(json.dumps([seen, between, at_once, told]))
 """
 
@@ -56,7 +55,7 @@ def agreed(folder: Path, plans: list[list[list[list[bool]]]]) -> list[list[list[
     seen, between, at_once, told = zip(*(json.loads(output) for output in outputs), strict=True)
     assert between == ([[False, False, True], True],) * 2, "a save waits for the next boundary"
     assert at_once == ([True, False],) * 2
-    assert told == ("from rank 0", "from rank 0")
+    assert told == (["from rank 0", "from rank 1"],) * 2
     return list(seen)
 
 
@@ -72,7 +71,7 @@ def expected(boundaries: int, *votes: tuple[int, int, str]) -> list[list[object]
     """Return what every rank must see: each vote one boundary after it was cast."""
     stops = {at for _, at, kind in votes if kind == "stop"}
     saves = {at for _, at, kind in votes if kind == "save"}
-    return [[False, False, 0], *([at in stops, at in saves, at] for at in range(boundaries))]
+    return [[False, False], *([at in stops, at in saves] for at in range(boundaries))]
 
 
 def test_every_rank_sees_every_vote_at_the_same_boundary(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_the_first_reason_to_stop_is_kept(stop: StopSignal) -> None:
 
 
 def test_one_process_sees_its_own_votes_at_once() -> None:
-    agreement = Agreement(World(0, 0, 1, torch.device("cpu")), step=5)
-    assert agreement.exchange(stop=False, save=True) == Agreed(False, True, 5)
-    assert agreement.exchange(stop=True) == Agreed(True, False, 6)
+    agreement = Agreement(World(0, 0, 1, torch.device("cpu")))
+    assert agreement.exchange(stop=False, save=True) == Agreed(False, True)
+    assert agreement.exchange(stop=True) == Agreed(True, False)
     assert agreement.settle() is None
 
 

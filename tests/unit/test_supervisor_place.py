@@ -11,7 +11,7 @@ from finetune_trainer.launch.ranks import Node, read_node
 from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.world import (
     Launch,
-    broadcast_object,
+    gather_objects,
     open_world,
     read_launch,
     wait_for_rank_zero,
@@ -151,7 +151,7 @@ def test_a_single_process_needs_no_groups(tmp_path: Path) -> None:
     with open_world(train_config(tmp_path, world={"nproc_per_node": 1}), {}) as world:
         assert (world.rank, world.world_size, world.is_main) == (0, 1, True)
         assert (world.group, world.control_group, world.checkpoint_group) == (None, None, None)
-        assert broadcast_object(world, "value") == "value"
+        assert gather_objects(world.control_group, "value") == ["value"]
 
 
 @pytest.mark.parametrize(

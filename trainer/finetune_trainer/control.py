@@ -11,9 +11,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 from finetune_trainer.errors import Preempted, TrainerError
@@ -64,11 +64,9 @@ class StopSignal:
         signal.signal(signal.SIGINT, self._handle)
 
     def request(self, reason: str, notice_seconds: float = float("inf")) -> None:
-        """Ask for a stop from inside the program; the first reason is kept.
+        """Ask for a stop ("stopped by `reason`"); the first one is kept.
 
-        Args:
-            reason: what stops the run, as in "stopped by ...".
-            notice_seconds: when the node goes, where that is known.
+        `notice_seconds` says when the node goes, where that is known.
         """
         if self._reason is None:
             self._asked_at, self._notice_seconds = time.monotonic(), notice_seconds
@@ -108,19 +106,16 @@ class StopSignal:
             raise BrokenOff
 
 
-@dataclass(frozen=True)
-class Agreed:
+class Agreed(NamedTuple):
     """What the votes of all ranks at one boundary amount to; equal on every rank.
 
     Attributes:
         stop: some rank was told to stop: commit a checkpoint and leave.
         save: some rank wants a checkpoint now.
-        step: the boundary (count of `exchange` calls from `step`) the votes were cast at.
     """
 
     stop: bool
     save: bool
-    step: int
 
 
 class Agreement:
@@ -131,19 +126,16 @@ class Agreement:
     own vote at once.
     """
 
-    def __init__(self, world: World, *, step: int = 0) -> None:
-        """Start at the boundary before step `step` (the resumed one)."""
+    def __init__(self, world: World) -> None:
         self._group = world.control_group
-        self._step = step
-        self._in_flight: tuple[Work, torch.Tensor, int] | None = None
+        self._in_flight: tuple[Work, torch.Tensor] | None = None
         self._save_is_open = False
 
     def exchange(self, stop: bool, save: bool = False) -> Agreed:
         """Cast this rank's votes, and return what all ranks voted at the boundary before."""
         agreed = self._vote(stop, save)
-        agreed = replace(agreed, save=agreed.save or self._save_is_open)
-        self._save_is_open = False
-        return agreed
+        is_open, self._save_is_open = self._save_is_open, False
+        return Agreed(agreed.stop, agreed.save or is_open)
 
     def is_stopping(self, stop: bool) -> bool:
         """Vote between two boundaries; a save that was voted for stays for the next boundary."""
@@ -153,21 +145,12 @@ class Agreement:
 
     def any(self, vote: bool) -> bool:
         """Return whether any rank votes so; unlike the others it waits for all of them."""
-        self.settle()
-        if self._group is None:
-            return vote
-
-        import torch
-        import torch.distributed as dist
-
-        ballot = torch.tensor([vote], dtype=torch.int32)
-        dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(ballot.item())
+        own = self._vote(vote, False)
+        return (self.settle() or own).stop
 
     def _vote(self, stop: bool, save: bool) -> Agreed:
-        step, self._step = self._step, self._step + 1
         if self._group is None:
-            return Agreed(stop, save, step)
+            return Agreed(stop, save)
 
         import torch
         import torch.distributed as dist
@@ -176,18 +159,17 @@ class Agreement:
         votes = torch.tensor([stop, save], dtype=torch.int32)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None  # async_op=True always returns the handle
-        self._in_flight = (work, votes, step)
-        return before or Agreed(False, False, step)
+        self._in_flight = (work, votes)
+        return before or Agreed(False, False)
 
     def settle(self) -> Agreed | None:
         """Finish the vote in flight, if any; call it once more before the groups are closed."""
         if self._in_flight is None:
             return None
-        work, votes, step = self._in_flight
-        self._in_flight = None
+        (work, votes), self._in_flight = self._in_flight, None
         work.wait()  # over since long: it had a whole step for 8 bytes
         stop, save = votes.tolist()
-        return Agreed(bool(stop), bool(save), step)
+        return Agreed(bool(stop), bool(save))
 
 
 def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T]) -> _T:
@@ -276,9 +258,7 @@ def guard(
 ) -> tuple[Termination, Verdict | None]:
     """Do the work of a process; whatever it raises becomes last words, and a verdict beside them.
 
-    Args:
-        work: returns the termination of the good path.
-        on_error: receives the verdict and the formatted traceback, for the log.
+    `on_error` receives that verdict and the formatted traceback, for the log.
     """
     try:
         return work(), None

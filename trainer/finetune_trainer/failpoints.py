@@ -8,7 +8,6 @@ before torch is imported.
 import os
 import re
 import signal
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from finetune_trainer.errors import ConfigError
@@ -42,16 +41,6 @@ _SYNTAX = re.compile(
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The place the environment names; None matches any step or rank."""
-
-    name: str
-    step: int | None
-    rank: int | None
-    number: signal.Signals
-
-
 def reach(name: FailPoint, step: int = 0) -> None:
     """Kill this process with SIGKILL if the environment names this place, else do nothing.
 
@@ -68,29 +57,23 @@ def reach(name: FailPoint, step: int = 0) -> None:
         return
     for text in wanted.split(","):
         target = _parse(text)
-        is_here = target.name == name and target.step in (None, step)
-        if is_here and target.rank in (None, _rank()) and _claim_the_only_kill(text):
-            os.kill(os.getpid(), target.number)
+        is_here = target["name"] == name and target["step"] in (None, str(step))
+        if is_here and target["rank"] in (None, _rank()) and _claim_the_only_kill(text):
+            os.kill(os.getpid(), signal.SIGTERM if target["term"] else signal.SIGKILL)
 
 
-def _parse(text: str) -> _Target:
+def _parse(text: str) -> re.Match[str]:
     match = _SYNTAX.fullmatch(text)
     if match is None or match["name"] not in POINTS:
         raise ConfigError(
             f"{ENV_FAILPOINT} {text!r} names no failpoint; write NAME[@STEP][:rank=R][:SIGTERM] "
             f"with one of {', '.join(POINTS)}"
         )
-    step, rank = match["step"], match["rank"]
-    return _Target(
-        match["name"],
-        None if step is None else int(step),
-        None if rank is None else int(rank),
-        signal.SIGTERM if match["term"] else signal.SIGKILL,
-    )
+    return match
 
 
-def _rank() -> int:
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+def _rank() -> str:
+    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
 
 
 def _claim_the_only_kill(target: str) -> bool:

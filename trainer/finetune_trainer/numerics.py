@@ -4,7 +4,7 @@ The loop puts every step in and reports the one before, on every rank alike.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,12 @@ class _InFlight:
 class LateNumbers:
     """Completes a step's report once its numbers have arrived; nothing ever waits for them."""
 
-    def __init__(self, world: World, agreement: Agreement, telemetry: Telemetry) -> None:
+    def __init__(
+        self, world: World, agreement: Agreement, telemetry: Telemetry, origin: Callable[[int], str]
+    ) -> None:
+        """Prepare; `origin` says which row a sequence was made of."""
         self._world = world
+        self._origin_of = origin
         self._agreement = agreement
         self._telemetry = telemetry
         self._in_flight: _InFlight | None = None
@@ -86,7 +90,7 @@ class LateNumbers:
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss of step {step.report.step} is {loss} ({self._origin(step, own)}); "
-                "nothing was updated with it; look at the rows they come from, lower "
+                "nothing was updated with it; look at these rows, lower "
                 "spec.training.learningRate or use another precision"
             )
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
@@ -99,19 +103,16 @@ class LateNumbers:
         self._telemetry.step(replace(step.report, loss=loss, grad_norm=norm))
 
     def _origin(self, step: _InFlight, own: list[float]) -> str:
-        """Name the packs whose losses are not numbers, of all ranks; a collective.
-
-        They are told by the numbers of their sequences in the token cache.
-        """
+        """Name the rows of the packs whose losses are not numbers, of all ranks; a collective."""
         self._agreement.settle()  # a vote in flight would mix with the collective below
         mine = [
-            [list(pack) for pack in packs if pack]
+            [", ".join(map(self._origin_of, pack)) for pack in packs if pack]
             for value, packs in zip(own, step.micro_batches, strict=True)
             if not math.isfinite(value)
         ]
         return "; ".join(
-            f"rank {rank}, a pack of the sequences {', '.join(map(str, pack))}"
-            for rank, found in enumerate(gather_objects(self._world, mine))
+            f"rank {rank}, a pack of {pack}"
+            for rank, found in enumerate(gather_objects(self._world.control_group, mine))
             for packs in found
             for pack in packs
         )

@@ -62,7 +62,7 @@ class World:
     Attributes:
         device: where this rank computes; `cuda:<local_rank>` or `cpu`.
         group: the default group, for gradients; NCCL on GPUs, gloo on CPUs.
-        control_group: gloo, for `control.Agreement` and `broadcast_object` only, so that a vote
+        control_group: gloo, for `control.Agreement` and `gather_objects` only, so that a vote
             in flight never pairs with a training collective.
         checkpoint_group: gloo, for the saver's background thread only (its collectives on the
             default group corrupt those of training).
@@ -219,27 +219,15 @@ def barrier(world: World) -> None:
         dist.barrier(group=world.control_group)
 
 
-def broadcast_object(world: World, value: _T, *, source: int = 0) -> _T:
-    """Return rank `source`'s value on every rank (pickled, so for small values)."""
-    if world.control_group is None:
-        return value
-
-    import torch.distributed as dist
-
-    values = [value]
-    dist.broadcast_object_list(values, src=source, group=world.control_group)
-    return values[0]
-
-
-def gather_objects(world: World, value: _T) -> list[_T]:
+def gather_objects(group: "ProcessGroup | None", value: _T) -> list[_T]:
     """Return every rank's value, by rank (pickled, so for small values)."""
-    if world.control_group is None:
+    if group is None:
         return [value]
 
     import torch.distributed as dist
 
-    values = [value] * world.world_size
-    dist.all_gather_object(values, value, group=world.control_group)
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

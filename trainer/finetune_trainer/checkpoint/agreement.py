@@ -5,8 +5,9 @@ the others waiting in the next collective; here all of them raise instead.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from finetune_trainer.world import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -18,12 +19,6 @@ class RankError(Exception):
     """At least one rank failed; the message names each with its reason."""
 
 
-@dataclass(frozen=True)
-class _Outcome(Generic[T]):
-    value: T | None
-    failure: str | None
-
-
 def on_every_rank(group: "ProcessGroup | None", work: Callable[[], T]) -> list[T]:
     """Call `work` here and on all other ranks of `group`; return what each returned, by rank.
 
@@ -32,12 +27,16 @@ def on_every_rank(group: "ProcessGroup | None", work: Callable[[], T]) -> list[T
     Raises:
         RankError: `work` raised on at least one rank; raised on all of them alike.
     """
-    outcome = _attempt(work)
-    outcomes = [outcome] if group is None else _gather(group, outcome)
-    failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure]
+    outcome: tuple[T | None, str | None]  # what it returned, why it failed
+    try:
+        outcome = work(), None
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        outcome = None, describe(error)
+    outcomes = gather_objects(group, outcome)
+    failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
     if failures:
         raise RankError("; ".join(failures))
-    return [o.value for o in outcomes]  # type: ignore[misc]  # None is a T where nothing failed
+    return [cast(T, value) for value, _ in outcomes]
 
 
 def describe(error: BaseException) -> str:
@@ -46,18 +45,3 @@ def describe(error: BaseException) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}"
     return f"{type(error).__name__}: {error}"
-
-
-def _attempt(work: Callable[[], T]) -> _Outcome[T]:
-    try:
-        return _Outcome(work(), None)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        return _Outcome(None, describe(error))
-
-
-def _gather(group: "ProcessGroup", outcome: _Outcome[T]) -> list[_Outcome[T]]:
-    import torch.distributed as dist
-
-    gathered: list[_Outcome[T]] = [outcome] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, outcome, group=group)
-    return gathered

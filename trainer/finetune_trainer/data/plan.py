@@ -23,7 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from finetune_trainer.config import DataReport, TrainConfig
+from finetune_trainer.config import DataReport, TrainConfig, TrainingConfig
 from finetune_trainer.data.packing import IntArray, Packs, best_fit, one_sequence_each
 from finetune_trainer.data.sequences import TokenDataset
 
@@ -41,7 +41,7 @@ ATTENTION_PARITY = 32_768
 
 @dataclass(frozen=True, eq=False)
 class DataPlan:
-    """The order of all packs of a run; made by `build`.
+    """The order of all packs of a run; made by `of`.
 
     Attributes:
         total_steps: Optimizer steps of the whole run.
@@ -67,66 +67,35 @@ class DataPlan:
     _pack_costs: IntArray
 
     @classmethod
-    def build(
-        cls,
-        dataset: TokenDataset,
-        *,
-        seed: int,
-        max_seq_len: int,
-        packing: bool,
-        global_batch_size: int,
-        micro_batch_size: int,
-        epochs: float | None = None,
-        max_steps: int | None = None,
-    ) -> Self:
-        """Lay out a run of `epochs` (rounded up to a whole pack) or of `max_steps` full steps.
+    def of(cls, dataset: TokenDataset, config: TrainConfig) -> Self:
+        """Lay out the run that `config` describes; takes a second for a million sequences.
 
-        `packing=False` gives every sequence a pack of its own. Takes about a second for a million
-        sequences.
-
-        Raises:
-            ValueError: the data set holds no sequence, or not exactly one of `epochs` and
-                `max_steps` is given.
+        Epochs are rounded up to a whole pack. Without packing every sequence has a pack of its own.
         """
-        if (epochs is None) == (max_steps is None):
-            raise ValueError("give exactly one of epochs and max_steps")
-        if not len(dataset.lengths):
-            raise ValueError("the data set holds no sequence")
-        order_key = f"{seed}:{dataset.fingerprint}"
-        composition, shares = _compose(dataset, order_key, max_seq_len if packing else None)
+        data, training = config.data, config.training
+        capacity = data.max_seq_len if data.packing else None
+        order_key = f"{training.seed}:{dataset.fingerprint}"
+        composition, shares = _compose(dataset, order_key, capacity)
         packs_per_epoch = sum(drawn for _, drawn in shares)
         pack_tokens = composition.sums(dataset.lengths)
-        total_packs = _total_packs(packs_per_epoch, global_batch_size, epochs, max_steps)
+        total_packs = _total_packs(packs_per_epoch, training)
         lengths = dataset.lengths.astype(np.int64)
+        batch = training.global_batch_size
+        settings = f"1:{order_key}:{capacity or 0}:{data.packing}:{batch}"
         return cls(
-            total_steps=math.ceil(total_packs / global_batch_size),
+            total_steps=math.ceil(total_packs / batch),
             packs_per_epoch=packs_per_epoch,
-            fill_ratio=float(pack_tokens.sum()) / (len(composition) * max_seq_len),
-            fingerprint=_plan_fingerprint(order_key, max_seq_len, packing, global_batch_size),
+            fill_ratio=float(pack_tokens.sum()) / (len(composition) * data.max_seq_len),
+            fingerprint=hashlib.sha256(settings.encode()).hexdigest(),
             _order_key=order_key,
             _shares=shares,
             _total_packs=total_packs,
-            _global_batch_size=global_batch_size,
-            _micro_batch_size=micro_batch_size,
+            _global_batch_size=batch,
+            _micro_batch_size=training.micro_batch_size,
             _composition=composition,
             _pack_tokens=pack_tokens,
             _pack_label_tokens=composition.sums(dataset.label_counts),
             _pack_costs=composition.sums(lengths + lengths**2 // ATTENTION_PARITY),
-        )
-
-    @classmethod
-    def of(cls, dataset: TokenDataset, config: TrainConfig) -> Self:
-        """Lay out the run that `config` describes; see `build`."""
-        training = config.training
-        return cls.build(
-            dataset,
-            seed=training.seed,
-            max_seq_len=config.data.max_seq_len,
-            packing=config.data.packing,
-            global_batch_size=training.global_batch_size,
-            micro_batch_size=training.micro_batch_size,
-            epochs=training.epochs,
-            max_steps=training.max_steps,
         )
 
     def epoch(self, step: int) -> float:
@@ -203,21 +172,12 @@ def _compose(
     return Packs.join(parts), tuple(shares)
 
 
-def _total_packs(
-    packs_per_epoch: int, global_batch_size: int, epochs: float | None, max_steps: int | None
-) -> int:
-    if max_steps is not None:
-        return max_steps * global_batch_size
-    assert epochs is not None
+def _total_packs(packs_per_epoch: int, training: TrainingConfig) -> int:
+    if training.max_steps is not None:
+        return training.max_steps * training.global_batch_size
+    assert training.epochs is not None, "one of the two is set"
     # 0.1 + 0.2 epochs of 10 packs are 3 packs, not 4: binary fractions must not add one.
-    return max(1, math.ceil(round(epochs * packs_per_epoch, 6)))
-
-
-def _plan_fingerprint(
-    order_key: str, max_seq_len: int, packing: bool, global_batch_size: int
-) -> str:
-    settings = f"1:{order_key}:{max_seq_len if packing else 0}:{packing}:{global_batch_size}"
-    return hashlib.sha256(settings.encode()).hexdigest()
+    return max(1, math.ceil(round(training.epochs * packs_per_epoch, 6)))
 
 
 def _stream(order: Callable[[int], IntArray], size: int, first: int, end: int) -> IntArray:

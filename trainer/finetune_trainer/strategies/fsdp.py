@@ -27,7 +27,7 @@ from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss, base_of
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer
 from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.world import World, broadcast_object
+from finetune_trainer.world import World, gather_objects
 
 # Share of the free memory that gathered layers, gradients and moments may take; activations and
 # logits need the rest.
@@ -201,7 +201,7 @@ def _forget_weights(module: nn.Module, world: World) -> None:
     """Put every parameter on the meta device, with the shape and type it has on rank 0."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     own = {name: (parameter.shape, parameter.dtype) for parameter, name in names.items()}
-    whole = broadcast_object(world, own)
+    whole = gather_objects(world.control_group, own)[0]
     if own.keys() != whole.keys():
         different = sorted(own.keys() ^ whole.keys())
         raise TrainerError(
