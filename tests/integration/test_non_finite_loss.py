@@ -23,7 +23,7 @@ def run_config(folder: Path, steps: int, learning_rate: float) -> TrainConfig:
     )
 
 
-def test_a_loss_that_is_not_a_number_names_its_step_and_sequences(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_names_its_step_and_rows(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     assert attempt(run_config(tmp_path, 2, 1e-3)) == [0, 0]
     config = run_config(tmp_path, 6, 1e12)  # the third step makes a model that is no longer one
@@ -31,8 +31,9 @@ def test_a_loss_that_is_not_a_number_names_its_step_and_sequences(tmp_path: Path
     assert ranks.codes() == [ExitCode.DO_NOT_RESTART] * 2
     words = ranks.termination()
     assert words.failure_class is FailureClass.DO_NOT_RESTART
-    assert words.message.startswith("the loss of step 4 is nan (rank 0, a pack of the sequences ")
-    assert "; rank 1, a pack of the sequences " in words.message
+    assert words.message.startswith("the loss of step 4 is nan (rank 0, a pack of row ")
+    assert "; rank 1, a pack of row " in words.message
+    assert " of spec.dataset.source" in words.message
     assert "lower spec.training.learningRate" in words.message
     committed = {ref.step: Path(ref.path) for ref in ledger(Path(config.checkpoint.dir))}
     assert {1, 2} <= committed.keys() <= {1, 2, 3}, "and 3 where there was time to write it"

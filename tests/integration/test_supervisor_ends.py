@@ -217,6 +217,22 @@ def test_a_configuration_that_cannot_be_read_names_the_file(
     assert sentence in done.stderr
 
 
+def test_a_setting_that_is_refused_is_named_as_in_the_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = train_config(tmp_path).to_json()
+    path.write_text(
+        text.replace('"type": "ddp",', '"type": "zero3",').replace(
+            '"offload": "none"', '"offload": "nvme"'
+        )
+    )
+    done = main_process(str(path))
+    assert done.returncode == 78
+    assert done.stderr == (
+        "ConfigError: spec.strategy.offload nvme needs spec.strategy.nvmePath, the folder of its "
+        "files\n"
+    )
+
+
 def test_a_call_without_a_configuration_explains_itself() -> None:
     done = main_process()
     assert (done.returncode, done.stderr) == (78, "usage: python -m finetune_trainer CONFIG\n")

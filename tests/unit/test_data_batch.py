@@ -24,6 +24,7 @@ def dataset(*rows: tuple[list[int], list[int]]) -> TokenDataset:
         "is_label": np.concatenate(masks),
         "lengths": np.asarray([len(tokens) for tokens, _ in rows], np.int32),
         "label_counts": np.asarray([mask.sum() for mask in masks], np.int32),
+        "rows": np.arange(1, len(rows) + 1),
     }
     return TokenDataset([(StoredTokens(arrays, DataReport(), "rows"), 1.0)])
 

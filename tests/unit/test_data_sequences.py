@@ -289,6 +289,26 @@ def test_several_sources_are_one_data_set_in_their_order(tmp_path: Path, tokeniz
     assert both.weights.tolist() == [1.0] * 19 + [0.5] * 3
     assert (both.report.rows, both.report.tokens) == (22, both.lengths.sum())
     assert len(committed(tmp_path)) == 2  # each source has a cache entry of its own
+    assert both.origin(18) == "row 19 of spec.dataset.source"
+    assert both.origin(19) == "row 1 of spec.dataset.also[0].source"
+
+
+def test_a_sequence_is_told_by_its_row_where_others_were_split_or_left_out(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    silent = {"prompt": "Say nothing.", "completion": ""}
+    long = {"prompt": "Count.", "completion": " ".join(map(str, range(60)))}
+    short = {"prompt": "Hello.", "completion": "Hello."}
+    made = config(
+        write_rows(tmp_path / "rows.jsonl", silent, long, short),
+        max_seq_len=64,
+        long_rows=LongRows.SPLIT,
+    )
+    dataset = prepared(made, tokenizer)
+    told = [dataset.origin(index) for index in range(len(dataset))]
+    assert set(told[:-1]) == {"row 2 of spec.dataset.source"}
+    assert len(told) > 2
+    assert told[-1] == "row 3 of spec.dataset.source"
 
 
 def test_the_weight_of_a_source_is_part_of_what_names_the_data(

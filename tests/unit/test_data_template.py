@@ -321,6 +321,12 @@ def test_the_date_a_template_prints_does_not_depend_on_the_day(encoder: Any) -> 
     assert made.text(messages=DIALOGUE[:2]).startswith("Today: 26 Jul 2024\n<|im_start|>user")
 
 
+def test_a_template_that_leaves_the_answer_out_teaches_no_silence(encoder: Any) -> None:
+    made = encoder("{% for message in messages %}<|im_end|>{% endfor %}")
+    with pytest.raises(DataError, match=r"line 1: turn 2 cannot be found in what the model's"):
+        made.text(prompt="What?", completion="That.")
+
+
 def test_chat_without_a_template_says_what_to_do(encoder: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"^spec\.dataset\.format chat needs a chat template.*instruction or text"

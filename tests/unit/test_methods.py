@@ -144,6 +144,11 @@ def test_nf4_is_stored_as_floats_only_where_fsdp_has_to_shard_it(folder: Path) -
             r"int8 cannot be sharded by spec\.strategy\.type fsdp; use quantization nf4",
             id="int8 under fsdp",
         ),
+        pytest.param(
+            {"method__quantization": "int8", "method__lora": {"r": 4, "dora": True}},
+            r"lora\.dora cannot be had with spec\.method\.quantization int8, whose layers",
+            id="dora over int8",
+        ),
     ],
 )
 def test_a_quantised_base_that_cannot_work_is_refused(
@@ -345,6 +350,9 @@ def test_new_tokens_are_special_and_one_id_each(folder: Path) -> None:
         ),
         pytest.param(
             {"model__add_tokens": ("<a>", "<a>")}, "<a> is in .* or named twice", id="twice"
+        ),
+        pytest.param(
+            {"model__add_tokens": (" ",)}, "addTokens names a token without text", id="empty"
         ),
         pytest.param(
             {"model__chat_template": "{% for m in messages %}\n{{ m.content }\n{% endfor %}"},

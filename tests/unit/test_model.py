@@ -144,6 +144,11 @@ def test_dropout_is_set_where_the_model_has_it(folder):
     assert load_model(config(folder, dropout=0.25), CPU).config.attention_dropout == 0.25
 
 
+def test_a_folder_that_is_not_there_is_no_name_on_the_hub(tmp_path):
+    with pytest.raises(ConfigError, match=r"^spec\.model\.source .*none is not a folder; check"):
+        load_tokenizer(config(tmp_path / "none").model)
+
+
 def test_a_missing_model_is_a_sentence(tmp_path):
     empty = tmp_path / "nothing"
     empty.mkdir()

@@ -45,6 +45,17 @@ def train(made: TrainConfig) -> Telemetry:
     return telemetry
 
 
+def test_rows_that_are_longer_than_the_model_was_made_for_are_told(
+    tmp_path: Path, model: Path
+) -> None:
+    made = config(tmp_path, model, data={"max_seq_len": 4096, "format": "text"})
+    rows = Path(made.data.train.path)
+    rows.write_text(json.dumps({"text": "word " * 2500}) + "\n")
+    said = [one for one in train(made).progress.warnings if "was made for 2048" in one]
+    assert len(said) == 1
+    assert "lower spec.training.maxSeqLength to 2048" in said[0]
+
+
 def test_a_job_never_finishes_with_the_weights_of_another(tmp_path: Path, model: Path) -> None:
     train(config(tmp_path, model))
     output = tmp_path / "other"

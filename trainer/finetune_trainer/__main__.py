@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 from pydantic import ValidationError
@@ -25,6 +25,9 @@ from finetune_trainer.control import leave
 from finetune_trainer.launch.report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, say_last_words
 from finetune_trainer.world import launched_by_another
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
@@ -88,10 +91,14 @@ def _problems(path: Path, error: OSError | ValidationError) -> list[str]:
     """Return a sentence for each thing that is wrong with the configuration file."""
     if isinstance(error, OSError):
         return [f"{path} cannot be read ({error.strerror}); pass the path of a TrainConfig file"]
-    return [
-        f"{'.'.join(str(part) for part in problem['loc']) or path}: {problem['msg']}"
-        for problem in error.errors(include_url=False)
-    ]
+    return [_sentence(path, problem) for problem in error.errors(include_url=False)]
+
+
+def _sentence(path: Path, problem: "ErrorDetails") -> str:
+    said = problem["msg"].removeprefix("Value error, ")
+    if said.startswith("spec."):  # it names its field as the user's manifest does
+        return said
+    return f"{'.'.join(map(str, problem['loc'])) or path}: {said}"
 
 
 def _termination_path(path: Path) -> str | None:

@@ -51,7 +51,8 @@ class Run:
     blocked_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self.numbers = LateNumbers(self.world, self.agreement, self.telemetry)
+        origin = self.dataset.origin
+        self.numbers = LateNumbers(self.world, self.agreement, self.telemetry, origin)
 
 
 def train(run: Run, first_step: int) -> int:

@@ -35,7 +35,7 @@ from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_device, load_model, load_tokenizer, model_fingerprint
-from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.model.loss import CausalLoss, base_of
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.schedule import warmup_warning
@@ -75,6 +75,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     _tell_data(config, telemetry, plan, dataset, held_out)
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
+    _tell_length(telemetry, dataset, module)
     strategy.prepare(module)
     # Compiled kernels and a GPU want one length; a CPU saves the padding.
     pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
@@ -190,6 +191,17 @@ def _tell_data(
     rising = warmup_warning(config.training, plan.total_steps)
     if rising is not None:
         telemetry.warn(rising)
+
+
+def _tell_length(telemetry: Telemetry, dataset: TokenDataset, module: CausalLoss) -> None:
+    """Say where rows are longer than what the base has ever seen; packs may be, as they restart."""
+    longest = int(dataset.lengths.max())
+    known = getattr(base_of(module.model).config.get_text_config(), "max_position_embeddings", None)
+    if known is not None and longest > known:
+        telemetry.warn(
+            f"the longest row has {longest} tokens, and the model was made for {known}; lower "
+            f"spec.training.maxSeqLength to {known}, or set spec.dataset.longRows to split as well"
+        )
 
 
 def _first_batch(

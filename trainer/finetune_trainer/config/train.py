@@ -113,8 +113,15 @@ class StrategyConfig(ContractModel):
     def _options_have_an_effect(self) -> Self:
         if self.type == "ddp" and self.offload != "none":
             raise ValueError("spec.strategy.offload has no effect with ddp; use fsdp or zero1-3")
-        if (self.offload == "nvme") != (self.nvme_path is not None):
-            raise ValueError("spec.strategy.nvmePath goes with spec.strategy.offload nvme, only so")
+        if self.offload == "nvme" and self.nvme_path is None:
+            raise ValueError(
+                "spec.strategy.offload nvme needs spec.strategy.nvmePath, the folder of its files"
+            )
+        if self.offload != "nvme" and self.nvme_path is not None:
+            raise ValueError(
+                f"spec.strategy.nvmePath {self.nvme_path} has no effect with spec.strategy.offload "
+                f"{self.offload}; remove it or use offload nvme"
+            )
         if self.offload == "nvme" and self.type != "zero3":
             raise ValueError("spec.strategy.offload nvme needs spec.strategy.type zero3")
         if self.offload == "cpu" and self.type in ("zero1", "zero2"):

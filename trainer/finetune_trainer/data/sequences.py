@@ -22,7 +22,7 @@ from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
-CACHE_VERSION = 3  # raise it whenever the same rows would give other tokens or labels
+CACHE_VERSION = 4  # raise it whenever the same rows would give other arrays
 FEW_ROWS_WITHOUT_LABELS = 0.01
 
 
@@ -52,6 +52,8 @@ class TokenDataset:
         self._ends = np.cumsum(self.lengths, dtype=np.int64)
         # Where each source's tokens begin among all; the files themselves are never joined.
         self._begins = np.cumsum([0, *(len(arrays["tokens"]) for arrays in self._arrays[:-1])])
+        self._first = np.cumsum([0, *(len(arrays["rows"]) for arrays in self._arrays[:-1])])
+        self._rows: npt.NDArray[np.int64] = self._join("rows")
 
     def __len__(self) -> int:
         """Return N, the number of sequences."""
@@ -64,7 +66,13 @@ class TokenDataset:
         source = int(np.searchsorted(self._begins, start, side="right")) - 1
         arrays, begin = self._arrays[source], int(self._begins[source])
         here = slice(start - begin, end - begin)
-        return Sequence(arrays["tokens"][here], arrays["is_label"][here])
+        return Sequence(arrays["tokens"][here], arrays["is_label"][here], int(self._rows[index]))
+
+    def origin(self, index: int) -> str:
+        """Say which row of which data set a sequence was made of."""
+        source = int(np.searchsorted(self._first, index, side="right")) - 1
+        field = f"spec.dataset.also[{source - 1}].source" if source else "spec.dataset.source"
+        return f"row {self._rows[index]} of {field}"
 
     def _join(self, name: str) -> npt.NDArray[Any]:
         return np.concatenate([arrays[name] for arrays in self._arrays])
@@ -130,7 +138,7 @@ def _prepare_source(
     return stored
 
 
-def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows) -> list[Sequence]:
+def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows, row: int = 1) -> list[Sequence]:
     """Cut a row to sequences of at most `max_seq_len` tokens; drop those without a label.
 
     Truncating keeps the head. Splitting lets each sequence begin with the last token of the one
@@ -144,7 +152,7 @@ def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows) -> list[Sequenc
         labels = is_label[start : start + max_seq_len].copy()
         labels[:1] = False
         if labels.any():
-            pieces.append(Sequence(tokens[start : start + max_seq_len], labels))
+            pieces.append(Sequence(tokens[start : start + max_seq_len], labels, row))
     return pieces
 
 
@@ -205,8 +213,8 @@ def _sequences(
     """Yield the sequences of all rows, and count in `tally` what became of them."""
     long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
     for encoded in encoder.encode(rows):
-        pieces = fit(encoded, config.max_seq_len, config.long_rows)
         tally["rows"] += 1
+        pieces = fit(encoded, config.max_seq_len, config.long_rows, tally["rows"])
         tally["sequences"] += len(pieces)
         tally["tokens"] += sum(len(piece.tokens) for piece in pieces)
         tally["label_tokens"] += sum(int(piece.is_label.sum()) for piece in pieces)

@@ -25,7 +25,13 @@ from finetune_trainer.config import ContractModel, DataReport
 from finetune_trainer.errors import OutputNotWritableError
 
 MANIFEST = "manifest.json"
-ARRAYS = {"tokens": np.int32, "is_label": np.bool_, "lengths": np.int32, "label_counts": np.int32}
+ARRAYS = {
+    "tokens": np.int32,
+    "is_label": np.bool_,
+    "lengths": np.int32,
+    "label_counts": np.int32,
+    "rows": np.int64,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +41,12 @@ class Sequence:
     Attributes:
         tokens: (L,) int32, L >= 2.
         is_label: (L,) bool: this token is predicted. Never the first one, which nothing precedes.
+        row: Which row of its source it was made of, counted from 1.
     """
 
     tokens: npt.NDArray[np.int32]
     is_label: npt.NDArray[np.bool_]
+    row: int
 
 
 class Manifest(ContractModel):
@@ -53,8 +61,8 @@ class StoredTokens:
     """An open cache folder; the arrays are memory-mapped and read-only.
 
     Attributes:
-        arrays: By name: tokens and is_label (all sequences end to end), lengths and label_counts
-            (one entry a sequence).
+        arrays: By name: tokens and is_label (all sequences end to end), lengths, label_counts and
+            rows (one entry a sequence).
         fingerprint: Hash of every token and label, whatever made them.
     """
 
@@ -82,7 +90,7 @@ class TokenStore:
             name: np.memmap(self._path(name), dtype=dtype, mode="r")
             for name, dtype in ARRAYS.items()
         }
-        hashes = "".join(manifest.files[name] for name in ARRAYS)
+        hashes = "".join(manifest.files[name] for name in ARRAYS if name != "rows")
         fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
         return StoredTokens(arrays, manifest.report, fingerprint)
 
@@ -100,6 +108,7 @@ class TokenStore:
                 files["is_label"].write(sequence.is_label.tobytes())
                 files["lengths"].write(np.int32(len(sequence.tokens)).tobytes())
                 files["label_counts"].write(np.int32(sequence.is_label.sum()).tobytes())
+                files["rows"].write(np.int64(sequence.row).tobytes())
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())

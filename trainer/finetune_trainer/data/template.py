@@ -134,6 +134,8 @@ class ChatTemplate:
                 # lacks, an empty block of thoughts) is not the assistant's to say.
                 answer = said["content"]
                 skipped = max(0, piece.find(answer if answer in piece else answer.strip()))
+                if not self._stop_at_start.sub("", piece).strip():
+                    continue  # nothing of the answer is there: a stop alone would teach silence
             stop = self._stop_at_end.search(piece)
             return start + skipped, start + (stop.end() if stop else len(piece))
         return self._place_by_marker(text, conversation, turn, start)

@@ -41,6 +41,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
+    if Path(config.path).is_absolute() and not Path(config.path).is_dir():  # no name on the hub
+        raise ConfigError(f"spec.model.source {config.path} is not a folder; check the path")
     with explained(f"spec.model.source: the tokenizer of {config.path}"):
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
@@ -187,6 +189,8 @@ def _check_template(template: str) -> None:
 def _add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: tuple[str, ...]) -> None:
     known = set(tokenizer.get_vocab()) if tokens else set()
     for token in tokens:
+        if not token.strip():
+            raise ConfigError("spec.model.addTokens names a token without text; remove it")
         if token in known:
             raise ConfigError(
                 f"spec.model.addTokens {token} is in the vocabulary already, or named twice; "

@@ -140,7 +140,7 @@ def _refuse_recurrent(base: Any) -> None:
     kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
     if getattr(base, "_is_stateful", False) or kinds & _RECURRENT:
         raise ConfigError(
-            f"spec.data.packing true lets documents of a pack see each other in "
+            f"spec.training.packing true lets documents of a pack see each other in "
             f"{type(base).__name__}, whose layers carry state from token to token; set it to false"
         )
 

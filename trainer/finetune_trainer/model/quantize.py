@@ -45,6 +45,11 @@ def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
             "spec.method.quantization int8 cannot be sharded by spec.strategy.type fsdp; use "
             "quantization nf4, or strategy ddp"
         )
+    if kind == "int8" and config.method.lora is not None and config.method.lora.dora:
+        raise ConfigError(
+            "spec.method.lora.dora cannot be had with spec.method.quantization int8, whose layers "
+            "lose their scales when they are widened; use quantization nf4, or dora false"
+        )
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
