@@ -42,9 +42,11 @@ class ConfigMapBackend:
         self._cache = context.cluster.cache(CONFIG_MAPS)
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """Refuse a job whose namespace lacks the ConfigMap `allowed`, where it asks for one."""
-        instance = job.spec.model.revision
-        if instance == "forbidden":
+        """Refuse the model's revision `forbidden`, and break on `breaks`."""
+        revision = job.spec.model.revision
+        if revision == "breaks":
+            raise RuntimeError("a fault of the plugin")
+        if revision == "forbidden":
             return [Problem("spec.model.revision", "forbidden is not allowed; use another")]
         return ()
 

@@ -1,24 +1,11 @@
 """One job's story on a server in memory, told again with a crash or a fault at every write."""
 
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime, timedelta
-from importlib.metadata import EntryPoint
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from builders import manifest
-from fake_api import FakeApi
-from finetune_operator.api.validate import defaulted
-from finetune_operator.backends import registry
-from finetune_operator.backends.base import BackendContext
-from finetune_operator.errors import FineTuneError
-from finetune_operator.kernel.events import EventPoster
-from finetune_operator.kernel.jobs import Backends
-from finetune_operator.kernel.reconciler import Look, Reconciler
-from finetune_operator.kube.cache import Key, ObjectCache
-from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import ForbiddenError, UnavailableError
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
@@ -27,101 +14,8 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
+from kernel_world import KEY, Crash, World, at_write, nothing
 from virtual_time import run
-
-KEY = Key("ns", "tiny")
-START = datetime(2026, 1, 1, tzinfo=UTC)
-POINTS = [
-    EntryPoint("configmap", "configmap_backend:ConfigMapBackend", registry.GROUP),
-    EntryPoint("fake", "finetune_operator.backends.fake:FakeBackend", registry.GROUP),
-]
-WRITES = ("create", "patch", "update", "delete")
-
-
-class Crash(BaseException):
-    """The process is gone."""
-
-
-class World:
-    """A cluster, its clock, and an operator process that may die."""
-
-    def __init__(self) -> None:
-        self.api = FakeApi()
-        self.now = START
-        self.writes = 0
-        self.most_alive = 0
-        self.crashes = 0
-        self.start_process()
-        self.api.after = self._count
-
-    def start_process(self) -> None:
-        """Begin with nothing but what the API server knows."""
-        self.caches: dict[Resource, ObjectCache] = {}
-        cluster = Cluster(self.api, self.cache)
-        self.reconciler = Reconciler(
-            self.api,
-            self.cache(FINE_TUNE_JOBS),
-            Backends(BackendContext(Path(), {}, cluster), POINTS),
-            EventPoster(self.api, "test"),
-            now=lambda: self.now,
-        )
-
-    def cache(self, resource: Resource) -> ObjectCache:
-        return self.caches.setdefault(resource, ObjectCache(resource))
-
-    def _count(self, verb: str, resource: Resource, name: str) -> None:
-        self.writes += 1
-        alive = [one for one in self.api.objects(CONFIG_MAPS) if "gone" not in one["data"]]
-        self.most_alive = max(self.most_alive, len(alive))
-
-    async def catch_up(self) -> None:
-        """Let the watches deliver everything."""
-        for resource in (FINE_TUNE_JOBS, CONFIG_MAPS):
-            listing = await self.api.list(resource)
-            self.cache(resource).replace(listing.items, listing.resource_version)
-
-    async def settle(self) -> Look:
-        """Look until nothing changes; whatever breaks off or dies is followed by another look."""
-        for _ in range(60):
-            before = self.writes
-            try:
-                await self.catch_up()
-                look = await self.reconciler.reconcile(KEY)
-            except FineTuneError:
-                continue
-            except Crash:
-                self.crashes += 1
-                self.start_process()
-                continue
-            if self.writes == before and look.again_in_seconds != 0:
-                return look
-        raise AssertionError("it does not settle")
-
-    async def apply(self, **overrides: Any) -> None:
-        fields = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
-        fields |= {"backend": {"type": "configmap"}, **overrides}
-        made = defaulted(manifest(**fields))
-        await self.api.create(FINE_TUNE_JOBS, made, "ns")
-
-    async def change(self, **spec: Any) -> None:
-        await self.api.patch(FINE_TUNE_JOBS, "tiny", "ns", {"spec": spec})
-
-    async def play(self, number: int, **data: str) -> None:
-        await self.api.patch(CONFIG_MAPS, f"tiny-{number}", "ns", {"data": data})
-
-    @property
-    def job(self) -> Object:
-        (made,) = self.api.objects(FINE_TUNE_JOBS)
-        return made
-
-    def condition(self, kind: str) -> Object:
-        found: Object = next(one for one in self.job["status"]["conditions"] if one["type"] == kind)
-        return found
-
-    @property
-    def attempts(self) -> list[str]:
-        return [one["metadata"]["name"] for one in self.api.objects(CONFIG_MAPS)]
-
 
 Chapter = Callable[[World], Coroutine[Any, Any, None]]
 
@@ -178,17 +72,13 @@ STORY: tuple[Chapter, ...] = (
 async def tell(world: World) -> World:
     """Play the whole story; a minute passes with each chapter."""
     for chapter in STORY:
-        quiet, world.api.before = world.api.before, _nothing
-        after, world.api.after = world.api.after, _nothing
+        quiet, world.api.before = world.api.before, nothing
+        after, world.api.after = world.api.after, nothing
         await chapter(world)
         world.api.before, world.api.after = quiet, after
         world.now += timedelta(minutes=1)
         await world.settle()
     return world
-
-
-def _nothing(verb: str, resource: Resource, name: str) -> None:
-    """Let it happen."""
 
 
 def told(world: World) -> Object:
@@ -217,20 +107,6 @@ def test_the_undisturbed_story_ends_well_with_few_writes() -> None:
         "SuspendedByUser",
         "Completed",
     }
-
-
-def at_write(number: int, error: BaseException) -> Callable[[str, Resource, str], None]:
-    """Return a hook that raises at the write of that number, once."""
-    seen = 0
-
-    def hook(verb: str, resource: Resource, name: str) -> None:
-        nonlocal seen
-        if verb in WRITES:
-            seen += 1
-            if seen == number:
-                raise error
-
-    return hook
 
 
 AWAY = UnavailableError(0, "Timeout", "no answer in time")
@@ -315,12 +191,24 @@ def test_a_quota_is_told_in_the_conditions_and_the_attempt_created_once_it_allow
         before = world.writes
         await world.settle()
         assert world.writes == before
-        world.api.before = _nothing
+        world.api.before = nothing
         await world.settle()
         assert world.attempts == ["tiny-1"]
         await world.play(1, phase="Running", ready="1", step="1")
         await world.settle()
         assert world.condition("Stalled")["status"] == "False"
+
+    run(work())
+
+
+def test_a_fault_of_a_backend_is_told_in_the_conditions() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply(model__revision="breaks")
+        await world.settle()
+        accepted = world.condition("Accepted")
+        assert (accepted["status"], accepted["reason"]) == ("False", "BackendFailed")
+        assert "RuntimeError: a fault of the plugin" in accepted["message"]
 
     run(work())
 

@@ -3,6 +3,7 @@
 Parsing and planning are pure, so their results are kept as long as the object is the same.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -22,6 +23,8 @@ from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile.conditions import Reason
 from finetune_operator.reconcile.decide import Refusal
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,22 @@ class JobBook:
             backend = self._backends.get(job.spec.backend.type)
         except FineTuneError as error:
             return Refusal(Reason.BACKEND_NOT_FOUND, str(error))
-        for check in (backend.validate, backend.check_inputs):
-            errors = [one for one in check(job) if one.severity is Severity.ERROR]
-            if errors:
-                return _refusal(errors)
-        return self.plan(job)
+        try:
+            problems = [*backend.validate(job), *backend.check_inputs(job)]
+        except Exception as error:
+            # A plugin's fault; without a word in the status nobody would look for it.
+            log.exception("backend cannot check a job", extra={"job": str(job.metadata.name)})
+            return Refusal(Reason.BACKEND_FAILED, fault_of(job, error))
+        errors = [one for one in problems if one.severity is Severity.ERROR]
+        return _refusal(errors) if errors else self.plan(job)
+
+
+def fault_of(job: FineTuneJob, error: Exception) -> str:
+    """Return the sentence about a fault of the job's backend itself."""
+    return (
+        f"spec.backend.type {job.spec.backend.type} failed ({type(error).__name__}: {error}); the "
+        "operator's log has the traceback"
+    )
 
 
 def _refusal(problems: Iterable[Problem]) -> Refusal:

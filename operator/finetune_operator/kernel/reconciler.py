@@ -18,7 +18,7 @@ from finetune_operator.api.v1alpha1.status import BackendRef
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel.events import EventPoster, EventType, JobEvent, events_between
-from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob
+from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.watches import trim_metadata
 from finetune_operator.kernel.writes import is_worth_writing, merge_patch
 from finetune_operator.kube.cache import Key, ObjectCache
@@ -171,12 +171,14 @@ class Reconciler:
         """Create the attempt, or adopt what was created of it; what is in the way is told."""
         try:
             handle = await self._create(job, number)
-        except (BackendError, ApiError) as error:
+        except FineTuneError as error:
             if error.retryable:
                 raise
             log.warning("attempt not created", extra=_about(key, attempt=number, error=error))
-            await self._write(key, known, block(job, str(error), self._now()))
-            return Look(MENDED_SECONDS)
+            return await self._block(key, known, job, str(error))
+        except Exception as error:
+            log.exception("attempt not created", extra=_about(key, attempt=number))
+            return await self._block(key, known, job, fault_of(job, error))
         self._handles[key] = (job.metadata.uid, number, handle)
         log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
         if self._is_outside(job):
@@ -184,6 +186,10 @@ class Reconciler:
         said = f"attempt {number} is {handle.kind} {handle.name}"
         await self._events.post(known.metadata, JobEvent(EventType.NORMAL, "AttemptCreated", said))
         return AT_ONCE
+
+    async def _block(self, key: Key, known: KnownJob, job: FineTuneJob, message: str) -> Look:
+        await self._write(key, known, block(job, message, self._now()))
+        return Look(MENDED_SECONDS)
 
     async def _create(self, job: FineTuneJob, number: int) -> Handle:
         plan = self._book.plan(job)

@@ -2,8 +2,8 @@
 
 A job that starts says much that nobody waits for; the write budget leaves two patches until it is
 Running. So what only passes by (nodes that get ready, the handle that can be found again, progress
-before the first step, `being submitted` and `starts its ranks`) is written with the next change
-that matters.
+before the first step, `waits for its nodes` and `starts its ranks`) is written with the next
+change that matters.
 """
 
 from typing import Any

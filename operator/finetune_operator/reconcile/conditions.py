@@ -45,6 +45,7 @@ class Reason(StrEnum):
     REFUSED = "Refused"
     INVALID_SPEC = "InvalidSpec"
     BACKEND_NOT_FOUND = "BackendNotFound"
+    BACKEND_FAILED = "BackendFailed"
     CREATION_FAILED = "CreationFailed"
     RESTART_LIMIT_EXCEEDED = "RestartLimitExceeded"
     DISRUPTION_LIMIT_EXCEEDED = "DisruptionLimitExceeded"

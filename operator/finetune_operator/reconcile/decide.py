@@ -136,7 +136,7 @@ def decide(
     if attempt is None:
         return _between_attempts(view, status)
     if status.backend_ref is None or observation is None:
-        text = f"attempt {attempt.number} is being submitted"
+        text = f"attempt {attempt.number} is starting"
         situation = Situation(Stage.STARTING, Reason.PROVISIONING, text)
         return view.conclude(status, situation, Submit(attempt.number))
     if observation.phase is not AttemptPhase.UNKNOWN:
@@ -222,7 +222,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         return view.conclude(status, situation, requeue=view.seconds_until(start))
     status = attempts.open_next(status, view.now)
-    text = f"attempt {status.attempt} is being submitted"
+    text = f"attempt {status.attempt} is starting"
     stage = Stage.STARTING if status.attempt == 1 else Stage.RESTARTING
     situation = Situation(stage, Reason.PROVISIONING, text)
     return view.conclude(status, situation, Submit(status.attempt))

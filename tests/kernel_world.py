@@ -1,0 +1,132 @@
+"""A cluster in memory with one job and an operator process that may die, for tests."""
+
+from datetime import UTC, datetime
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from builders import manifest
+from fake_api import BeforeCall, FakeApi
+from finetune_operator.api.validate import defaulted
+from finetune_operator.backends import registry
+from finetune_operator.backends.base import BackendContext
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kernel.events import EventPoster
+from finetune_operator.kernel.jobs import Backends
+from finetune_operator.kernel.reconciler import Look, Reconciler
+from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS, Object, Resource
+
+KEY = Key("ns", "tiny")
+START = datetime(2026, 1, 1, tzinfo=UTC)
+POINTS = [
+    EntryPoint("configmap", "configmap_backend:ConfigMapBackend", registry.GROUP),
+    EntryPoint("fake", "finetune_operator.backends.fake:FakeBackend", registry.GROUP),
+]
+WRITES = ("create", "patch", "update", "delete")
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class World:
+    """A cluster, its clock, and an operator process that may die."""
+
+    def __init__(self) -> None:
+        self.api = FakeApi()
+        self.now = START
+        self.writes = 0
+        self.writes_but_events = 0
+        self.most_alive = 0
+        self.crashes = 0
+        self.start_process()
+        self.api.after = self._count
+
+    def start_process(self) -> None:
+        """Begin with nothing but what the API server knows."""
+        self.caches: dict[Resource, ObjectCache] = {}
+        cluster = Cluster(self.api, self.cache)
+        self.reconciler = Reconciler(
+            self.api,
+            self.cache(FINE_TUNE_JOBS),
+            Backends(BackendContext(Path(), {}, cluster), POINTS),
+            EventPoster(self.api, "test"),
+            now=lambda: self.now,
+        )
+
+    def cache(self, resource: Resource) -> ObjectCache:
+        return self.caches.setdefault(resource, ObjectCache(resource))
+
+    def _count(self, verb: str, resource: Resource, name: str) -> None:
+        self.writes += 1
+        self.writes_but_events += resource != EVENTS
+        alive = [one for one in self.api.objects(CONFIG_MAPS) if "gone" not in one["data"]]
+        self.most_alive = max(self.most_alive, len(alive))
+
+    async def catch_up(self) -> None:
+        """Let the watches deliver everything."""
+        for resource in (FINE_TUNE_JOBS, CONFIG_MAPS):
+            listing = await self.api.list(resource)
+            self.cache(resource).replace(listing.items, listing.resource_version)
+
+    async def settle(self) -> Look:
+        """Look until nothing changes; whatever breaks off or dies is followed by another look."""
+        for _ in range(60):
+            before = self.writes
+            try:
+                await self.catch_up()
+                look = await self.reconciler.reconcile(KEY)
+            except FineTuneError:
+                continue
+            except Crash:
+                self.crashes += 1
+                self.start_process()
+                continue
+            if self.writes == before and look.again_in_seconds != 0:
+                return look
+        raise AssertionError("it does not settle")
+
+    async def apply(self, **overrides: Any) -> None:
+        fields = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+        fields |= {"backend": {"type": "configmap"}, **overrides}
+        made = defaulted(manifest(**fields))
+        await self.api.create(FINE_TUNE_JOBS, made, "ns")
+
+    async def change(self, **spec: Any) -> None:
+        await self.api.patch(FINE_TUNE_JOBS, "tiny", "ns", {"spec": spec})
+
+    async def play(self, number: int, **data: str) -> None:
+        await self.api.patch(CONFIG_MAPS, f"tiny-{number}", "ns", {"data": data})
+
+    @property
+    def job(self) -> Object:
+        (made,) = self.api.objects(FINE_TUNE_JOBS)
+        return made
+
+    def condition(self, kind: str) -> Object:
+        found: Object = next(one for one in self.job["status"]["conditions"] if one["type"] == kind)
+        return found
+
+    @property
+    def attempts(self) -> list[str]:
+        return [one["metadata"]["name"] for one in self.api.objects(CONFIG_MAPS)]
+
+
+def nothing(verb: str, resource: Resource, name: str) -> None:
+    """Let it happen."""
+
+
+def at_write(number: int, error: BaseException) -> BeforeCall:
+    """Return a hook that raises at the write of that number, once."""
+    seen = 0
+
+    def hook(verb: str, resource: Resource, name: str) -> None:
+        nonlocal seen
+        if verb in WRITES:
+            seen += 1
+            if seen == number:
+                raise error
+
+    return hook
