@@ -77,7 +77,7 @@ def test_a_configuration_that_no_pod_can_hold_is_refused_with_what_to_shorten() 
 def test_folders_come_back_as_the_uris_they_were_named_by() -> None:
     assert claim_uri("/mnt/models/tiny/adapter") == "pvc://models/tiny/adapter"
     assert claim_uri("file:///mnt/models/tiny") == "pvc://models/tiny"
-    assert claim_uri("/work/output") == "/work/output"
+    assert claim_uri("/scratch/output") == "/scratch/output"
 
 
 REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
@@ -163,7 +163,7 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ({"volumes": [{"name": "v", "configMap": {"name": "c"}}]}, "volumes[0].configMap"),
     ({"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "private"}}]},
      "volumes[0].persistentVolumeClaim.claimName"),
-    ({"volumes": [{"name": "work", "emptyDir": {}}]}, "volumes[0].name"),
+    ({"volumes": [{"name": "scratch", "emptyDir": {}}]}, "volumes[0].name"),
     ({"volumes": [{"name": "claim-0", "emptyDir": {}}]}, "volumes[0].name"),
     ({"containers": [{"name": "sidecar"}]}, "containers[0].name"),
     (container(image="evil"), "containers[0].image"),
@@ -382,7 +382,7 @@ def test_the_last_words_of_a_pod_are_told(made: Object, code: int, failure: str,
 WAITS: list[Any] = [
     pytest.param(
         pod(0, "Pending", **condition("PodScheduled", "False", "Unschedulable", "0/3 nodes fit")),
-        "Unschedulable", "pod tiny-1-0-x has no node: 0/3 nodes fit (1 of 2 pods)", id="no node",
+        "Unschedulable", "pod tiny-1-0-x has no node: 0/3 nodes fit", id="no node",
     ),
     pytest.param(
         pod(0, "Pending", **condition("PodScheduled", "False", "Unschedulable",

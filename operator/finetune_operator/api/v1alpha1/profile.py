@@ -206,7 +206,7 @@ class FineTuneProfileSpec(ApiModel):
         [], description="Volumes that every pod gets."
     )
     cache_directory: Path = Field(
-        "/work/cache",
+        "/scratch/cache",
         description="Folder of downloaded models and tokenized data; below a volume's mountPath "
         "jobs share it, else each pod has its own.",
     )

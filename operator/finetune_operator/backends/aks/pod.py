@@ -135,7 +135,7 @@ def _environment(inputs: PodInputs) -> list[Json]:
     """Return the variables; the node's rank comes as JOB_COMPLETION_INDEX from the controller."""
     job, profile = inputs.job, inputs.profile
     made: Json = {
-        "HOME": str(volumes.WORK),
+        "HOME": str(volumes.SCRATCH),
         "USER": "trainer",  # torch names its compile cache by it, and no passwd knows the user id
         "TMPDIR": "/tmp",
         "HF_HOME": f"{profile.cache_directory}/huggingface",
@@ -179,7 +179,7 @@ def _volumes(inputs: PodInputs) -> list[Json]:
         {"name": "config", "downwardAPI": {"items": [{"path": "config.json", "fieldRef": field}]}},
         {"name": "dev-shm", "emptyDir": memory},
         {"name": "tmp", "emptyDir": {}},
-        {"name": "work", "emptyDir": {}},
+        {"name": "scratch", "emptyDir": {}},
         *({"name": f"profile-{one.name}", **one.source} for one in inputs.profile.volumes),
         *(
             {"name": f"claim-{at}", "persistentVolumeClaim": {"claimName": claim}}
@@ -194,7 +194,7 @@ def _mounts(inputs: PodInputs) -> list[Json]:
         {"name": "config", "mountPath": volumes.CONFIG_FOLDER, "readOnly": True},
         {"name": "dev-shm", "mountPath": "/dev/shm"},
         {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "work", "mountPath": str(volumes.WORK)},
+        {"name": "scratch", "mountPath": str(volumes.SCRATCH)},
         *(
             {"name": f"profile-{one.name}", "mountPath": one.mount_path, "readOnly": one.read_only}
             for one in inputs.profile.volumes

@@ -37,8 +37,8 @@ _RESERVED_ENV = (
     "USER",
     "WORLD_SIZE",
 )
-_RESERVED_VOLUMES = ("config", "dev-shm", "tmp", "work", "claim-*", "profile-*")
-_RESERVED_PATHS = ("/dev", "/etc/finetune", "/mnt", "/proc", "/sys", "/tmp", "/work")
+_RESERVED_VOLUMES = ("config", "dev-shm", "tmp", "scratch", "claim-*", "profile-*")
+_RESERVED_PATHS = ("/dev", "/etc/finetune", "/mnt", "/proc", "/sys", "/tmp", "/scratch")
 
 
 def check(template: PodTemplate, allow: Allowances) -> Iterator[Problem]:

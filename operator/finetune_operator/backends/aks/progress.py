@@ -60,15 +60,15 @@ class ProgressReader:
             port: Where it serves /progress.
             interval_seconds: Shortest time between two questions while it trains.
         """
-        pull, now = self._pulls.setdefault(uid, _Pull()), asyncio.get_running_loop().time()
-        if pull.task is None and now >= pull.due:
+        pull, loop = self._pulls.setdefault(uid, _Pull()), asyncio.get_running_loop()
+        if pull.task is None and loop.time() >= pull.due:
             host = f"[{address}]" if ":" in address else address
             work = self._pull(pull, f"http://{host}:{port}/progress", interval_seconds)
             pull.task = asyncio.create_task(work)
             await asyncio.wait({pull.task}, timeout=_PATIENCE_SECONDS)
         if pull.task is not None:
             return Word(pull.newest, _SOON_SECONDS)
-        return Word(pull.newest, max(0.1, pull.due - now))
+        return Word(pull.newest, max(0.1, pull.due - loop.time()))
 
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""

@@ -44,14 +44,8 @@ def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle:
         if queue:
             return Obstacle("Queued", f"waits in queue {queue} to be admitted")
         return Obstacle("Suspended", f"Job {name} was suspended by somebody else; resume it")
-    found = [(one, told) for one in sorted(pods, key=index_of) if (told := _of_pod(one))]
-    if not found:
-        return Obstacle()
-    first = found[0][1]
-    same = sum(told.reason == first.reason for _, told in found)
-    wanted = batch_job["spec"].get("completions") or len(pods)
-    rest = f" ({same} of {wanted} pods)" if wanted > 1 else ""
-    return Obstacle(first.reason, f"{first.message}{rest}")
+    told = (_of_pod(pod) for pod in sorted(pods, key=index_of))
+    return next((one for one in told if one), Obstacle())
 
 
 def _of_pod(pod: Object) -> Obstacle:

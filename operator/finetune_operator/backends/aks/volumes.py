@@ -16,7 +16,7 @@ from finetune_trainer.config import DatasetSource
 HUB = "hf://"
 CLAIM = "pvc://"
 MOUNT_ROOT = PurePosixPath("/mnt")
-WORK = PurePosixPath("/work")
+SCRATCH = PurePosixPath("/scratch")
 TERMINATION_PATH = "/dev/termination-log"
 CONFIG_FOLDER = "/etc/finetune"
 SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
@@ -149,4 +149,4 @@ def _rows(uri: str, split: str, weight: float = 1.0) -> DatasetSource:
 
 
 def _folder(uri: str | None, name: str) -> str:
-    return str(WORK / name) if uri is None else claim_path(uri).in_pod
+    return str(SCRATCH / name) if uri is None else claim_path(uri).in_pod

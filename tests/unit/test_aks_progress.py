@@ -1,0 +1,90 @@
+"""Progress is pulled beside the work: a pod that is silent keeps nobody waiting."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from finetune_operator.backends.aks.progress import ProgressReader
+from finetune_trainer.config import Phase, Progress
+
+INTERVAL = 15.0
+
+
+@asynccontextmanager
+async def served(progress: Progress | None, asked: list[str]) -> AsyncIterator[int]:
+    """Serve what rank 0 would, or never answer; yield the port."""
+    release = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readline()).decode().strip())
+        if progress is None:
+            await release.wait()
+        else:
+            body = progress.to_json().encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        release.set()
+        server.close()
+
+
+def test_a_run_that_trains_is_asked_once_in_an_interval() -> None:
+    asked: list[str] = []
+
+    async def look() -> None:
+        reader = ProgressReader()
+        async with served(Progress(phase=Phase.TRAINING, step=7), asked) as port:
+            word = await reader.read("a", "127.0.0.1", port, INTERVAL)
+            if word.progress is None:  # a slow machine: it comes in a moment
+                await asyncio.sleep(word.look_again_seconds)
+                word = await reader.read("a", "127.0.0.1", port, INTERVAL)
+            again = await reader.read("a", "127.0.0.1", port, INTERVAL)
+        assert word.progress is not None
+        assert word.progress.step == 7
+        assert 10 < again.look_again_seconds <= INTERVAL
+
+    asyncio.run(look())
+    assert asked == ["GET /progress HTTP/1.1"]
+
+
+def test_a_run_that_loads_is_asked_again_soon() -> None:
+    async def look() -> float:
+        async with served(Progress(phase=Phase.LOADING), []) as port:
+            word = await ProgressReader().read("a", "127.0.0.1", port, INTERVAL)
+            return word.look_again_seconds
+
+    assert asyncio.run(look()) < 1.0
+
+
+def test_nobody_waits_for_a_pod_that_does_not_answer() -> None:
+    async def look() -> float:
+        reader = ProgressReader()
+        async with served(None, []) as port:
+            loop = asyncio.get_running_loop()
+            start = loop.time()
+            word = await reader.read("a", "127.0.0.1", port, INTERVAL)
+            took = loop.time() - start
+            reader.forget("a")
+        assert word.progress is None
+        return took
+
+    assert asyncio.run(look()) < 1.0
+
+
+def test_a_pod_that_refuses_is_asked_again_later_and_later() -> None:
+    async def look() -> tuple[float, float]:
+        reader = ProgressReader()
+        async with served(Progress(), []) as port:
+            pass  # the port is free again, and nobody listens
+        first = await reader.read("a", "127.0.0.1", port, INTERVAL)
+        await asyncio.sleep(first.look_again_seconds)
+        second = await reader.read("a", "127.0.0.1", port, INTERVAL)
+        assert (first.progress, second.progress) == (None, None)
+        return first.look_again_seconds, second.look_again_seconds
+
+    first, second = asyncio.run(look())
+    assert first < second
