@@ -83,7 +83,7 @@ def train_and_save(folder: Path, report: Path, steps: int = 8) -> None:
             for tensor in state[section].values():
                 tensor.mul_(1.5).sub_(step)
         state["trainer"]["step"] = step
-        if store.is_due(step):
+        if store.cadence.is_due(step):
             store.save(step, state)
     store.wait()
     values = {name: tensor.tolist() for name, tensor in state["model"].items()}

@@ -83,7 +83,7 @@ def test_a_store_measures_its_saves_and_asks_for_the_next_one_in_time(tmp_path: 
 
     store.save(1, make_state(1))
     store.wait()
-    assert store.save_seconds is not None
-    interval = young_daly_seconds(store.save_seconds, 2000.0)
+    assert store.cadence.save_seconds is not None
+    interval = young_daly_seconds(store.cadence.save_seconds, 2000.0)
     asked = [100.0, 100.0 + 0.99 * interval, 100.0 + 1.01 * interval]
     assert [now for now in asked if store.wants_save(2, now)] == asked[2:]

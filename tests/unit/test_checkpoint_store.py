@@ -347,8 +347,8 @@ def test_a_named_folder_that_holds_no_checkpoint_is_an_error(
 
 def test_saves_are_due_by_step(tmp_path: Path) -> None:
     store = open_store(tmp_path, every_steps=3)
-    assert [step for step in range(10) if store.is_due(step)] == [3, 6, 9]
-    assert not any(open_store(tmp_path, every_seconds=9).is_due(step) for step in range(10))
+    assert [step for step in range(10) if store.cadence.is_due(step)] == [3, 6, 9]
+    assert not any(open_store(tmp_path, every_seconds=9).cadence.is_due(step) for step in range(10))
 
 
 def test_saves_are_wanted_by_time_once_for_each_interval(tmp_path: Path) -> None:

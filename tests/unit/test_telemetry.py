@@ -205,7 +205,7 @@ def test_a_line_cut_off_by_a_kill_does_not_spoil_the_next_one(tmp_path: Path, cl
 def test_a_loss_that_is_no_number_is_still_json(telemetry: Telemetry, tmp_path: Path) -> None:
     telemetry.step(report(1, loss=math.nan, grad_norm=math.inf))
     step = next(line for line in journal(tmp_path) if line["event"] == "step")
-    assert (step["loss"], step["grad_norm"]) == ("nan", "inf")
+    assert (step["loss"], step["grad_norm"]) == ("NaN", "Infinity")
     assert on_disk(tmp_path).loss is None
 
 

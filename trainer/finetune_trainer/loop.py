@@ -128,7 +128,7 @@ def _boundary(run: Run, step: int) -> bool:
     is_leaving = agreed.stop and not is_last
     if is_leaving and _is_too_late_to_save(run):
         raise preempted(run.stop, f"after step {step}, too late to save it")
-    if agreed.save or is_leaving or is_last or is_better or run.store.is_due(step):
+    if agreed.save or is_leaving or is_last or is_better or run.store.cadence.is_due(step):
         run.numbers.report()
         state = run.strategy.state() | {"trainer": run.notes()}
         run.blocked_seconds += run.store.save(step, state, eval_loss=eval_loss)
@@ -167,7 +167,7 @@ def report_commit(run: Run, committed: CheckpointRef | None) -> None:
 def _is_too_late_to_save(run: Run) -> bool:
     """Whether some rank must be gone before a save could be committed, going by the last one."""
     left = run.stop.seconds_left(run.config.termination_grace_seconds)
-    return run.agreement.any((run.store.save_seconds or 0.0) > left)
+    return run.agreement.any((run.store.cadence.save_seconds or 0.0) > left)
 
 
 def _reseed(seed: int, step: int, packs: tuple[Pack, ...]) -> None:

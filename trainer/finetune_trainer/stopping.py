@@ -14,11 +14,9 @@ class Patience:
         misses: Evaluations since then.
     """
 
-    def __init__(
-        self, settings: EarlyStopping | None, *, best: float | None = None, misses: int = 0
-    ) -> None:
-        self.best = best
-        self.misses = misses
+    def __init__(self, settings: EarlyStopping | None) -> None:
+        self.best: float | None = None
+        self.misses = 0
         self._settings = settings
 
     def improves(self, loss: float | None) -> bool:

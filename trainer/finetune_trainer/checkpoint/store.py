@@ -57,6 +57,7 @@ class CheckpointStore:
     Attributes:
         last: The newest checkpoint that is known to be committed; the same on every rank.
         best: The committed checkpoint with the lowest held-out loss, if any was evaluated.
+        cadence: When a save is due by the count of steps, and what the newest one took.
     """
 
     def __init__(
@@ -73,18 +74,13 @@ class CheckpointStore:
     ) -> None:
         """Open the store; nothing is read or written before `restore`.
 
-        Args:
-            config: Where, how often and how many.
-            rank: This process.
-            world_size: All processes.
-            group: A gloo group of its own over all ranks; None for one process.
-            job: Whose checkpoints they are; those of another one are refused on restore.
-            fingerprint: Identifies what is trained; another one is refused on restore.
-            warn: Receives a sentence on rank 0 for each thing that went wrong and was survived.
-            clock: Seconds since the epoch, written into manifests.
+        `group` is a gloo group of its own over all ranks, or None for one process. Checkpoints of
+        another `job` or `fingerprint` are refused on restore. `warn` receives a sentence on rank 0
+        for each thing that went wrong and was survived; `clock` is in seconds since the epoch.
         """
         self.last: CheckpointRef | None = None
         self.best: CheckpointRef | None = None
+        self.cadence = Cadence(config)
         self._config = config
         self._root = Path(config.dir).absolute()
         self._rank = rank
@@ -98,11 +94,6 @@ class CheckpointStore:
         self._in_flight: tuple[int, Future[_Written]] | None = None
         self._failure: str | None = None  # of the newest save, as long as none came after it
         self._unreported: CheckpointRef | None = None
-        self._cadence = Cadence(config)
-
-    def is_due(self, step: int) -> bool:
-        """Whether `checkpoint.everySteps` asks for a save at `step`; the same on every rank."""
-        return self._cadence.is_due(step)
 
     def wants_save(self, step: int, now: float) -> bool:
         """Whether the interval between saves has passed; true once, then the count starts anew.
@@ -110,12 +101,7 @@ class CheckpointStore:
         Only rank 0 ever says so, and not at a step that is saved anyway: the others learn it from
         the agreement at the step boundary, as clocks differ. `now` is in seconds of any clock.
         """
-        return self._rank == 0 and not self.is_due(step) and self._cadence.is_over(now)
-
-    @property
-    def save_seconds(self) -> float | None:
-        """What the newest save took, from its begin to its commit; None before one."""
-        return self._cadence.save_seconds
+        return self._rank == 0 and not self.cadence.is_due(step) and self.cadence.is_over(now)
 
     def save(self, step: int, state: State, *, eval_loss: float | None = None) -> float:
         """Start a save of `state` as it is now, and return the seconds the caller was blocked.
@@ -139,7 +125,7 @@ class CheckpointStore:
         if self.last is not None and self.last.step == step:
             return time.perf_counter() - started
         self._failure = None
-        self._cadence.restart()
+        self.cadence.restart()
         copy = self._snapshot.take(_tensors_of(state))
         trainer = json.dumps(state.get(TRAINER_SECTION, {}))
         draft = Manifest(
@@ -162,7 +148,8 @@ class CheckpointStore:
         """
         if self._in_flight is not None and self._in_flight[1].done():
             self._finish()
-        return self._take_unreported()
+        ref, self._unreported = self._unreported, None
+        return ref
 
     def wait(self) -> CheckpointRef | None:
         """Block until nothing is in flight, and return the newest committed one, if there is any.
@@ -331,7 +318,7 @@ class CheckpointStore:
             return
         (step, future), self._in_flight = self._in_flight, None
         try:
-            ref, self._cadence.save_seconds, complaint = future.result()
+            ref, self.cadence.save_seconds, complaint = future.result()
         except (RankError, OSError, RuntimeError) as error:
             self._failure = self._sentence(step, error)
             self._warn(self._failure)
@@ -360,10 +347,6 @@ class CheckpointStore:
             f"the checkpoint of step {step} was not written ({reason}); the last committed one "
             f"is {before}{advice}"
         )
-
-    def _take_unreported(self) -> CheckpointRef | None:
-        ref, self._unreported = self._unreported, None
-        return ref
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:
         """Call `work` on rank 0 and return its result on every rank."""

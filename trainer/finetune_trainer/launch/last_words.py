@@ -12,19 +12,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_trainer.config import (
-    ExitCode,
-    FailureClass,
-    Progress,
-    SampleAnswer,
-    Termination,
-)
+from finetune_trainer.config import ExitCode, FailureClass, Progress, SampleAnswer, Termination
 from finetune_trainer.files import replace_text
 from finetune_trainer.launch.report import RankReport
 
 MAX_TERMINATION_BYTES = 4096  # what Kubernetes reads of a termination message
 
 _CLASS_OF_CODE = {
+    ExitCode.DONE: FailureClass.COMPLETED,
     ExitCode.DATA: FailureClass.DATA_ERROR,
     ExitCode.PREEMPTED: FailureClass.PREEMPTED,
     ExitCode.CONFIG: FailureClass.CONFIG_ERROR,
@@ -82,7 +77,7 @@ def agree(
     Args:
         exits: one for each rank of this node.
         stop_reason: name of the signal the supervisor was told to stop with, if it was.
-        is_out_of_memory: the kernel's out-of-memory killer struck here during this attempt.
+        is_out_of_memory: the kernel's out-of-memory killer struck here meanwhile.
     """
     faults = [(e, fault) for e in exits if (fault := _fault(e, is_out_of_memory)) is not None]
     if faults:
@@ -98,7 +93,7 @@ def agree(
         return reports[0].termination if reports else preempted_before_training(stop_reason)
     if not unfinished:
         reports = [e.report for e in by_rank if e.report]
-        return reports[0].termination if reports else _silent_success()
+        return reports[0].termination if reports else _termination(None, ExitCode.DONE, "finished")
     return _lost_peers(unfinished)
 
 
@@ -190,12 +185,6 @@ def _lost_peers(exits: Sequence[RankExit]) -> Termination:
     message = f"rank {first.rank} ended early and nobody here is to blame; look at the other nodes"
     lost = _termination(None, ExitCode.ERROR, message)
     return lost.model_copy(update={"failure_class": FailureClass.WORKER_LOST})
-
-
-def _silent_success() -> Termination:
-    return Termination(
-        failure_class=FailureClass.COMPLETED, exit_code=ExitCode.DONE, message="finished"
-    )
 
 
 def _termination(rank: int | None, code: ExitCode, message: str) -> Termination:

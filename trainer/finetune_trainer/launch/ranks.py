@@ -66,13 +66,7 @@ def start_ranks(
 
     Node 0 binds the port of the store here and hands the socket to rank 0: nobody else can take
     the port meanwhile, and ranks that are faster than rank 0 queue up instead of being refused.
-
-    Args:
-        config: how many ranks.
-        node: this node's place.
-        arguments: of the Python interpreter.
-        environ: what all ranks find in their environment.
-        restart: how often they were started before.
+    `arguments` are the Python interpreter's; `restart` says how often ranks were started before.
 
     Raises:
         TrainerError: the port of the store is taken.

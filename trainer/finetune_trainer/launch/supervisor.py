@@ -8,7 +8,6 @@ every process of this one is gone.
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,23 +47,11 @@ class Supervisor:
         config_path: Path,
         *,
         entry: str = DEFAULT_ENTRY,
-        environ: Mapping[str, str] = os.environ,
-        oom_kills: Callable[[], int] = count_oom_kills,
     ) -> None:
-        """Prepare; nothing starts before `run`.
-
-        Args:
-            config: what `config_path` holds.
-            config_path: given to the ranks.
-            entry: `module:function` that does a rank's work.
-            environ: read for the node's place; the ranks inherit it.
-            oom_kills: counts the out-of-memory kills on this node so far.
-        """
+        """Prepare; the ranks read `config` from its path, and do the work of `module:function`."""
         self._config = config
         self._config_path = config_path
         self._entry = entry
-        self._environ = environ
-        self._oom_kills = oom_kills
         self._stop = StopSignal()
 
     def run(self) -> Termination:
@@ -74,11 +61,11 @@ class Supervisor:
             termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=_explain)
         config = self._config
         termination = with_progress(termination, Path(config.run_dir), config.job.attempt)
-        say_last_words(termination, config.termination_path, self._environ)
+        say_last_words(termination, config.termination_path)
         return termination
 
     def _supervise(self, folder: Path) -> Termination:
-        node = read_node(self._config, self._environ)
+        node = read_node(self._config, os.environ)
         allowed, restart = self._config.world.restarts_in_place, 0
         while True:
             if self._stop.requested:
@@ -101,7 +88,7 @@ class Supervisor:
         config = self._config
         started = time.time() if restart else psutil.Process().create_time()
         environ = {
-            **self._environ,
+            **os.environ,
             # torch and the BLAS libraries read it when they are loaded, so it cannot wait.
             "OMP_NUM_THREADS": str(config.world.threads_per_process),
             "TOKENIZERS_PARALLELISM": "false",
@@ -110,13 +97,13 @@ class Supervisor:
             ENV_SUPERVISOR_PID: str(os.getpid()),
         }
         arguments = ("-m", "finetune_trainer.launch.worker", str(self._config_path), self._entry)
-        oom_kills_before = self._oom_kills()
+        oom_kills_before = count_oom_kills()
         watch = Watch(reports, self._stop, config.termination_grace_seconds)
         watch.until_all_ended(start_ranks(config, node, arguments, environ, restart=restart))
         return agree(
             watch.exits,
             stop_reason=self._stop.reason,
-            is_out_of_memory=self._oom_kills() > oom_kills_before,
+            is_out_of_memory=count_oom_kills() > oom_kills_before,
         )
 
 
@@ -126,20 +113,13 @@ def _may_restart(termination: Termination) -> bool:
     return is_fault and termination.failure_class is not FailureClass.OUT_OF_MEMORY
 
 
-def say_last_words(
-    termination: Termination, default_path: str | None, environ: Mapping[str, str] = os.environ
-) -> None:
-    """Write the termination file, and the sentence to stderr.
+def say_last_words(termination: Termination, default_path: str | None) -> None:
+    """Write the sentence to stderr, and all to `default_path` or the file the environment names.
 
     A file that cannot be written changes nothing about how the attempt ended.
-
-    Args:
-        termination: what to say.
-        default_path: where to, unless the environment names another file; None writes none.
-        environ: may hold that other path.
     """
     print(f"{termination.failure_class}: {termination.message}", file=sys.stderr, flush=True)
-    path = environ.get(ENV_TERMINATION_PATH) or default_path
+    path = os.environ.get(ENV_TERMINATION_PATH) or default_path
     if path is None:
         return
     try:

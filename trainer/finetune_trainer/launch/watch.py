@@ -32,13 +32,7 @@ class Watch:
     """
 
     def __init__(self, reports: Path, stop: StopSignal, grace_seconds: float) -> None:
-        """Prepare to watch.
-
-        Args:
-            reports: folder that the ranks leave their reports in.
-            stop: asks for a graceful stop.
-            grace_seconds: time the ranks then have.
-        """
+        """Prepare to watch ranks that leave their reports in the folder `reports`."""
         self.exits: list[RankExit] = []
         self._reports = reports
         self._stop = stop

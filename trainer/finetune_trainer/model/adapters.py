@@ -66,12 +66,16 @@ def attach_lora(
             the adapter to start from is another kind of adapter.
     """
     from peft import LoraConfig
+    from torch import nn
 
-    missing = [name for name in settings.target_modules if not _matches(model, name)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    ends = settings.target_modules
+    missing = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in linear)]
     if missing:
+        known = sorted({name.rsplit(".", 1)[-1] for name in linear})
         raise ConfigError(
             f"spec.method.lora.targetModules {', '.join(missing)} match no linear layer of the "
-            f"model; it has {', '.join(_linear_names(model))}"
+            f"model; it has {', '.join(known)}"
         )
     lora = LoraConfig(
         task_type="CAUSAL_LM",
@@ -182,24 +186,3 @@ def _freeze(model: "nn.Module", patterns: Sequence[str]) -> None:
             f"spec.method.freeze {', '.join(patterns)} freezes every parameter, so nothing would "
             "be trained; remove a pattern"
         )
-
-
-def _linear_names(model: "PreTrainedModel") -> list[str]:
-    from torch import nn
-
-    names = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    return sorted(names)
-
-
-def _matches(model: "PreTrainedModel", ending: str) -> bool:
-    from torch import nn
-
-    return any(
-        name == ending or name.endswith(f".{ending}")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    )

@@ -1,12 +1,9 @@
 """logs/rank-R.jsonl: everything a rank has to say, one JSON object a line, over all attempts."""
 
-import dataclasses
-import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic_core import to_json
 
 
 class Journal:
@@ -31,14 +28,14 @@ class Journal:
         """Append one event; after `close` it is dropped, as a late thread may still report."""
         if self._file.closed:
             return
-        line = {
-            "time": round(self._clock(), 3),
-            "attempt": self._attempt,
-            "rank": self._rank,
-            "event": event,
-            **{name: _plain(value) for name, value in fields.items()},
-        }
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        head = {"time": round(self._clock(), 3), "attempt": self._attempt, "rank": self._rank}
+        line = to_json(
+            {**head, "event": event, **fields},
+            exclude_none=True,
+            inf_nan_mode="strings",  # JSON has no word for them
+            serialize_unknown=True,
+        )
+        self._file.write(line.decode() + "\n")
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -52,20 +49,3 @@ def _ends_in_the_middle_of_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
-
-
-def _plain(value: object) -> object:
-    """Return `value` as JSON can hold it; NaN and infinities become strings."""
-    if isinstance(value, BaseModel):
-        return _plain(value.model_dump(by_alias=True, exclude_none=True))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
