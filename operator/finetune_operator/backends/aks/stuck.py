@@ -1,11 +1,13 @@
 """Ask the cluster's Events why a gang does not start, where its objects do not say.
 
-Only about a gang that has said nothing for some seconds, and seldom: Events are many.
+Only about a gang that has said nothing for some seconds, and seldom: Events are many. Gangs of one
+namespace share a list: in a burst each would else read the Events of all.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from finetune_operator.backends.aks.reasons import Obstacle, from_events
@@ -17,6 +19,7 @@ log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 3.0
 AGAIN_SECONDS = 10.0
+SHARED_SECONDS = 2.0
 _KEPT = ("metadata", "reason", "message", "involvedObject", "lastTimestamp", "eventTime")
 
 
@@ -33,6 +36,7 @@ class StuckGangs:
 
     def __init__(self) -> None:
         self._waits: dict[str, _Wait] = {}
+        self._lists: dict[str, tuple[float, asyncio.Task[Mapping[str, list[Object]]]]] = {}
 
     async def ask(
         self, client: KubeClient, namespace: str, uid: str, pods: Sequence[Object]
@@ -46,8 +50,10 @@ class StuckGangs:
         if now >= wait.due:
             uids = frozenset({uid, *(pod["metadata"]["uid"] for pod in pods)})
             try:
-                listing = await client.list(EVENTS, namespace, trim=_trim)
-                wait.said = from_events(listing.items, uids)
+                events = await self._events(client, namespace)
+                wait.said = from_events(
+                    [one for about in uids for one in events.get(about, ())], uids
+                )
             except ApiError as error:
                 log.warning("Events of namespace %s cannot be read (%s)", namespace, error)
             wait.due = now + AGAIN_SECONDS
@@ -56,6 +62,25 @@ class StuckGangs:
     def forget(self, uid: str) -> None:
         """Drop what is known of a gang that runs, or is over."""
         self._waits.pop(uid, None)
+        if not self._waits:
+            self._lists.clear()
+
+    async def _events(self, client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:
+        """Return the namespace's Events by whom they are about, at most SHARED_SECONDS old."""
+        now = asyncio.get_running_loop().time()
+        read_at, reading = self._lists.get(namespace, (now, None))
+        if reading is None or now - read_at > SHARED_SECONDS:
+            reading = asyncio.create_task(_read(client, namespace))
+            self._lists[namespace] = (now, reading)
+        return await asyncio.shield(reading)  # whoever gives up must not take it from the others
+
+
+async def _read(client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:
+    listing = await client.list(EVENTS, namespace, trim=_trim)
+    found: dict[str, list[Object]] = defaultdict(list)
+    for event in listing.items:
+        found[event["involvedObject"].get("uid", "")].append(event)
+    return found
 
 
 def _trim(event: Object) -> Object:
