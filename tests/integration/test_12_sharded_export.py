@@ -13,7 +13,7 @@ from export_fixtures import export_from_ranks, trained_model
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.export.merge import probe_logits
 from finetune_trainer.model.load import load_model
-from forked_ranks import attempt, events
+from forked_ranks import attempt, events, tensors
 from launches import train_config
 from parity import PRELOAD
 from tiny_run import write_inputs
@@ -85,6 +85,24 @@ def test_what_ranks_share_is_exported_whole(inputs: Path, tmp_path: Path, strate
         else:
             assert torch.equal(probe_logits(with_adapter(config)), expected)
             assert gap(probe_logits(loaded(config, "merged")), expected) <= 1e-4
+
+
+@pytest.mark.parametrize(("strategy", "method"), [("zero1", "lora"), ("zero2", "full")])
+def test_weights_trained_in_bf16_are_exported_as_they_are_kept_in_fp32(
+    inputs: Path, tmp_path: Path, strategy: str, method: str
+) -> None:
+    chosen = {"type": method, "lora": {"r": 4} if method == "lora" else None}
+    steps = {"max_steps": 2, "precision": "bf16"}
+    config = settings(inputs, tmp_path, strategy, chosen, training=steps)
+    assert attempt(config, {"DS_ACCELERATOR": "cpu"}) == [0, 0]
+
+    kept = tensors(Path(config.checkpoint.dir) / "step-2")
+    trained = {n.removeprefix("model."): t for n, t in kept.items() if n.startswith("model.")}
+    model = loaded(config) if method == "full" else with_adapter(config)
+    written = {n: p for n, p in model.named_parameters() if method == "full" or ".lora_" in n}
+    assert written.keys() == trained.keys()
+    assert {p.dtype for p in written.values()} == {torch.float32}
+    assert all(torch.equal(written[name], trained[name]) for name in trained)
 
 
 def test_a_quantised_run_of_two_ranks_learns_and_leaves_what_answers_like_it(

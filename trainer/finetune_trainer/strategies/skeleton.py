@@ -27,9 +27,12 @@ def empty_copy(model: nn.Module) -> nn.Module:
 
 
 def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the skeleton with `weights`, which are not copied; tied ones stay tied."""
+    """Return a copy of the skeleton with `weights` in its own types; tied ones stay tied.
+
+    Those of its types already are not copied.
+    """
     memo = {
-        id(p): nn.Parameter(weights[name], requires_grad=p.requires_grad)
+        id(p): nn.Parameter(weights[name].to(p.dtype), requires_grad=p.requires_grad)
         for name, p in skeleton.named_parameters()
     }
     return copy.deepcopy(skeleton, memo)

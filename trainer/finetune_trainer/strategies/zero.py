@@ -9,6 +9,7 @@ import logging
 import os
 import tempfile
 import warnings
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class ZeroStrategy:
         self._stage = int(config.strategy.type.removeprefix("zero"))
         self._module: CausalLoss
         self._engine: Any
+        # Stage 3 holds no whole weights, and bf16 and fp16 none in fp32: they are gathered.
+        self._is_copied = self._stage == 3 or config.training.precision != "fp32"
         self._skeleton: nn.Module | None = None
 
     def prepare(self, module: CausalLoss) -> None:
@@ -50,14 +53,15 @@ class ZeroStrategy:
         largest = max(p.numel() for p in module.parameters())
         settings = deepspeed_config(self._config, largest_parameter=largest)
         self._module = module
-        if self._stage == 3 and self._world.is_main:
+        if self._is_copied and self._world.is_main:
             self._skeleton = empty_copy(module.model)
-        self._engine, *_ = self._deepspeed.initialize(
-            model=module,
-            optimizer=make_adamw(self._trained().values(), self._config.training),
-            config=settings,
-            dist_init_required=False,
-        )
+        with redirect_stdout(None):  # it prints how much memory each group of weights takes
+            self._engine, *_ = self._deepspeed.initialize(
+                model=module,
+                optimizer=make_adamw(self._trained().values(), self._config.training),
+                config=settings,
+                dist_init_required=False,
+            )
         self._assert_built_as_asked()
         if self._engine.fp16_enabled():  # the loop ends a run whose steps are all skipped
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -99,8 +103,8 @@ class ZeroStrategy:
         zero_state.write(self._engine, self._trained(), state)
 
     def whole_model(self) -> nn.Module | None:
-        """Return the model on rank 0; of stage 3 a copy in host memory, gathered one by one."""
-        if self._stage < 3:
+        """Return the model on rank 0, what is trained in fp32; a copy is kept in host memory."""
+        if not self._is_copied:
             return self.model if self._world.is_main else None
         gathered = zero_state.gather(self.model, keep=self._world.is_main)
         if self._skeleton is None:

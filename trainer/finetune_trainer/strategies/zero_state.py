@@ -95,17 +95,20 @@ def write(engine: Any, trained: Mapping[str, nn.Parameter], state: Mapping[str, 
 
 
 def gather(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gather a stage 3 model's parameters into host memory, one after the other.
+    """Gather a model's parameters into host memory, one after the other, trained ones in fp32.
 
     Ranks that do not `keep` them take part and get nothing.
     """
-    from deepspeed import zero
+    from deepspeed import utils, zero
 
     gathered = {}
     for name, parameter in model.named_parameters():
-        with zero.GatheredParameters([parameter]):
+        is_divided = not parameter.requires_grad and hasattr(parameter, "ds_id")
+        with zero.GatheredParameters([parameter], enabled=is_divided):
+            trained = parameter.requires_grad
+            whole = utils.safe_get_full_fp32_param(parameter) if trained else parameter.detach()
             if keep:
-                gathered[name] = parameter.detach().to("cpu", copy=True)
+                gathered[name] = whole.to("cpu", copy=True)
     return gathered
 
 
