@@ -43,6 +43,7 @@ from finetune_operator.kube.resources import (
     Resource,
 )
 from finetune_operator.planner.plan import Plan
+from finetune_trainer.config import ExitCode, FailureClass, Termination
 from operators import KUBECONFIG, Api, wait_until
 
 pytestmark = [
@@ -56,7 +57,7 @@ KINDS = (JOBS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
 def api() -> Iterator[Api]:
     assert KUBECONFIG is not None
     made = Api(KUBECONFIG)
-    made.install_crd()
+    made.install_crds()
     yield made
     made.close()
 
@@ -329,3 +330,37 @@ def test_the_api_server_takes_every_golden(api: Api, namespace: str, name: str) 
         body = {**made, "metadata": metadata}
         stored = api.run(api.client.create(resources[made["kind"]], body, namespace))
         assert stored["metadata"]["uid"]
+
+
+def test_the_last_lines_of_the_guilty_pod_outlive_it(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    backend = harness.make()
+    handle = asyncio.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
+    (pod,) = wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 10)
+    name = pod["metadata"]["name"]
+    said = Termination(
+        failure_class=FailureClass.DATA_ERROR, exit_code=ExitCode.DATA, message="row 3 is empty"
+    )
+    ended = {"exitCode": 65, "reason": "Error", "message": said.to_json()}
+    container = {"name": "trainer", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    status = {
+        "phase": "Failed",
+        "containerStatuses": [{**container, "state": {"terminated": ended}}],
+    }
+    failed = {"status": status}
+    api.run(api.client.patch(PODS, name, namespace, failed, subresource="status"))
+    seen = asyncio.run(backend.observe(handle))
+    assert (seen.phase, seen.all_gone) == (AttemptPhase.FAILED, True)
+    assert seen.termination == said
+    api.run(api.client.delete(PODS, name, namespace))
+    wait_until(lambda: api.run(api.client.list(PODS, namespace)).items == [], 10)
+
+    async def lines() -> list[str]:
+        return [line async for line in backend.logs(handle, 0)]
+
+    assert asyncio.run(lines()) == [
+        f"the pod of rank 0 of {namespace}/tiny-1 is gone",
+        f"the last lines of pod {name}:",
+        "(none)",  # as it never had a node
+    ]

@@ -9,10 +9,12 @@ from dataclasses import replace
 from finetune_operator.backends.aks import observe, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
+from finetune_operator.backends.aks.last_lines import keep_last_lines
 from finetune_operator.backends.aks.logs import read_log
-from finetune_operator.backends.aks.names import FACTS_ANNOTATION, AttemptFacts, AttemptName
+from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, facts_of
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
+from finetune_operator.backends.aks.reasons import may_be_told_in_events
 from finetune_operator.backends.aks.stuck import StuckGangs
 from finetune_operator.backends.aks.submit import submit
 from finetune_operator.backends.base import AttemptPhase, Handle, Observation, Request
@@ -44,16 +46,18 @@ class LiveAttempts:
         batch_job = await self._owned(name, handle)
         pods = await self._children.pods(name, handle.uid)
         seen = observe.look(batch_job, pods) if batch_job else observe.gone(name, pods)
+        if batch_job is not None and seen.phase is AttemptPhase.FAILED:
+            await keep_last_lines(self._children, name, batch_job, pods)
         if seen.all_gone:
             self._forget(name, handle.uid, pods)
         elif batch_job is not None:
-            facts = _facts(batch_job)
+            facts = facts_of(batch_job)
             if facts.service and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
                 await self._name_rank_zero(name, batch_job, facts, pods)
             if seen.phase is AttemptPhase.RUNNING:
                 return await self._with_progress(seen, handle.uid, facts, pods)
             if seen.phase is AttemptPhase.PENDING and not seen.reason:
-                return await self._with_reason(seen, name, handle.uid, pods)
+                return await self._with_reason(seen, name, batch_job, pods)
         return seen
 
     async def cancel(self, handle: Handle, grace_seconds: float) -> None:
@@ -68,9 +72,7 @@ class LiveAttempts:
         if batch_job is None:
             yield f"Job {name} does not exist any more, and rank {rank}'s log went with it"
             return
-        async for line in read_log(
-            self._children, name, handle.uid, _facts(batch_job), rank, follow
-        ):
+        async for line in read_log(self._children, name, batch_job, rank, follow):
             yield line
 
     async def collect(self, handle: Handle) -> Sequence[str]:
@@ -83,7 +85,7 @@ class LiveAttempts:
         if seen.phase is not AttemptPhase.SUCCEEDED:
             return ()
         named = seen.termination.artifacts if seen.termination else ()
-        output = _facts(batch_job).output
+        output = facts_of(batch_job).output
         return tuple(dict.fromkeys(map(volumes.claim_uri, named))) or (output,)
 
     async def _owned(self, name: AttemptName, handle: Handle) -> Object | None:
@@ -112,9 +114,11 @@ class LiveAttempts:
         return replace(seen, progress=word.progress, look_again_seconds=word.look_again_seconds)
 
     async def _with_reason(
-        self, seen: Observation, name: AttemptName, uid: str, pods: Sequence[Object]
+        self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
-        client = self._children.cluster.client
+        if not may_be_told_in_events(batch_job, pods):
+            return seen
+        client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
         told, again = await self._stuck.ask(client, name.namespace, uid, pods)
         return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
 
@@ -123,7 +127,3 @@ class LiveAttempts:
         self._stuck.forget(uid)
         self._names.forget(name.key)
         self._canceller.forget(pods)
-
-
-def _facts(batch_job: Object) -> AttemptFacts:
-    return AttemptFacts.model_validate_json(batch_job["metadata"]["annotations"][FACTS_ANNOTATION])

@@ -3,28 +3,37 @@
 from collections.abc import AsyncIterator
 
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.names import CONTAINER, AttemptFacts, AttemptName
+from finetune_operator.backends.aks.last_lines import kept_lines
+from finetune_operator.backends.aks.names import CONTAINER, AttemptName, facts_of
 from finetune_operator.backends.aks.words import index_of
 from finetune_operator.kube.errors import InvalidError, NotFoundError
+from finetune_operator.kube.resources import Object
 
 TAIL_LINES = 1000
 
 
 async def read_log(
-    children: Children, name: AttemptName, uid: str, facts: AttemptFacts, rank: int, follow: bool
+    children: Children, name: AttemptName, batch_job: Object, rank: int, follow: bool
 ) -> AsyncIterator[str]:
     """Yield the last lines of the pod that `rank` runs in; `follow` goes on to its end.
 
-    Where there is no log, one sentence says why.
+    Where there is no log, one sentence says why, followed by what was kept of the attempt's.
     """
+    facts = facts_of(batch_job)
     if rank >= facts.nodes * facts.processes_per_node:
         ranks = facts.nodes * facts.processes_per_node
         yield f"there is no rank {rank} in {name}, which has {ranks}"
         return
     index = rank // facts.processes_per_node
-    pods = [one for one in await children.pods(name, uid) if index_of(one) == index]
+    pods = [
+        one
+        for one in await children.pods(name, batch_job["metadata"]["uid"])
+        if index_of(one) == index
+    ]
     if not pods:
-        yield f"rank {rank} of {name} has no pod now"
+        yield f"the pod of rank {rank} of {name} is gone"
+        for line in kept_lines(batch_job):
+            yield line
         return
     newest = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
     pod = newest["metadata"]["name"]

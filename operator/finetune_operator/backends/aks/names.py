@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from finetune_operator.api.schema import ApiModel
 from finetune_operator.kube.cache import Key
+from finetune_operator.kube.resources import Object
 
 BACKEND = "aks"
 CONTAINER = "trainer"
@@ -18,6 +19,9 @@ FACTS_ANNOTATION = "finetune.dev/attempt-facts"
 
 CANCELLED_ANNOTATION = "finetune.dev/cancelled"
 """On a batch Job that we stopped."""
+
+LAST_LINES_ANNOTATION = "finetune.dev/last-lines"
+"""On a batch Job that failed: the end of the guilty pod's log."""
 
 GRACE_ANNOTATION = "finetune.dev/grace-seconds"
 """On each pod: time it has between SIGTERM and SIGKILL unless it is told otherwise."""
@@ -58,6 +62,11 @@ class AttemptFacts(ApiModel):
     status_interval_seconds: int
     output: str
     service: str = ""
+
+
+def facts_of(batch_job: Object) -> AttemptFacts:
+    """Return the facts of the attempt that a batch Job is."""
+    return AttemptFacts.model_validate_json(batch_job["metadata"]["annotations"][FACTS_ANNOTATION])
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
 def look(batch_job: Object, pods: Sequence[Object]) -> Observation:
     """Return what is seen of an attempt, progress apart."""
     wanted = batch_job["spec"].get("completions") or 1
-    ends = [end_of(pod) for pod in pods if not is_alive(pod)]
+    ends = _ends(pods)
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
-    guilty = min(ends, key=lambda one: (one.innocence, one.index), default=None)
+    guilty = min(ends, key=_innocence, default=None)
     if _is_true(batch_job, "Complete") or _all_done(ends, wanted):
         return _succeeded(ends, alive)
     has_failed = any(end.words.exit_code != ExitCode.DONE for end in ends)
@@ -52,6 +52,20 @@ def look(batch_job: Object, pods: Sequence[Object]) -> Observation:
     return Observation(
         AttemptPhase.PENDING, nodes_ready=len(running), reason=told.reason, message=told.message
     )
+
+
+def guilty_pod(pods: Sequence[Object]) -> Object | None:
+    """Return the pod whose end explains the others'; None if none has ended."""
+    ended = [pod for pod in pods if not is_alive(pod)]
+    return min(ended, key=lambda pod: _innocence(end_of(pod)), default=None)
+
+
+def _ends(pods: Sequence[Object]) -> list[PodEnd]:
+    return [end_of(pod) for pod in pods if not is_alive(pod)]
+
+
+def _innocence(end: PodEnd) -> tuple[int, int]:
+    return (end.innocence, end.index)
 
 
 def _succeeded(ends: Sequence[PodEnd], alive: Sequence[Object]) -> Observation:

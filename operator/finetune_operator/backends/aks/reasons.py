@@ -65,6 +65,17 @@ def _of_pod(pod: Object) -> Obstacle:
     return Obstacle()
 
 
+def may_be_told_in_events(batch_job: Object, pods: Sequence[Object]) -> bool:
+    """Say whether a gang without a word waits for something that only Events tell of.
+
+    A pod that has no node yet is the scheduler's, who says so on the pod.
+    """
+    if len(pods) < (batch_job["spec"].get("completions") or 1):
+        return True
+    placed = (pod for pod in pods if condition(pod, "PodScheduled").get("status") == "True")
+    return any(container_state(pod, "running") is None for pod in placed)
+
+
 def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle:
     """Return what the newest telling Event about one of the objects says.
 
