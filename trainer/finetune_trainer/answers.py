@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from finetune_trainer.evaluation import in_evaluation_mode
 from finetune_trainer.model.adapters import in_format_of_base
 
 if TYPE_CHECKING:
@@ -23,21 +24,16 @@ def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) 
     The model's mode is put back, and nothing of its state changes.
     """
     inputs = _encode(tokenizer, prompt).to(next(model.parameters()).device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), in_format_of_base(model):
-            output = model.generate(  # type: ignore[operator]  # a transformers or peft model
-                **inputs,
-                max_new_tokens=MAX_NEW_TOKENS,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
+        output = model.generate(  # type: ignore[operator]  # a transformers or peft model
+            **inputs,
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     said = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(said, skip_special_tokens=True)).strip()
 

@@ -1,8 +1,10 @@
 """The held-out loss: every row once over all ranks, no logits kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from finetune_trainer.data.batch import eval_batches
 from finetune_trainer.data.sequences import TokenDataset
@@ -14,25 +16,29 @@ from finetune_trainer.world import World
 MAX_TOKENS_PER_BATCH = 2048
 
 
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Turn dropout off, and put every module's mode back."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
+
+
 def held_out_loss(
     strategy: Strategy, dataset: TokenDataset, world: World, is_stopping: Callable[[], bool]
 ) -> float | None:
     """Return the mean loss over all label tokens of `dataset`, the same on every rank.
 
     Every rank sums the losses of its own batches; sums and counts meet in one reduction, so the
-    result does not depend on how the rows were divided. Dropout is off meanwhile.
-
-    Args:
-        strategy: What is evaluated.
-        dataset: The held-out rows.
-        world: All ranks; each has the same number of batches.
-        is_stopping: Asked after each batch, a collective; once true the result is None.
+    result does not depend on how the rows were divided. After each batch `is_stopping` is asked,
+    a collective; once it is true the result is None.
     """
-    model = strategy.model
-    was_training = model.training
-    model.eval()
     totals = torch.zeros(2, dtype=torch.float64)  # summed loss, label tokens
-    try:
+    with in_evaluation_mode(strategy.model):
         for batch in eval_batches(
             dataset,
             max_tokens_per_batch=MAX_TOKENS_PER_BATCH,
@@ -44,7 +50,5 @@ def held_out_loss(
             totals[1] += batch.label_tokens
             if is_stopping():
                 return None
-    finally:
-        model.train(was_training)
     summed = world.sum(totals.to(world.device)).tolist()
     return float(summed[0] / summed[1])

@@ -1,16 +1,14 @@
-"""Write a small file so that a reader sees the old text or the new one, nothing between.
-
-Used for news: progress, reports, last words. Checkpoints have stricter rules (`checkpoint.commit`).
-"""
+"""What several parts do with files: replace one at once, make folders anew, sync them to disk."""
 
 import os
+import shutil
 from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text at once: written beside it, then renamed over it.
+    """Replace a file's text at once: a reader sees the old one or the new one, nothing between.
 
-    No fsync: this is for news, which readers must be able to miss, not for checkpoints.
+    Without fsync: it is for news, which readers must be able to miss, not for checkpoints.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -18,3 +16,27 @@ def replace_text(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_anew(folder: Path) -> Path:
+    """Make an empty folder, in the place of what is there, and return it."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make every file and folder below `folder`, and itself, durable."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)

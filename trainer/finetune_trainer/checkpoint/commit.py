@@ -6,7 +6,6 @@ while every file is as its manifest says.
 """
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pydantic import Field, ValidationError
 
 from finetune_trainer.config import CheckpointRef, ContractModel, JobRef
 from finetune_trainer.errors import CheckpointError
+from finetune_trainer.files import sync, sync_tree
 
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d+)")
@@ -114,15 +114,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     path = folder / MANIFEST
     sync_tree(folder)  # before the record that vouches for it
     path.write_text(manifest.sealed().to_json())
-    _fsync(path)
-    _fsync(folder)
-
-
-def sync_tree(folder: Path) -> None:
-    """Make every file and folder below `folder`, and itself, durable."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        _fsync(path)
-    _fsync(folder)
+    sync(path)
+    sync(folder)
 
 
 def commit(tmp: Path, final: Path) -> None:
@@ -132,12 +125,7 @@ def commit(tmp: Path, final: Path) -> None:
         OSError: `final` exists and is not empty, or the disk fails.
     """
     tmp.rename(final)
-    sync_entry(final)
-
-
-def sync_entry(path: Path) -> None:
-    """Make the name of `path` in its folder durable, as after a rename."""
-    _fsync(path.parent)
+    sync(final.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -244,7 +232,7 @@ def set_aside_newer(root: Path, step: int) -> list[Path]:
         if number > step:
             moved.append(folder.rename(_free_name(folder)))
     if moved:
-        _fsync(root)
+        sync(root)
     return moved
 
 
@@ -264,11 +252,3 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
     matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in root.iterdir()]
     found = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
     return sorted(found, reverse=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

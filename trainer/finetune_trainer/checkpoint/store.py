@@ -32,6 +32,7 @@ from finetune_trainer.checkpoint.start import Start, prepare_start
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import CheckpointError, ConfigError, TrainerError
 from finetune_trainer.failpoints import reach
+from finetune_trainer.files import make_anew
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,13 +111,8 @@ class CheckpointStore:
         that is committed or in flight already is not saved again. A save that fails is reported
         to `warn`, leaves the checkpoints before it alone, and never ends training.
 
-        Args:
-            step: Optimizer steps in the state.
-            state: Sections of named tensors and plain values; `trainer` holds JSON values only.
-            eval_loss: Held-out loss of this state, if it was evaluated.
-
-        Raises:
-            TypeError: a value in `trainer` is not JSON.
+        `state` has sections of named tensors and plain values; that of `trainer` holds JSON alone.
+        `eval_loss` is the held-out loss of this state, if it was evaluated.
         """
         started = time.perf_counter()
         if self._in_flight is not None and self._in_flight[0] == step:
@@ -282,7 +278,7 @@ class CheckpointStore:
         step = draft.step
         tmp = commit.tmp_folder(self._root, step)
         try:
-            self._on_rank_0(lambda: _make_anew(tmp))
+            self._on_rank_0(lambda: make_anew(tmp))
             write_shards(copy, tmp, self._group, step)
             reach("before-manifest", step)
             self._on_rank_0(lambda: (tmp / TRAINER_FILE).write_text(trainer))
@@ -356,12 +352,6 @@ class CheckpointStore:
 
 def _tensors_of(state: State) -> State:
     return {name: part for name, part in state.items() if name != TRAINER_SECTION}
-
-
-def _make_anew(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
 def _bytes_of_checkpoints(root: Path) -> int:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.encoding import Encoded, RowEncoder
 from finetune_trainer.data.plan import DataPlan
-from finetune_trainer.data.sequences import Sequence, TokenDataset, fit, prepare
+from finetune_trainer.data.sequences import Sequence, fit, prepare
 from finetune_trainer.data.source import open_rows
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.load import load_tokenizer
@@ -72,7 +72,15 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
         }
     dataset = prepare(data, data.sources, tokenizer, name="train")
     held_out = prepare(data, (data.eval,), tokenizer, name="eval") if data.eval else None
-    yield _summary(config, dataset, held_out)
+    plan = DataPlan.of(dataset, config)
+    summary: dict[str, Any] = {
+        "report": plan.report(dataset.report).model_dump(mode="json", by_alias=True),
+        "total_steps": plan.total_steps,
+        "max_seq_len": data.max_seq_len,
+    }
+    if held_out is not None:
+        summary["eval_report"] = held_out.report.model_dump(mode="json", by_alias=True)
+    yield summary
 
 
 def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, bool]]:
@@ -81,20 +89,6 @@ def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, boo
     for is_label, run in groupby(pairs, key=lambda pair: bool(pair[1])):
         tokens = [int(token) for token, _ in run]
         yield tokenizer.decode(tokens, skip_special_tokens=False), is_label
-
-
-def _summary(
-    config: TrainConfig, dataset: TokenDataset, held_out: TokenDataset | None
-) -> dict[str, Any]:
-    plan = DataPlan.of(dataset, config)
-    summary: dict[str, Any] = {
-        "report": plan.report(dataset.report).model_dump(mode="json", by_alias=True),
-        "total_steps": plan.total_steps,
-        "max_seq_len": config.data.max_seq_len,
-    }
-    if held_out is not None:
-        summary["eval_report"] = held_out.report.model_dump(mode="json", by_alias=True)
-    return summary
 
 
 def _read(path: Path) -> TrainConfig:

@@ -8,7 +8,6 @@ the folder may both write, and the first rename wins.
 
 import fcntl
 import hashlib
-import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from pydantic import ValidationError
 
 from finetune_trainer.config import ContractModel, DataReport
 from finetune_trainer.errors import OutputNotWritableError
+from finetune_trainer.files import make_anew, sync_tree
 
 MANIFEST = "manifest.json"
 ARRAYS = {
@@ -96,8 +96,7 @@ class TokenStore:
 
     def write(self, sequences: Iterable[Sequence]) -> None:
         """Write the arrays of a draft, sequence by sequence; holds none of them in memory."""
-        shutil.rmtree(self._draft, ignore_errors=True)
-        self._draft.mkdir(parents=True)
+        make_anew(self._draft)
         with ExitStack() as stack:
             files = {
                 name: stack.enter_context(self._path(name, self._draft).open("wb"))
@@ -109,17 +108,12 @@ class TokenStore:
                 files["lengths"].write(np.int32(len(sequence.tokens)).tobytes())
                 files["label_counts"].write(np.int32(sequence.is_label.sum()).tobytes())
                 files["rows"].write(np.int64(sequence.row).tobytes())
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
 
     def commit(self, report: DataReport) -> None:
         """Make the draft the cache folder, in the place of a damaged one."""
         files = {name: _digest(self._path(name, self._draft)) for name in ARRAYS}
-        with (self._draft / MANIFEST).open("w") as file:
-            file.write(Manifest(files=files, report=report).to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        (self._draft / MANIFEST).write_text(Manifest(files=files, report=report).to_json())
+        sync_tree(self._draft)
         if self.open() is None:
             shutil.rmtree(self._folder, ignore_errors=True)
         try:

@@ -6,14 +6,14 @@ weights and not against the ones it was quantised from.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from finetune_trainer.errors import TrainerError
+from finetune_trainer.evaluation import in_evaluation_mode
 from finetune_trainer.model.adapters import adapt, in_format_of_base
 from finetune_trainer.model.quantize import full_weight
 
@@ -47,9 +47,8 @@ def merged_copy(model: "PeftModel", warn: Callable[[str], None]) -> "PreTrainedM
     adapter is strong, and nothing could be told from it. It takes 4 bytes of host memory for
     each parameter.
 
-    Args:
-        model: The adapted model, on any device, quantised or not; it is not changed.
-        warn: Is told when the type of the base is too coarse for what the adapters learnt.
+    `model` may be on any device and quantised. `warn` is told when the type of the base is too
+    coarse for what the adapters learnt.
 
     Raises:
         TrainerError: the merged model answers differently from base and adapters together.
@@ -92,7 +91,7 @@ def probe_logits(model: "nn.Module") -> "Tensor":
     weight = next(model.parameters())
     vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     ids = torch.arange(PROBE_TOKENS, device=weight.device) * 7919 % vocab
-    with torch.no_grad(), in_format_of_base(model), _in_evaluation_mode(model):
+    with torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
         logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
     if not bool(torch.isfinite(logits).all()):
         raise TrainerError(
@@ -142,14 +141,3 @@ def _cast_parameters(model: "nn.Module", dtype: torch.dtype) -> None:
 
 def _relative(found: "Tensor", expected: "Tensor") -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-@contextmanager
-def _in_evaluation_mode(model: "nn.Module") -> Iterator[None]:
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True

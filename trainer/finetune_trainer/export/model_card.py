@@ -7,7 +7,7 @@ a path of this machine, is left out.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Any, Literal
 
 import yaml
@@ -99,15 +99,12 @@ def _front_matter(config: TrainConfig, facts: CardFacts) -> dict[str, Any]:
 def _snippet(facts: CardFacts) -> str:
     auto = "AutoPeftModelForCausalLM" if facts.kind == "adapter" else "AutoModelForCausalLM"
     library = "peft" if facts.kind == "adapter" else "transformers"
-    return "\n".join(
-        (
-            f"from {library} import {auto}",
-            "from transformers import AutoTokenizer",
-            "",
-            f'model = {auto}.from_pretrained(".")',
-            'tokenizer = AutoTokenizer.from_pretrained(".")',
-        )
-    )
+    return f"""\
+from {library} import {auto}
+from transformers import AutoTokenizer
+
+model = {auto}.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")"""
 
 
 def _results(progress: Progress) -> list[tuple[str, str, str]]:
@@ -160,14 +157,8 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _versions() -> list[tuple[str, str]]:
-    return [(name, found) for name in _PACKAGES if (found := _version(name)) is not None]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None  # an optional package that had no part in this run
+    installed = {found.name: found.version for found in distributions()}
+    return [(name, installed[name]) for name in _PACKAGES if name in installed]
 
 
 def _number(value: float | None) -> str:

@@ -99,13 +99,8 @@ def export(
     One format lies directly in `output.dir`, two in `adapter/` and `merged/` below it. Weights
     keep the type they were trained in. `model` is not changed; merging takes a second copy of it.
 
-    Args:
-        model: The unwrapped transformers model, or the peft model around it, on any device.
-        tokenizer: Written beside the weights, with its chat template.
-        config: The run's configuration.
-        progress: The run's last progress, for the model card.
-        warn: Receives a sentence for what is worth knowing but no failure.
-        max_shard_bytes: A whole model larger than this is written as several files.
+    A whole model of more than `max_shard_bytes` is written as several files. The card tells of
+    `progress`; `warn` receives a sentence for what is worth knowing but no failure.
 
     Raises:
         TrainerError: the adapter is empty, the merged model answers differently, or the output

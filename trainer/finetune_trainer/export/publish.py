@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from finetune_trainer.checkpoint.commit import payload_files, sync_entry, sync_tree
+from finetune_trainer.checkpoint.commit import payload_files
 from finetune_trainer.config import ContractModel, JobRef
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.failpoints import reach
-from finetune_trainer.files import replace_text
+from finetune_trainer.files import make_anew, replace_text, sync, sync_tree
 
 RECORD = "finetune-export.json"
 
@@ -32,9 +32,7 @@ class ExportRecord(ContractModel):
 def refuse_foreign(output: Path, names: Iterable[str]) -> None:
     """Refuse to replace a file in `output` that no earlier export recorded.
 
-    Args:
-        output: The folder of the output.
-        names: Paths relative to it that an export would write; most need not be there.
+    `names` are the paths relative to it that an export would write; most need not be there.
 
     Raises:
         OutputNotWritableError: names the first such file.
@@ -63,11 +61,11 @@ def open_staging(output: Path) -> Path:
     if not os.path.ismount(output):
         beside = output.with_name(f".{output.name}.export-tmp")
         try:
-            return _anew(beside)
+            return make_anew(beside)
         except OSError:
             if not output.is_dir():
                 raise
-    return _anew(output / ".export-tmp")
+    return make_anew(output / ".export-tmp")
 
 
 def publish(staged: Path, output: Path, job: JobRef, step: int) -> None:
@@ -97,7 +95,7 @@ def _replace(staged: Path, output: Path) -> None:
     if output.exists() and any(output.iterdir()):
         output.rename(replaced)
     staged.rename(output)  # an empty folder gives way
-    sync_entry(output)
+    sync(output.parent)
     shutil.rmtree(replaced, ignore_errors=True)  # the new one is in place: only room is lost
 
 
@@ -108,7 +106,7 @@ def _move_in(staged: Path, output: Path) -> None:
     # Killed on the way, all that lies there by then is still known as ours by the next attempt.
     half = new.model_copy(update={"files": (*new.files, *sorted(stale)), "is_whole": False})
     replace_text(output / RECORD, half.to_json())
-    sync_entry(output / RECORD)
+    sync(output)
     for name in new.files:
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +115,7 @@ def _move_in(staged: Path, output: Path) -> None:
         (output / name).unlink(missing_ok=True)
     (staged / RECORD).replace(output / RECORD)
     shutil.rmtree(staged)
-    sync_entry(output / RECORD)
+    sync(output)
 
 
 def _is_only_ours(output: Path) -> bool:
@@ -137,10 +135,3 @@ def _record(folder: Path) -> ExportRecord | None:
 
 def _replaced(output: Path) -> Path:
     return output.with_name(f".{output.name}.replaced")
-
-
-def _anew(folder: Path) -> Path:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
