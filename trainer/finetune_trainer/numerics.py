@@ -60,12 +60,8 @@ class LateNumbers:
     ) -> None:
         """Begin the copy of a step's numbers to the host.
 
-        Args:
-            report: What is known of the step already.
-            loss: Mean over the step's label tokens of all ranks, a scalar.
-            grad_norm: Global, a scalar; not finite when the step was skipped.
-            own_losses: Summed loss of each micro-batch of this rank.
-            micro_batches: Their packs.
+        `loss` is the mean over the step's label tokens of all ranks; `grad_norm` is not finite
+        when the step was skipped; `own_losses` are the sums of this rank's micro-batches.
         """
         values, arrived = torch.stack([loss, grad_norm.to(loss.dtype), *own_losses]), None
         if values.is_cuda:

@@ -24,10 +24,7 @@ _LEAVES = ("Preempt", "Terminate")
 def watch_scheduled_events(url: str, stop: StopSignal, log: Callable[..., None]) -> None:
     """Ask `url` every second from a thread; an event that takes this machine requests a stop.
 
-    Args:
-        url: of the Scheduled Events endpoint, with its api-version.
-        stop: is told of the event, and how long it leaves.
-        log: receives a `message`, once, when the service cannot be asked.
+    `log` receives a `message`, once, when the service cannot be asked.
     """
     arguments = (url, stop, log)
     threading.Thread(target=_watch, args=arguments, name="scheduled-events", daemon=True).start()

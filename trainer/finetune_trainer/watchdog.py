@@ -21,16 +21,13 @@ def watch_progress(
 ) -> None:
     """Look from a thread whether anything was reported within the last `hang_seconds`.
 
-    Args:
-        telemetry: hears of every step, phase, batch of an evaluation and commit.
-        hang_seconds: longest time without any of them.
-        stacks: file that receives the stacks of all threads.
-        end: ends the process with these last words.
+    Where not, `stacks` receives the stacks of all threads, and `end` ends the process.
     """
 
     def watch() -> None:
         while True:
-            _wait_until_idle(telemetry, hang_seconds)
+            while (left := hang_seconds - telemetry.idle_seconds) > 0:
+                time.sleep(left)
             with stacks.open("a") as file:
                 file.write(f"no progress for {telemetry.idle_seconds:.0f} s\n")
                 file.flush()
@@ -41,11 +38,6 @@ def watch_progress(
                 return
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
-
-
-def _wait_until_idle(telemetry: Telemetry, seconds: float) -> None:
-    while (left := seconds - telemetry.idle_seconds) > 0:
-        time.sleep(left)
 
 
 def _last_words(telemetry: Telemetry, hang_seconds: float, stacks: Path) -> Termination:

@@ -5,74 +5,33 @@ nothing else crosses. This package imports pydantic alone, so the operator never
 Keys are camelCase in JSON and snake_case in Python; unknown keys are refused.
 """
 
-from finetune_trainer.config.base import (
-    ContractModel,
-    JobRef,
-)
-from finetune_trainer.config.inputs import (
-    ColumnMap,
-    DataConfig,
-    DataFormat,
-    DatasetSource,
-    LongRows,
-    ModelConfig,
-)
-from finetune_trainer.config.report import (
-    CheckpointRef,
-    DataReport,
-    ExitCode,
-    FailureClass,
-    Phase,
-    Progress,
-    SampleAnswer,
-    Termination,
-)
-from finetune_trainer.config.train import (
-    ENV_NODE_RANK,
-    ENV_RDZV_ENDPOINT,
-    ENV_TERMINATION_PATH,
-    CheckpointConfig,
-    ControlConfig,
-    EarlyStopping,
-    LoraSettings,
-    MethodConfig,
-    OutputConfig,
-    StrategyConfig,
-    TelemetryConfig,
-    TrainConfig,
-    TrainingConfig,
-    WorldConfig,
-)
-
-__all__ = [
-    "ENV_NODE_RANK",
-    "ENV_RDZV_ENDPOINT",
-    "ENV_TERMINATION_PATH",
-    "CheckpointConfig",
-    "CheckpointRef",
-    "ColumnMap",
-    "ContractModel",
-    "ControlConfig",
-    "DataConfig",
-    "DataFormat",
-    "DataReport",
-    "DatasetSource",
-    "EarlyStopping",
-    "ExitCode",
-    "FailureClass",
-    "JobRef",
-    "LongRows",
-    "LoraSettings",
-    "MethodConfig",
-    "ModelConfig",
-    "OutputConfig",
-    "Phase",
-    "Progress",
-    "SampleAnswer",
-    "StrategyConfig",
-    "TelemetryConfig",
-    "Termination",
-    "TrainConfig",
-    "TrainingConfig",
-    "WorldConfig",
-]
+from finetune_trainer.config.base import ContractModel as ContractModel
+from finetune_trainer.config.base import JobRef as JobRef
+from finetune_trainer.config.inputs import ColumnMap as ColumnMap
+from finetune_trainer.config.inputs import DataConfig as DataConfig
+from finetune_trainer.config.inputs import DataFormat as DataFormat
+from finetune_trainer.config.inputs import DatasetSource as DatasetSource
+from finetune_trainer.config.inputs import LongRows as LongRows
+from finetune_trainer.config.inputs import ModelConfig as ModelConfig
+from finetune_trainer.config.report import CheckpointRef as CheckpointRef
+from finetune_trainer.config.report import DataReport as DataReport
+from finetune_trainer.config.report import ExitCode as ExitCode
+from finetune_trainer.config.report import FailureClass as FailureClass
+from finetune_trainer.config.report import Phase as Phase
+from finetune_trainer.config.report import Progress as Progress
+from finetune_trainer.config.report import SampleAnswer as SampleAnswer
+from finetune_trainer.config.report import Termination as Termination
+from finetune_trainer.config.train import ENV_NODE_RANK as ENV_NODE_RANK
+from finetune_trainer.config.train import ENV_RDZV_ENDPOINT as ENV_RDZV_ENDPOINT
+from finetune_trainer.config.train import ENV_TERMINATION_PATH as ENV_TERMINATION_PATH
+from finetune_trainer.config.train import CheckpointConfig as CheckpointConfig
+from finetune_trainer.config.train import ControlConfig as ControlConfig
+from finetune_trainer.config.train import EarlyStopping as EarlyStopping
+from finetune_trainer.config.train import LoraSettings as LoraSettings
+from finetune_trainer.config.train import MethodConfig as MethodConfig
+from finetune_trainer.config.train import OutputConfig as OutputConfig
+from finetune_trainer.config.train import StrategyConfig as StrategyConfig
+from finetune_trainer.config.train import TelemetryConfig as TelemetryConfig
+from finetune_trainer.config.train import TrainConfig as TrainConfig
+from finetune_trainer.config.train import TrainingConfig as TrainingConfig
+from finetune_trainer.config.train import WorldConfig as WorldConfig

@@ -103,11 +103,8 @@ def prepare(
     A cache entry's name holds the rows' bytes, the tokenizer, its template and every setting that
     changes a token, so an outdated entry is never read; a damaged one is built again.
 
-    Args:
-        config: Format, columns and length limit; `config.cache_dir` is where the cache lies.
-        sources: The rows: `config.sources`, or `config.eval` alone.
-        tokenizer: A tokenizer of transformers.
-        name: `train` or `eval`; it chooses the field that messages name.
+    `sources` are those of `config`, or `config.eval` alone; `name` is `train` or `eval`, and
+    chooses the field that messages name.
 
     Raises:
         DataError: the rows are missing, malformed, or have nothing to learn.

@@ -40,10 +40,8 @@ class Row:
 def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> "Rows":
     """Find the rows that `source` names.
 
-    Args:
-        source: Path or hub name, and split.
-        name: `train`, `eval` or `also[N]`: which field of the manifest messages begin with.
-        cache_dir: Folder that `datasets` may keep its downloads in.
+    `name` is `train`, `eval` or `also[N]`: the field of the manifest that messages begin with.
+    `datasets` keeps its downloads in `cache_dir`.
 
     Raises:
         DataError: there is no such file, or it is of a kind that is not read.

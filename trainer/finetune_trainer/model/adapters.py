@@ -56,10 +56,7 @@ def attach_lora(
 
     Adapter weights are fp32 whatever the base is stored in, so that small updates are not lost.
 
-    Args:
-        model: The base, quantised or not.
-        settings: Shape and place of the adapters, and the folder of those to start from.
-        new_tokens: Tokens whose rows in embedding and head are trained beside the adapters.
+    The rows of `new_tokens` in embedding and head are trained beside the adapters.
 
     Raises:
         ConfigError: a name in `target_modules` matches no layer, the layer cannot be adapted, or

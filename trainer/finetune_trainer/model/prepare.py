@@ -36,14 +36,10 @@ def prepare_model(
     device: torch.device,
     first_batch: Callable[[], "MicroBatch"],
 ) -> CausalLoss:
-    """Change the model in place, and return the module that strategies wrap.
+    """Change an unsharded transformers or peft model, and return the module that strategies wrap.
 
-    Args:
-        model: A transformers or peft model, unsharded and on its device.
-        config: What is asked for.
-        device: Where the model is.
-        first_batch: Makes a batch on which float8 shows what it does to the loss; the same one on
-            every rank.
+    `first_batch` makes a batch, the same one on every rank, on which float8 shows what it does to
+    the loss.
 
     Raises:
         ConfigError: an option cannot work with this model or on this device.
@@ -170,13 +166,8 @@ def use_float8(
 ) -> None:
     """Multiply the decoder layers' matrices in float8, if the loss of one batch stays the same.
 
-    Every rank must be given the same batch, and the model whole.
-
-    Args:
-        module: Changed in place.
-        inputs: Keyword arguments of its forward.
-        device: Where it is.
-        emulate: Round as float8 does, but multiply as before; for devices without float8.
+    Every rank must be given the same batch, and the model whole. With `emulate` numbers are rounded
+    as float8 does, but multiplied as before, for devices without it.
 
     Raises:
         ConfigError: the device has no float8, or the loss is another one by more than 1 %.

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
     """Return what `from_pretrained` takes as `quantization_config`, or None for a plain base.
 
-    Args:
-        config: The run's configuration.
-        dtype: Of what is not quantised, and of the arithmetic.
+    `dtype` is that of the arithmetic, and of what is not quantised.
 
     Raises:
         ConfigError: bitsandbytes is missing, or cannot serve this precision or strategy.

@@ -54,13 +54,8 @@ class Telemetry:
     ) -> None:
         """Open the outlets.
 
-        Args:
-            config: names the run directory and the port.
-            rank: of this process.
-            world_size: written to the journal.
-            clock: seconds since the epoch.
-            started: when the attempt's first process started; this process's own start if None.
-            restarts_in_place: how often this attempt's ranks were started again.
+        `clock` and `started` are in seconds since the epoch: of now, and of the start of the
+        attempt's first process (of this one, if None).
         """
         self._lock = RLock()
         self._clock = clock
