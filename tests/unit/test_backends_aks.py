@@ -172,6 +172,7 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
     (container(envFrom=[]), "containers[0].envFrom"),
     (container(env=[{"name": "FINETUNE_X", "value": "1"}]), "containers[0].env[0].name"),
     (container(env=[{"name": "RANK", "value": "1"}]), "containers[0].env[0].name"),
+    (container(env=[{"name": "PYTHONPATH", "value": "/x"}]), "containers[0].env[0].name"),
     (container(env=[{"name": "A", **secret("db")}]),
      "containers[0].env[0].valueFrom.secretKeyRef.name"),
     (container(env=[{"name": "A", "valueFrom": {"configMapKeyRef": {}}}]),

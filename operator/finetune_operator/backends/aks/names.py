@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pydantic import ConfigDict
+
 from finetune_operator.api.schema import ApiModel
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import Object
@@ -47,6 +49,8 @@ METRICS_PORT_NAME = "metrics"
 class AttemptFacts(ApiModel):
     """What must be known to look at an attempt without its job.
 
+    Another version of the operator may have written it: what is added here needs a default.
+
     Attributes:
         nodes: Pods of the gang.
         processes_per_node: Ranks of each.
@@ -56,6 +60,7 @@ class AttemptFacts(ApiModel):
         service: Service that gives rank 0 its name, where we write its endpoints; else empty.
     """
 
+    model_config = ConfigDict(extra="ignore")
     nodes: int
     processes_per_node: int
     metrics_port: int

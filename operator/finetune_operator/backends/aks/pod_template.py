@@ -21,16 +21,20 @@ _SCHEDULING = ("affinity", "nodeSelector", "tolerations")
 _POD_FIELDS = ("containers", "imagePullSecrets", *_SCHEDULING, "volumes")
 _CONTAINER_FIELDS = ("env", "name", "resources", "volumeMounts")
 _VOLUME_SOURCES = ("emptyDir", "persistentVolumeClaim")
+# Beside our own names, those by which code gets into the trainer, and so at its identity.
 _RESERVED_ENV = (
     "FINETUNE_*",
     "HF_HOME",
     "HF_TOKEN",
     "HOME",
     "JOB_COMPLETION_INDEX",
+    "LD_*",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "PATH",
+    "PYTHON*",
     "RANK",
     "TMPDIR",
     "TORCHELASTIC_*",
