@@ -10,6 +10,7 @@ from finetune_operator.reconcile.conditions import (
     Situation,
     Stage,
     describe,
+    find,
     is_true,
     parse_rfc3339,
     rfc3339,
@@ -74,3 +75,20 @@ def test_every_stage_tells_kstatus_where_it_is(
     assert is_true(status, ConditionType.READY) is ready
     assert is_true(status, ConditionType.RECONCILING) is reconciling
     assert is_true(status, ConditionType.STALLED) is stalled
+
+
+def test_admitted_follows_the_queue() -> None:
+    status, told = FineTuneJobStatus(), []
+    for reason in ("Provisioning", "Queued", "Unschedulable", "Queued", "Training"):
+        stage = Stage.RUNNING if reason == "Training" else Stage.STARTING
+        status = describe(status, Situation(stage, reason, reason.lower()), NOW, 1)
+        found = find(status, ConditionType.ADMITTED)
+        assert found is not None
+        told.append((found.status, found.reason, found.message))
+    assert told == [
+        ("True", "Admitted", "there is no queue to wait for"),
+        ("False", "Queued", "queued"),
+        ("True", "Admitted", "the queue let it go"),
+        ("False", "Queued", "queued"),
+        ("True", "Admitted", "the queue let it go"),
+    ]

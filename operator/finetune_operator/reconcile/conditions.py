@@ -33,6 +33,7 @@ class Reason(StrEnum):
 
     ACCEPTED = "Accepted"
     ADMITTED = "Admitted"
+    QUEUED = "Queued"
     PROVISIONING = "Provisioning"
     STARTING = "Starting"
     TRAINING = "Training"
@@ -207,6 +208,9 @@ def set_condition(
     return [*made, new.model_copy(update={"last_transition_time": rfc3339(now)})]
 
 
+_GOES_ON = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
+
+
 def describe(
     status: FineTuneJobStatus, situation: Situation, now: datetime, generation: int
 ) -> FineTuneJobStatus:
@@ -227,15 +231,19 @@ def describe(
 
     if ConditionType.ACCEPTED not in row.says and not is_true(status, ConditionType.ACCEPTED):
         say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
-    is_admitted = row.says.get(ConditionType.ACCEPTED, True)
-    if is_admitted and find(status, ConditionType.ADMITTED) is None:
+    admitted = find(status, ConditionType.ADMITTED)
+    if situation.reason == Reason.QUEUED:
+        say(ConditionType.ADMITTED, False, Reason.QUEUED, situation.message)
+    elif admitted is not None and admitted.status == "False" and situation.stage in _GOES_ON:
+        say(ConditionType.ADMITTED, True, Reason.ADMITTED, "the queue let it go")
+    elif admitted is None and row.says.get(ConditionType.ACCEPTED, True):
         say(ConditionType.ADMITTED, True, Reason.ADMITTED, "there is no queue to wait for")
     for kind, value in row.says.items():
         say(kind, value, situation.reason, situation.message)
     if ConditionType.STALLED not in row.says:
         say(ConditionType.STALLED, False, situation.reason, situation.message)
     was_suspended = find(status, ConditionType.SUSPENDED) is not None
-    if was_suspended and situation.stage in (Stage.STARTING, Stage.RUNNING, Stage.RESTARTING):
+    if was_suspended and situation.stage in _GOES_ON:
         say(ConditionType.SUSPENDED, False, Reason.RESUMED, "spec.suspend is false")
     if (last := status.checkpoint.last) is not None:
         text = f"the newest committed checkpoint is of step {last.step}"
