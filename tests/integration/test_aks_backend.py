@@ -31,11 +31,13 @@ from finetune_operator.errors import TransientError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.errors import ForbiddenError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,
     FINE_TUNE_PROFILES,
     JOBS,
+    NAMESPACES,
     NETWORK_POLICIES,
     PODS,
     SERVICES,
@@ -364,3 +366,22 @@ def test_the_last_lines_of_the_guilty_pod_outlive_it(
         f"the last lines of pod {name}:",
         "(none)",  # as it never had a node
     ]
+
+
+def test_pods_keep_to_the_restricted_pod_security_standard_but_for_infiniband(
+    api: Api, namespace: str
+) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    api.run(api.client.patch(NAMESPACES, namespace, None, {"metadata": {"labels": labels}}))
+    accounts = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+    wait_until(lambda: api.get(accounts, namespace, "default"), 10)
+
+    def create_pod(name: str) -> None:
+        template = CASES[name].request().objects[-1]["spec"]["template"]
+        made = {**template, "metadata": {**template["metadata"], "name": name}}
+        api.run(api.client.create(PODS, made, namespace))
+
+    create_pod("one-node-on-the-cpu")
+    create_pod("two-nodes-spot")
+    with pytest.raises(ForbiddenError, match='must not include "IPC_LOCK"'):
+        create_pod("rdma-packed")

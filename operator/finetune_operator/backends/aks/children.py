@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_operator.backends.aks.names import CONTROLLER_LABEL, AttemptName
-from finetune_operator.kube.cache import Key, job_key_of
+from finetune_operator.kube.cache import Key
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import JOBS, PODS, Object
+
+_KEPT_OF_JOB = ("suspend", "parallelism", "completions")
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class Children:
 
     def note(self, made: Object) -> None:
         """Take in the answer to a write of a batch Job, so that the next look sees it."""
-        if job_key_of(made) is not None:
-            self.cluster.cache(JOBS).put(made)
+        # Without the pod template, as the watch keeps it: hundreds of them stay here.
+        spec = {key: made["spec"][key] for key in _KEPT_OF_JOB if key in made["spec"]}
+        self.cluster.cache(JOBS).put({**made, "spec": spec})
 
 
 def owner_of(made: Mapping[str, Any]) -> dict[str, str]:
