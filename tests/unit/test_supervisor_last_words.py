@@ -18,7 +18,7 @@ from finetune_trainer.launch.last_words import (
     EndedBy,
     RankExit,
     agree,
-    with_progress,
+    with_published,
     write_termination,
 )
 from finetune_trainer.launch.report import RankReport
@@ -206,7 +206,7 @@ def test_a_killed_ranks_last_words_take_step_and_checkpoint_from_progress(tmp_pa
     killed = Termination(
         failure_class=FailureClass.WORKER_LOST, exit_code=ExitCode.KILLED, message="killed"
     )
-    told = with_progress(killed, tmp_path, attempt=2)
+    told = with_published(killed, tmp_path, attempt=2)
     assert (told.step, told.checkpoint, told.progress) == (9, checkpoint, progress)
-    assert with_progress(killed, tmp_path, attempt=3) == killed
-    assert with_progress(killed, tmp_path / "nowhere", attempt=2) == killed
+    assert with_published(killed, tmp_path, attempt=3) == killed
+    assert with_published(killed, tmp_path / "nowhere", attempt=2) == killed

@@ -117,24 +117,24 @@ def write_termination(path: Path, termination: Termination) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def with_progress(termination: Termination, run_dir: Path, attempt: int) -> Termination:
-    """Add the step, the checkpoint and the progress that rank 0 published, where they are missing.
-
-    A rank that was killed could not say them.
-    """
+def with_published(termination: Termination, run_dir: Path, attempt: int) -> Termination:
+    """Add what rank 0 published, where it is missing: a rank that was killed could not say it."""
     if termination.progress is not None:
         return termination
     try:
         progress = Progress.read(run_dir / "progress.json")
     except (OSError, ValidationError):
         return termination  # rank 0 may be on another node, or had nothing to tell yet
-    if progress.attempt != attempt:
-        return termination
+    return with_progress(termination, progress) if progress.attempt == attempt else termination
+
+
+def with_progress(termination: Termination, progress: Progress) -> Termination:
+    """Add the progress, and the step and the checkpoint in it, where they are missing."""
     return termination.model_copy(
         update={
             "step": termination.step or progress.step,
             "checkpoint": termination.checkpoint or progress.checkpoint,
-            "progress": progress,
+            "progress": termination.progress or progress,
         }
     )
 

@@ -24,7 +24,7 @@ from finetune_trainer.control import StopSignal, Verdict, guard
 from finetune_trainer.launch.last_words import (
     agree,
     preempted_before_training,
-    with_progress,
+    with_published,
     write_termination,
 )
 from finetune_trainer.launch.oom import count_oom_kills
@@ -60,7 +60,7 @@ class Supervisor:
         with TemporaryDirectory(prefix="finetune-ranks-") as folder:
             termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=_explain)
         config = self._config
-        termination = with_progress(termination, Path(config.run_dir), config.job.attempt)
+        termination = with_published(termination, Path(config.run_dir), config.job.attempt)
         say_last_words(termination, config.termination_path)
         return termination
 

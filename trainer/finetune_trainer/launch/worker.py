@@ -19,6 +19,7 @@ from typing import NoReturn, cast
 from finetune_trainer.config import ExitCode, Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal, Verdict, guard, leave
 from finetune_trainer.errors import ConfigError, OutputNotWritableError, TrainerError
+from finetune_trainer.launch.last_words import with_progress
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -153,17 +154,13 @@ def _close(telemetry: Telemetry, termination: Termination) -> Termination:
     """Write the end into the outlets, and what they know into the last words."""
     if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
         telemetry.phase(Phase.DONE)
-    progress = telemetry.progress
-    last_words = termination.model_copy(
-        update={
-            "step": termination.step or progress.step,
-            "checkpoint": termination.checkpoint or progress.checkpoint,
-            "artifacts": termination.artifacts or telemetry.artifact_paths,
-        }
+    artifacts = termination.artifacts or telemetry.artifact_paths
+    last_words = with_progress(
+        termination.model_copy(update={"artifacts": artifacts}), telemetry.progress
     )
-    telemetry.log("ended", termination=last_words)
+    telemetry.log("ended", termination=last_words.model_copy(update={"progress": None}))
     telemetry.close()
-    return last_words.model_copy(update={"progress": termination.progress or telemetry.progress})
+    return last_words
 
 
 def _load(entry: str) -> Entry:

@@ -10,22 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer
-from finetune_trainer.world import World
+from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
 
 
-class DdpStrategy:
+class DdpStrategy(NativeStrategy):
     """`torch.nn.parallel.DistributedDataParallel` around the loss module."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
-        self._config = config
-        self._world = world
-        self._module: CausalLoss
-        self._wrapped: nn.Module
-        self._optimizer: NativeOptimizer
+    _wrapped: nn.Module
 
     def prepare(self, module: CausalLoss) -> None:
         """Wrap the module and make the optimizer.
@@ -60,19 +53,11 @@ class DdpStrategy:
             self._optimizer.scaled(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
-    def step(self, learning_rate: float, max_norm: float) -> Tensor:
-        """Clip and update; what one rank's gradients make not finite is so on all, averaged."""
-        return self._optimizer.step(learning_rate, max_norm)
-
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one batch; ranks may call it a different number of times."""
         with torch.no_grad(), self._autocast():
             loss_sum: Tensor = self._module(**inputs)
         return loss_sum
-
-    def state(self) -> dict[str, Any]:
-        """Return live trained parameters and moments under the unwrapped model's names."""
-        return self._optimizer.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Do nothing: a restore has written into the live tensors."""
@@ -80,11 +65,6 @@ class DdpStrategy:
     def whole_model(self) -> nn.Module | None:
         """Return the model on rank 0: every rank holds all of it."""
         return self.model if self._world.is_main else None
-
-    @property
-    def model(self) -> nn.Module:
-        """The unwrapped transformers or peft model."""
-        return self._module.model
 
     def _autocast(self) -> torch.autocast:
         narrow = NARROW.get(self._config.training.precision)

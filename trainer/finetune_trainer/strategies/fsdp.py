@@ -25,7 +25,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss, base_of
-from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer
+from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.skeleton import empty_copy, filled
 from finetune_trainer.world import World, gather_objects
 
@@ -34,16 +34,13 @@ from finetune_trainer.world import World, gather_objects
 _SHARE_OF_FREE_MEMORY = 0.5
 
 
-class FsdpStrategy:
+class FsdpStrategy(NativeStrategy):
     """`torch.distributed.fsdp.fully_shard` on every decoder layer and on the loss module."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
-        self._config = config
-        self._world = world
+        super().__init__(config, world)
         self._mesh = _mesh(config, world)
-        self._module: CausalLoss
         self._sharded: list[FSDPModule]
-        self._optimizer: NativeOptimizer
         self._skeleton: nn.Module | None = None
         self._reshards = True
 
@@ -83,19 +80,11 @@ class FsdpStrategy:
         self._optimizer.scaled(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
-    def step(self, learning_rate: float, max_norm: float) -> Tensor:
-        """Clip and update this rank's shards by a norm that all ranks share."""
-        return self._optimizer.step(learning_rate, max_norm)
-
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one batch; every rank must call it equally often."""
         with torch.no_grad():
             loss_sum: Tensor = self._module(**inputs)
         return loss_sum
-
-    def state(self) -> dict[str, Any]:
-        """Return live shards of trained parameters and moments, as `DTensor`s."""
-        return self._optimizer.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Give up gathered weights: a restore has written into the shards behind them."""
@@ -114,11 +103,6 @@ class FsdpStrategy:
         if self._skeleton is None:
             return None
         return filled(self._skeleton, weights).train(self.model.training)
-
-    @property
-    def model(self) -> nn.Module:
-        """The unwrapped transformers or peft model, its parameters divided over the ranks."""
-        return self._module.model
 
     def _shard(self, module: CausalLoss) -> list[FSDPModule]:
         """Shard the decoder layers, then the module itself; it comes last."""

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from finetune_trainer.config import TrainingConfig
+from finetune_trainer.config import TrainConfig, TrainingConfig
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.world import World
 
 # The type of forward and backward where it is not that of the trained parameters.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,11 +36,8 @@ class NativeOptimizer:
     ) -> None:
         """Make the optimizer with its state, so that a checkpoint can be read into it in place.
 
-        Args:
-            model: The unwrapped model; its parameters are plain tensors or `DTensor`s.
-            training: Precision, weight decay and learning rate.
-            device: Where norm and loss scale are computed.
-            shards: The ranks among which every gradient is divided, if it is.
+        Parameters of `model` are plain tensors or `DTensor`s, whose gradients are divided among
+        the ranks of `shards`. Norm and loss scale are computed on `device`.
 
         Raises:
             ConfigError: a trained parameter is stored in another type than the precision asks for.
@@ -112,6 +111,29 @@ class NativeOptimizer:
         grown = (self._good_steps == GROWTH_INTERVAL).float()
         self._scale.mul_(1 + grown - found_inf / 2)
         self._good_steps.mul_(1 - grown)
+
+
+class NativeStrategy:
+    """What torch's own strategies have in common: the loss module, and this optimizer."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self._config = config
+        self._world = world
+        self._module: CausalLoss
+        self._optimizer: NativeOptimizer
+
+    def step(self, learning_rate: float, max_norm: float) -> Tensor:
+        """Clip and update; where one rank's gradients are not finite the norm of all is not."""
+        return self._optimizer.step(learning_rate, max_norm)
+
+    def state(self) -> dict[str, Any]:
+        """Return the live tensors that this rank trains with, `DTensor`s where they are sharded."""
+        return self._optimizer.state()
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped transformers or peft model, its parameters perhaps sharded."""
+        return self._module.model
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
