@@ -14,7 +14,7 @@ from typing import Any
 from finetune_trainer.config import Termination, TrainConfig
 
 _TESTS = Path(__file__).parent
-ENTRIES = _TESTS / "rank_entries.py"
+MAIN = _TESTS / "stand_in_main.py"
 
 
 def train_config(folder: Path, **changes: Any) -> TrainConfig:
@@ -92,7 +92,7 @@ def launch(config: TrainConfig, entry: str, environ: Mapping[str, str] | None = 
     path = Path(config.termination_path).parent / "config.json"
     path.write_text(config.to_json())
     process = subprocess.Popen(
-        [sys.executable, str(ENTRIES), str(path), entry],
+        [sys.executable, str(MAIN), str(path), entry],
         env=clean_environment(**(environ or {})),
         stderr=subprocess.PIPE,
         text=True,

@@ -1,19 +1,17 @@
 """Stand-ins for `finetune_trainer.rank:run`: what a rank may do, without a model.
 
-Run as a program it is `python -m finetune_trainer` with one of them: CONFIG ENTRY. What a rank
-does beside its peers is named by the environment: ACT on rank ACT_RANK.
+`stand_in_main` runs them. What a rank does beside its peers is named by the environment: ACT on
+rank ACT_RANK.
 """
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from finetune_trainer.__main__ import main
 from finetune_trainer.config import (
     CheckpointRef,
     ExitCode,
@@ -138,6 +136,3 @@ _ACTS: dict[str, Callable[[], None]] = {
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sigsegv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
-
-if __name__ == "__main__":
-    main(sys.argv[1:-1], entry=f"rank_entries:{sys.argv[-1]}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from finetune_trainer.config import Termination, TrainConfig
-from launches import ENTRIES, clean_environment, free_port, is_alive, train_config, until
+from launches import MAIN, clean_environment, free_port, is_alive, train_config, until
 
 SCRIPTS = Path(sys.executable).parent
 
@@ -31,7 +31,7 @@ class Job:
         path = Path(self.config.termination_path).parent / "config.json"
         path.write_text(self.config.to_json())
         process = subprocess.Popen(
-            [*command, str(ENTRIES), str(path), entry],
+            [*command, str(MAIN), str(path), entry],
             # What torchrun and accelerate warn of is theirs.
             env=clean_environment(PYTHONWARNINGS="default", **environ),
             stderr=subprocess.PIPE,
