@@ -190,6 +190,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     assert reason in str(caught.value)
 
 
+@pytest.mark.parametrize("saved_in_fp16", [True, False])
+def test_a_run_goes_on_in_another_precision_without_the_loss_scale(
+    tmp_path: Path, saved_in_fp16: bool
+) -> None:
+    scaled = {"scaler": {"scale": torch.tensor(256.0)}}
+    store = open_store(tmp_path)
+    store.save(1, make_state(1) | (scaled if saved_in_fp16 else {}))
+    store.wait()
+    state = make_state(0) | ({} if saved_in_fp16 else {"scaler": {"scale": torch.tensor(8.0)}})
+    manifest = open_store(tmp_path).restore(state)
+    assert manifest is not None
+    assert tensors_differ(state, make_state(1)) == []
+    assert saved_in_fp16 or state["scaler"]["scale"] == 8, "it begins anew"
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from finetune_trainer.config import TrainConfig
@@ -246,6 +247,17 @@ def test_an_adapter_of_another_shape_is_refused_with_the_difference(
     chosen = {"r": 4, "target_modules": ("q_proj", "v_proj"), "start_from": str(adapter)}
     with pytest.raises(ConfigError, match=rf"^spec\.method\.lora\.startFrom .*{sentence}"):
         trained(settings(folder, method__lora=chosen | changes))
+
+
+def test_an_adapter_of_another_base_is_refused(folder: Path, adapter: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(adapter, tmp_path / "other")
+    tensors = load_file(other / "adapter_model.safetensors")
+    wider = {name: torch.cat([t, t], -1) if "lora_A" in name else t for name, t in tensors.items()}
+    save_file(wider, other / "adapter_model.safetensors")
+    chosen = {"r": 4, "target_modules": ("q_proj", "v_proj"), "start_from": str(other)}
+    said = r"belongs to another base model: its .*lora_A.* is \(4, 128\), here \(4, 64\); set spec"
+    with pytest.raises(ConfigError, match=rf"^spec\.method\.lora\.startFrom .*{said}"):
+        trained(settings(folder, method__lora=chosen))
 
 
 def test_a_damaged_adapter_is_refused(folder: Path, adapter: Path, tmp_path: Path) -> None:

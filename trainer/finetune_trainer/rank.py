@@ -261,8 +261,8 @@ def _finish_saving(run: Run) -> None:
     """Wait for the last checkpoint; when it failed, the trained model is exported all the same."""
     try:
         committed = run.store.wait()
-    except CheckpointError as error:
-        run.telemetry.warn(f"{error}; the trained model is exported from memory")
+    except CheckpointError:  # the store has told it
+        run.telemetry.warn("the trained model is exported from memory, without a last checkpoint")
         return
     report_commit(run, committed)
 

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import Metadata
 
 State = dict[str, Any]
+
+LOSS_SCALE = "scaler"  # the section that only runs in fp16 have
 
 
 class Snapshot:
@@ -172,12 +175,25 @@ def _exact_planner() -> Any:
         """Refuses a checkpoint that holds more than the state asks for.
 
         DCP reports only what is missing; an optimizer that was not initialised would silently
-        start from nothing.
+        start from nothing. The loss scale alone may be on one side only: it finds its place anew
+        when a run goes on in fp16, or is of no use when it goes on in another precision.
         """
+
+        def set_up_planner(
+            self,
+            state_dict: State,
+            metadata: "Metadata | None" = None,
+            is_coordinator: bool = False,
+        ) -> None:
+            assert metadata is not None, "DCP has read it by now"
+            if not any(map(_is_loss_scale, metadata.state_dict_metadata)):
+                state_dict = {key: state_dict[key] for key in state_dict if key != LOSS_SCALE}
+            super().set_up_planner(state_dict, metadata, is_coordinator)
 
         def create_local_plan(self) -> LoadPlan:
             assert self.metadata is not None, "DCP sets the metadata before it asks for a plan"
-            left_over = sorted(self.metadata.state_dict_metadata.keys() - self.state_dict.keys())
+            held = self.metadata.state_dict_metadata.keys() - self.state_dict.keys()
+            left_over = sorted(name for name in held if not _is_loss_scale(name))
             if left_over:
                 raise ValueError(
                     f"it holds {len(left_over)} values that this run has no place for, first "
@@ -186,6 +202,10 @@ def _exact_planner() -> Any:
             return super().create_local_plan()
 
     return ExactPlanner()
+
+
+def _is_loss_scale(name: str) -> bool:
+    return name.startswith(f"{LOSS_SCALE}.")
 
 
 def _failures(error: "CheckpointException") -> str:

@@ -156,10 +156,15 @@ def _start_from(model: "PeftModel", folder: Path) -> None:
             f"{field} adapts {_adapted(found)}, this job {_adapted(wanted)}, or not the same number"
             " of them; set spec.method.lora.targetModules to what the adapter has"
         )
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            raise ConfigError(
+                f"{field} belongs to another base model: its {name} is {tuple(found[name].shape)}, "
+                f"here {tuple(tensor.shape)}; set spec.model.source to that base, or remove it"
+            )
     if model.device.type == "meta":
         return  # rank 0 hands out its weights
-    with explained(f"{field}: the adapter"):  # a shape of another base model
-        set_peft_model_state_dict(model, found)
+    set_peft_model_state_dict(model, found)
 
 
 def _adapted(names: Iterable[str]) -> str:
