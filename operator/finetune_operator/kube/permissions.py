@@ -1,0 +1,67 @@
+"""What the operator may do in a cluster: the table behind the chart's roles.
+
+`charts/generate.py` writes it into the chart. A test compares it with every call of a client in
+the kernel and the aks backend, so it grants what they ask for and nothing else.
+"""
+
+from dataclasses import dataclass
+
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    EVENTS,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    LEASES,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICES,
+    Object,
+    Resource,
+)
+
+
+@dataclass(frozen=True)
+class Permission:
+    """Verbs on one kind.
+
+    Attributes:
+        verbs: As RBAC spells them.
+        subresource: Such as `status`; empty for the objects themselves.
+    """
+
+    resource: Resource
+    verbs: tuple[str, ...]
+    subresource: str = ""
+
+    def to_rule(self) -> Object:
+        """Return the rule of a Role or ClusterRole."""
+        plural = self.resource.plural
+        return {
+            "apiGroups": [self.resource.group],
+            "resources": [f"{plural}/{self.subresource}" if self.subresource else plural],
+            "verbs": list(self.verbs),
+        }
+
+
+WHERE_JOBS_ARE = (
+    Permission(FINE_TUNE_JOBS, ("delete", "get", "list", "patch", "watch")),
+    Permission(FINE_TUNE_JOBS, ("patch",), "status"),
+    # Children keep their job until they are gone (blockOwnerDeletion); clusters with the admission
+    # plugin OwnerReferencesPermissionEnforcement ask for this right before they accept one.
+    Permission(FINE_TUNE_JOBS, ("update",), "finalizers"),
+    Permission(JOBS, ("create", "delete", "get", "list", "patch", "watch")),
+    Permission(PODS, ("delete", "list", "watch")),
+    Permission(PODS, ("get",), "log"),
+    Permission(SERVICES, ("create", "get")),
+    Permission(ENDPOINT_SLICES, ("create", "get", "patch")),
+    Permission(NETWORK_POLICIES, ("create", "get")),
+    Permission(EVENTS, ("create", "list")),
+)
+"""In every namespace that is served."""
+
+CLUSTER_WIDE = (Permission(FINE_TUNE_PROFILES, ("list", "watch")),)
+"""Kinds that live in no namespace, also where only some namespaces are served."""
+
+FOR_THE_LEASE = (Permission(LEASES, ("create",)), Permission(LEASES, ("get", "update")))
+"""In the operator's namespace; RBAC can hold only the second to the Lease's name."""

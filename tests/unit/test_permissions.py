@@ -1,0 +1,107 @@
+"""The operator's rights are exactly what its code asks the API server for."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune_operator.backends.aks.backend import AksBackend
+from finetune_operator.backends.aks.submit import CHILD_KINDS
+from finetune_operator.kernel.watches import WATCHED
+from finetune_operator.kube import permissions, resources
+from finetune_operator.kube.permissions import Permission
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, LEASES, PODS, Resource
+
+PACKAGE = Path(permissions.__file__).parents[1]
+SOURCES = sorted(
+    path for folder in ("kernel", "backends/aks") for path in (PACKAGE / folder).rglob("*.py")
+)
+VERBS = {
+    "create": "create",
+    "delete": "delete",
+    "get": "get",
+    "list": "list",
+    "patch": "patch",
+    "replace": "update",
+    "watch": "watch",
+}
+# What calls name by a variable: the kinds it may hold.
+VARIABLES = {
+    ("backends/aks/submit.py", "resource"): set(CHILD_KINDS.values()),
+    ("kernel/watches.py", "self.watched.resource"): {
+        WATCHED[kind].resource for kind in AksBackend.watches
+    },
+}
+NOT_CALLED = {(FINE_TUNE_JOBS, "update", "finalizers")}
+"""Asked for by an admission plugin when a child is created."""
+
+Right = tuple[Resource, str, str]
+
+
+def calls_of(path: Path) -> Iterator[Right]:
+    """Yield what a file asks a client or kopf for; a kind that cannot be told is a KeyError."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        caller, verb = ast.unparse(node.func.value), node.func.attr
+        if (caller, verb) == ("kopf.on", "event"):
+            kind = resource_called(ast.unparse(node.args[0]).removesuffix(".group"))
+            yield from ((kind, "list", ""), (kind, "watch", ""))
+        elif caller.lstrip("_").endswith("client") and verb == "log":
+            yield (PODS, "get", "log")
+        elif caller.lstrip("_").endswith("client") and verb in VERBS:
+            for subresource in subresources_of(node):
+                for kind in kinds_of(path, ast.unparse(node.args[0])):
+                    yield (kind, VERBS[verb], subresource)
+
+
+def kinds_of(path: Path, argument: str) -> set[Resource]:
+    if argument.isupper():
+        return {resource_called(argument)}
+    return VARIABLES[(path.relative_to(PACKAGE).as_posix(), argument)]
+
+
+def resource_called(name: str) -> Resource:
+    found = getattr(resources, name)
+    assert isinstance(found, Resource)
+    return found
+
+
+def subresources_of(call: ast.Call) -> set[str]:
+    for keyword in call.keywords:
+        if keyword.arg == "subresource":
+            given = ast.walk(keyword.value)
+            values = {one.value for one in given if isinstance(one, ast.Constant)}
+            return {str(value or "") for value in values}
+    return {""}
+
+
+def rights(table: tuple[Permission, ...]) -> set[Right]:
+    return {(one.resource, verb, one.subresource) for one in table for verb in one.verbs}
+
+
+def test_table_of_rights_is_what_kernel_and_backend_call_and_no_more() -> None:
+    called = {right for path in SOURCES for right in calls_of(path)}
+
+    granted = rights(permissions.WHERE_JOBS_ARE + permissions.CLUSTER_WIDE)
+    assert granted | rights(permissions.FOR_THE_LEASE) == called | NOT_CALLED
+
+
+def test_each_role_holds_what_lives_where_it_is_bound() -> None:
+    assert all(one.resource.namespaced for one in permissions.WHERE_JOBS_ARE)
+    assert not any(one.resource.namespaced for one in permissions.CLUSTER_WIDE)
+    assert {one.resource for one in permissions.FOR_THE_LEASE} == {LEASES}
+
+
+def test_a_call_that_no_right_covers_would_be_found(tmp_path: Path) -> None:
+    source = tmp_path / "new.py"
+    source.write_text(
+        "async def go(self):\n"
+        "    await self._client.patch(SECRETS, 'a', 'b', {}, subresource='status' if x else None)\n"
+        "    async for line in client.log('pod', 'b'): pass\n"
+    )
+
+    assert set(calls_of(source)) == {
+        (resources.SECRETS, "patch", ""),
+        (resources.SECRETS, "patch", "status"),
+        (PODS, "get", "log"),
+    }
