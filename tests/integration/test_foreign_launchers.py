@@ -1,6 +1,6 @@
 """The trainer under other launchers: how a run ends is in the last words, whatever they make of it.
 
-Their exit codes are their own: torchrun and mpirun turn every failure into 1.
+Their exit codes are their own: torchrun turns every failure into 1.
 """
 
 import os

@@ -12,10 +12,25 @@ import pytest
 import yaml
 
 from finetune_operator.api.validate import load_job
+from finetune_trainer.config import Termination, TrainConfig
+from launches import clean_environment
+from tiny_run import write_inputs
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/tutorial.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/tutorial.md", "docs/trainer.md")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SMALL_JOB = """
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: shown}
+spec:
+  model: {source: "file://./model", baseName: org/tiny}
+  dataset: {source: "file://./train.jsonl"}
+  method: {type: lora, lora: {r: 4}}
+  training: {globalBatchSize: 2, maxSeqLength: 64, maxSteps: 2, learningRate: 1e-3}
+  topology: {gpusPerNode: 0, processesPerNode: 2}
+  backend: {type: local, local: {threadsPerProcess: 1}}
+"""
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,39 @@ def test_readme_manifest_is_the_quickstart(tmp_path: Path) -> None:
 
     assert shown.spec == shipped.spec
     assert len(manifest.splitlines()) <= 14
+
+
+def test_the_trainer_runs_under_every_launcher_as_its_page_shows(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "job.yaml").write_text(SMALL_JOB)
+    page = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    first, *launches = [text for language, text in BLOCK.findall(page) if language == "sh"]
+    place = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+    def run(commands: str) -> None:
+        done = subprocess.run(
+            ["bash", "-ec", commands],
+            cwd=tmp_path,
+            env={**clean_environment(PYTHONWARNINGS="default"), **place, **root},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+    run(first)
+    config = TrainConfig.read(tmp_path / "config.json")
+    assert [commands.split()[0] for commands in launches] == [
+        "python",
+        "torchrun",
+        "accelerate",
+        "mpirun",
+    ]
+    for commands in launches:
+        if shutil.which(commands.split()[0]) or commands.startswith(("torchrun", "accelerate")):
+            Path(config.termination_path).unlink(missing_ok=True)
+            run(commands)
+            assert Termination.read(Path(config.termination_path)).exit_code == 0, commands
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
