@@ -137,6 +137,12 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         ),
         pytest.param(
             "rows.jsonl",
+            b'{"text": "a"}\n{"text": \n{"text": "c"}\n',
+            "line 2 is not JSON: Expecting value at column 9; correct or delete the line",
+            id="a line that breaks off",
+        ),
+        pytest.param(
+            "rows.jsonl",
             b'{"text": "a"}\n[1, 2]\n',
             "line 2 is a JSON list; a row must be an object with named columns",
             id="a line that is no object",

@@ -176,7 +176,7 @@ def _line_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _json_row(f"{file} line {number}", _parse(line, file, number))
+                yield _json_row(f"{file} line {number}", _parse(line.rstrip(), file, number))
 
 
 def _array_rows(file: Path) -> Iterator[Row]:
