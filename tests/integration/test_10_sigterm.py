@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from finetune_trainer.checkpoint.commit import ledger
-from finetune_trainer.config import ControlConfig, ExitCode, FailureClass, TrainConfig
+from finetune_trainer.config import (
+    ControlConfig,
+    ExitCode,
+    FailureClass,
+    StrategyConfig,
+    TrainConfig,
+)
 from finetune_trainer.control import StopSignal
 from finetune_trainer.errors import Preempted
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE
@@ -100,6 +106,16 @@ def test_all_ranks_leave_together_and_the_next_attempt_goes_on(
         tensors(Path(made.checkpoint.dir) / f"step-{STEPS}") for made in (config, unbroken)
     )
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_no_rank_is_left_alone_while_sharded_weights_are_gathered(
+    inputs: Path, tmp_path: Path
+) -> None:
+    config = run_config(inputs, tmp_path / "run", 2, max_steps=2)
+    config = config.model_copy(update={"strategy": StrategyConfig(type="fsdp")})
+    for place in ("answering@0:rank=1", "answering@0:rank=0"):
+        ranks = Ranks(config, {ENV_FAILPOINT: f"{place}:SIGTERM"})
+        assert ranks.codes() == [ExitCode.PREEMPTED] * 2, place
 
 
 def test_tokenising_is_broken_off_at_once(inputs: Path, tmp_path: Path) -> None:

@@ -121,15 +121,15 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
     if first_step == 0:
         if run.evaluate is not None:
             evaluate(run, 0)
-        unless_stopped(agreement, stop, partial(_answer_prompts, run, tokenizer, when="before"))
+        _answer_prompts(run, tokenizer, when="before")
     if agreement.any(stop.requested):
         raise preempted(stop)
     is_trained = run.patience.is_over or first_step == run.plan.total_steps
     last_step = first_step if is_trained else train(run, first_step)
     _finish_saving(run)
     message = _choose_weights(run, last_step)
-    unless_stopped(agreement, stop, partial(_answer_prompts, run, tokenizer, when="after"))
-    artifacts = unless_stopped(agreement, stop, partial(_export, run, tokenizer))
+    _answer_prompts(run, tokenizer, when="after")
+    artifacts = _export(run, tokenizer)
     run.telemetry.phase(Phase.DONE)
     return Termination(
         failure_class=FailureClass.COMPLETED,
@@ -292,23 +292,31 @@ def _answer_prompts(
         return
     run.telemetry.phase(Phase.ANSWERING)
     reach("answering", run.plan.total_steps if when == "after" else 0)
-    model = run.strategy.whole_model()
-    if model is None:
-        return
-    for prompt in prompts:
-        run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
+    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
+
+    def work() -> None:
+        if model is None:
+            return
+        for prompt in prompts:
+            run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
+
+    unless_stopped(run.agreement, run.stop, work)
 
 
 def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
     """Write the trained model from rank 0, and return the paths of what was written there."""
     telemetry = run.telemetry
     telemetry.phase(Phase.EXPORTING)
-    model = run.strategy.whole_model()
-    if model is None:
-        return ()
-    reach("exporting", run.plan.total_steps)
-    artifacts = export(
-        model, tokenizer, run.config, progress=telemetry.progress, warn=telemetry.warn
-    )
-    telemetry.artifacts(artifacts)
-    return artifacts
+    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
+
+    def work() -> tuple[str, ...]:
+        if model is None:
+            return ()
+        reach("exporting", run.plan.total_steps)
+        artifacts = export(
+            model, tokenizer, run.config, progress=telemetry.progress, warn=telemetry.warn
+        )
+        telemetry.artifacts(artifacts)
+        return artifacts
+
+    return unless_stopped(run.agreement, run.stop, work)
