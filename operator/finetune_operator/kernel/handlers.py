@@ -91,6 +91,8 @@ class KopfThread:
                 clusterwide=not self._options.namespaces,
                 namespaces=self._options.namespaces,
                 standalone=True,
+                # Left to kopf it asks for the user's name, and ends where a container's has none.
+                identity=_THREAD,  # type: ignore[arg-type]  # a NewType that kopf does not export
                 stop_flag=self._stop,
             )
         finally:
