@@ -64,9 +64,6 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
     strategy = create(config, world)
-    alone = single_process_warning(config)
-    if alone is not None:
-        telemetry.warn(alone)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
@@ -182,15 +179,14 @@ def _tell_data(
     dataset: TokenDataset,
     held_out: TokenDataset | None,
 ) -> None:
-    """Report what became of the rows, and how many steps they make."""
+    """Report what became of the rows, how many steps they make, and what a user should know."""
     reports = [plan.report(dataset.report), held_out.report if held_out is not None else None]
     telemetry.data(*reports)
     telemetry.plan(plan.total_steps)
-    for sentence in (s for report in reports if report is not None for s in report.warnings):
+    of_rows = [sentence for report in reports if report for sentence in report.warnings]
+    of_run = (warmup_warning(config.training, plan.total_steps), single_process_warning(config))
+    for sentence in (*of_rows, *filter(None, of_run)):
         telemetry.warn(sentence)
-    rising = warmup_warning(config.training, plan.total_steps)
-    if rising is not None:
-        telemetry.warn(rising)
 
 
 def _tell_length(telemetry: Telemetry, dataset: TokenDataset, module: CausalLoss) -> None:

@@ -248,7 +248,6 @@ def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     # Where DeepSpeed is installed transformers imports it, whatever the strategy, and it guesses.
     os.environ["DS_ACCELERATOR"] = config.world.device
     if config.world.device == "cpu":
-        torch.set_num_threads(config.world.threads_per_process)
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if launch.local_rank >= num_gpus:
