@@ -1,6 +1,7 @@
 """The chart: what follows from the code is up to date, and what helm makes of it is as meant."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pydantic.alias_generators import to_camel, to_snake
 
 from finetune_operator import __version__
 from finetune_operator.api.crd import crd_files
+from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks.network import OPERATOR_LABELS
 from finetune_operator.kernel.settings import PREFIX, Settings, read_settings
 from finetune_operator.kube import permissions
@@ -127,6 +129,15 @@ def test_schema_names_every_value_and_refuses_others() -> None:
         return schema()["definitions"][reference.rpartition("/")[2]] if reference else described
 
     compare(default_values(), schema(), "values")
+
+
+def test_profile_that_the_installation_page_shows_is_one() -> None:
+    page = (ROOT / "docs" / "installation.md").read_text()
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    profile = FineTuneProfile.model_validate(yaml.safe_load(shown))
+
+    assert profile.spec.allow.claims == ["models"]
 
 
 @needs_helm
