@@ -77,7 +77,7 @@ class TrainingSpec(ApiModel):
     precision: Precision = Field(
         Precision.AUTO,
         description="bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or "
-        "fp32; auto is bf16 on a GPU that has it and fp32 on a CPU.",
+        "fp32; auto is bf16 on a GPU and fp32 on a CPU.",
     )
     compile: bool = Field(
         False,
