@@ -70,7 +70,7 @@ def test_packing_is_refused_where_layers_carry_state_across_documents(tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(ConfigError, match=r"^spec.data.packing .* carry state .* to false$"):
+    with pytest.raises(ConfigError, match=r"^spec.training.packing .* carry state .* to false$"):
         prepare_model(model, train_config(tmp_path), CPU, lambda: pack([(9, 7)]))
 
 
