@@ -2,31 +2,25 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launches import Launch, is_alive, launch, train_config, until
+from launches import Launch, is_alive, train_config, until
 
 Start = Callable[..., Launch]
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Start]:
-    """Start main processes that may restart their ranks, and end those a failed test left."""
-    launches: list[Launch] = []
+def started(start: Start, tmp_path: Path) -> Start:
+    """Start a main process that may restart its ranks."""
 
-    def start(entry: str, restarts: int, **environ: str) -> Launch:
+    def started(entry: str, restarts: int, **environ: str) -> Launch:
         config = train_config(tmp_path, world={"restarts_in_place": restarts})
-        launches.append(launch(config, entry, environ))
-        return launches[-1]
+        return start(config, entry, environ)
 
-    yield start
-    for one in launches:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.wait()
+    return started
 
 
 def starts(run: Launch) -> int:

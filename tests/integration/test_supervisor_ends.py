@@ -11,26 +11,20 @@ import psutil
 import pytest
 
 from finetune_trainer.config import Termination
-from launches import Launch, clean_environment, is_alive, launch, train_config, until
+from launches import Launch, clean_environment, is_alive, train_config, until
 
 # Generous against a busy machine, and far below the 3 s a hung rank has, plus torch's 30 s.
 PROMPTLY_SECONDS = 10
 
 
 @pytest.fixture
-def started(tmp_path: Path):
-    """Start supervisors, and end those that a failed test left behind."""
-    launches: list[Launch] = []
+def started(start, tmp_path: Path):
+    """Start a supervisor of this entry, in this environment and with these settings."""
 
-    def start(entry: str, environ: dict[str, str] | None = None, **changes: object) -> Launch:
-        launches.append(launch(train_config(tmp_path, **changes), entry, environ))
-        return launches[-1]
+    def started(entry: str, environ: dict[str, str] | None = None, **changes: object) -> Launch:
+        return start(train_config(tmp_path, **changes), entry, environ)
 
-    yield start
-    for one in launches:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.wait()
+    return started
 
 
 def test_ranks_that_finish_exit_with_0_and_rank_0_has_the_last_word(

@@ -1,52 +1,35 @@
 """Ranks find each other under our supervisor, on one or two nodes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from finetune_trainer.config import TrainConfig
-from launches import Launch, free_port, launch, train_config
+from launches import Launch, free_port, train_config
 
 Start = Callable[..., Launch]
 
 
 @pytest.fixture
-def started() -> Iterator[Start]:
-    """Start main processes, and end those that a failed test left behind."""
-    launches: list[Launch] = []
-
-    def start(config: TrainConfig, entry: str, environ: dict[str, str] | None = None) -> Launch:
-        launches.append(launch(config, entry, environ))
-        return launches[-1]
-
-    yield start
-    for one in launches:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.wait()
-
-
-@pytest.fixture
-def nodes(started: Start, tmp_path: Path) -> Callable[[str], list[Launch]]:
+def nodes(start: Start, tmp_path: Path) -> Callable[[str], list[Launch]]:
     """Start the main processes of two nodes of one rank each, the second node first."""
     endpoint = f"localhost:{free_port()}"
 
-    def start(rank: int, entry: str) -> Launch:
+    def start_node(rank: int, entry: str) -> Launch:
         folder = tmp_path / f"node-{rank}"
         folder.mkdir()
         config = train_config(folder, world={"nnodes": 2, "nproc_per_node": 1})
         environ = {"FINETUNE_NODE_RANK": str(rank), "FINETUNE_RDZV_ENDPOINT": endpoint}
-        return started(config, entry, environ)
+        return start(config, entry, environ)
 
-    return lambda entry: [start(rank, entry) for rank in (1, 0)][::-1]
+    return lambda entry: [start_node(rank, entry) for rank in (1, 0)][::-1]
 
 
-def test_runs_in_a_row_exit_with_0(started: Start, tmp_path: Path) -> None:
+def test_runs_in_a_row_exit_with_0(start: Start, tmp_path: Path) -> None:
     for number in range(3):  # gloo's teardown used to abort one run in two
         folder = tmp_path / str(number)
         folder.mkdir()
-        run = started(train_config(folder), "finish")
+        run = start(train_config(folder), "finish")
         assert run.wait() == 0, run.stderr
 
 
