@@ -48,7 +48,7 @@ def one_of(world_size: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     shards=st.sampled_from([2, 4]),
     replicas=st.sampled_from([1, 2]),
