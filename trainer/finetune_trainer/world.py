@@ -7,6 +7,7 @@ starts a single unconnected process without a word).
 """
 
 import hashlib
+import logging
 import os
 import socket
 import time
@@ -247,6 +248,9 @@ def _device(config: TrainConfig, launch: Launch) -> "torch.device":
 
     # Where DeepSpeed is installed transformers imports it, whatever the strategy, and it guesses.
     os.environ["DS_ACCELERATOR"] = config.world.device
+    # peft imports these, and they report what they miss for devices that nobody asked for.
+    for chatty in ("torchao", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     if config.world.device == "cpu":
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
