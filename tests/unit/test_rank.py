@@ -56,6 +56,15 @@ def test_rows_that_are_longer_than_the_model_was_made_for_are_told(
     assert "lower spec.training.maxSeqLength to 2048" in said[0]
 
 
+def test_a_loss_that_cannot_be_fused_with_the_head_is_told(tmp_path: Path, model: Path) -> None:
+    targets = ("q_proj", "lm_head")
+    for folder, names, is_told in (("plain", targets[:1], False), ("head", targets, True)):
+        (tmp_path / folder).mkdir()
+        method = {"type": "lora", "lora": {"r": 2, "target_modules": names}}
+        said = train(config(tmp_path / folder, model, method=method)).progress.warnings
+        assert any("not fused with the model's head" in one for one in said) == is_told
+
+
 def test_a_job_never_finishes_with_the_weights_of_another(tmp_path: Path, model: Path) -> None:
     train(config(tmp_path, model))
     output = tmp_path / "other"

@@ -72,7 +72,7 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
     _tell_data(config, telemetry, plan, dataset, held_out)
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
-    _tell_length(telemetry, dataset, module)
+    _tell_model(telemetry, dataset, module)
     strategy.prepare(module)
     # Compiled kernels and a GPU want one length; a CPU saves the padding.
     pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
@@ -189,8 +189,15 @@ def _tell_data(
         telemetry.warn(sentence)
 
 
-def _tell_length(telemetry: Telemetry, dataset: TokenDataset, module: CausalLoss) -> None:
-    """Say where rows are longer than what the base has ever seen; packs may be, as they restart."""
+def _tell_model(telemetry: Telemetry, dataset: TokenDataset, module: CausalLoss) -> None:
+    """Say where the loss costs more memory, and where rows are longer than the base has seen."""
+    if not module.is_fused:
+        telemetry.warn(
+            "the loss is not fused with the model's head (there are adapters, added tokens or "
+            "quantised weights on it, or its forward is not known), so all logits of a "
+            "micro-batch are held at once; keep lm_head out of "
+            "spec.method.lora.targetModules, or lower spec.training.maxSeqLength if memory is short"
+        )
     longest = int(dataset.lengths.max())
     known = getattr(base_of(module.model).config.get_text_config(), "max_position_embeddings", None)
     if known is not None and longest > known:

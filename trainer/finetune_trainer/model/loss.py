@@ -37,6 +37,11 @@ class CausalLoss(nn.Module):
         body = getattr(base, base.base_model_prefix)  # peft calls the model past its hooks
         self._first_call = body.register_forward_pre_hook(self._refuse_leaks, with_kwargs=True)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether the loss is computed in the head, so that not all logits exist at once."""
+        return isinstance(base_of(self.model).get_output_embeddings(), FusedHead)
+
     def forward(
         self,
         input_ids: Tensor,  # (B, T) int64
