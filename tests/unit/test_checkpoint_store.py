@@ -11,6 +11,7 @@ import torch
 
 from checkpoint_fixtures import FINGERPRINT, JOB, State, make_state, open_store, tensors_differ
 from finetune_trainer.checkpoint.commit import ledger
+from finetune_trainer.checkpoint.shards import Snapshot
 from finetune_trainer.config import JobRef
 from finetune_trainer.errors import CheckpointError, ConfigError
 
@@ -65,6 +66,17 @@ def test_a_save_holds_the_state_as_it_was_when_save_was_called(tmp_path: Path) -
         open_store(tmp_path, resume_from=str(tmp_path / f"step-{step}")).restore(found)
         assert tensors_differ(found, make_state(step, size=512)) == []
         assert len(found["trainer"]["answers"]) == step
+
+
+def test_memory_is_reserved_while_the_optimizer_makes_its_state() -> None:
+    moments: dict[str, Any] = {f"{number}": {} for number in range(2000)}
+    snapshot = Snapshot()
+    snapshot.reserve({"optimizer": {**moments, "moments": moments}})
+    for number, made in enumerate(moments.copy().values()):
+        made["exp_avg"] = torch.full((4,), float(number))
+        moments[f"late {number}"] = torch.zeros(4)
+    copy = snapshot.take({"optimizer": moments})
+    assert torch.equal(copy["optimizer"]["1999"]["exp_avg"], torch.full((4,), 1999.0))
 
 
 def test_a_commit_is_reported_once_and_stays_known(tmp_path: Path) -> None:

@@ -166,6 +166,21 @@ def test_a_change_between_the_look_and_the_write_is_looked_at_first() -> None:
     run(work())
 
 
+def test_an_attempt_that_is_gone_as_soon_as_it_is_cancelled_is_looked_at_again() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.settle()
+        await world.change(suspend=True)
+        await world.catch_up()
+        # What cancelling changed is in the cache already, so no watch will tell of it.
+        assert (await world.reconciler.reconcile(KEY)).again_in_seconds == 0
+        await world.reconciler.reconcile(KEY)
+        assert world.job["status"]["phase"] == "Suspended"
+
+    run(work())
+
+
 def test_a_quota_is_told_in_the_conditions_and_the_attempt_created_once_it_allows() -> None:
     sentence = "configmaps is forbidden: exceeded quota: team"
 

@@ -131,7 +131,8 @@ class Reconciler:
         if submits is not None:
             job = job.model_copy(update={"status": status})
             return await self._submit(key, known, job, submits.number)
-        await self._cancel(job, decision)
+        if await self._cancel(job, decision):
+            return AT_ONCE
         if is_finished(status):
             self._handles.pop(key, None)
             return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
@@ -198,11 +199,19 @@ class Reconciler:
         backend = self._backend(job)
         return await backend.submit(backend.render(plan, Attempt(number)))
 
-    async def _cancel(self, job: FineTuneJob, decision: Decision) -> None:
+    async def _cancel(self, job: FineTuneJob, decision: Decision) -> bool:
+        """Cancel the attempt where that was decided; return whether nothing of it is left by now.
+
+        Nobody else would tell: what a backend's own answers have put into its cache is not new
+        any more when the watch brings it.
+        """
         handle = handle_of(job.status)
-        for action in decision.actions:
-            if isinstance(action, Cancel) and handle is not None:
-                await self._backend(job).cancel(handle, action.grace_seconds)
+        order = next((one for one in decision.actions if isinstance(one, Cancel)), None)
+        if order is None or handle is None:
+            return False
+        backend = self._backend(job)
+        await backend.cancel(handle, order.grace_seconds)
+        return (await backend.observe(handle)).all_gone
 
     async def _hold(self, key: Key, known: KnownJob) -> Look:
         """Say what cannot be read of a job; an attempt that runs is left alone."""

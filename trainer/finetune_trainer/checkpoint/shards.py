@@ -6,6 +6,7 @@ replicated tensor once, by one of its ranks, and reads a sharded one on any worl
 
 import threading
 import warnings
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,11 +41,14 @@ class Snapshot:
         import torch
 
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        # Found here and now: dictionaries that grow meanwhile cannot be walked.
+        tensors = list(_tensors_in(state))
 
         def copy() -> None:
             if device is not None:  # a new thread would open a context on GPU 0
                 torch.cuda.set_device(device)
-            self._copy(state)
+            for name, tensor in tensors:
+                self._copy(tensor, name)
 
         self._reserving = threading.Thread(target=copy, name="reserve", daemon=True)
         self._reserving.start()
@@ -81,6 +85,17 @@ class Snapshot:
         if isinstance(value, DTensor):  # from_local would move it back to the mesh's device
             return DTensor(buffer, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return buffer
+
+
+def _tensors_in(value: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":
+    """Yield the tensors of a state under the names that `Snapshot` keeps their buffers by."""
+    import torch
+
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _tensors_in(part, f"{name}.{key}")
+    elif isinstance(value, torch.Tensor):
+        yield name, value
 
 
 def write_shards(state: State, folder: Path, group: "ProcessGroup | None", step: int) -> None:
