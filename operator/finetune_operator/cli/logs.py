@@ -1,4 +1,4 @@
-"""`ftctl logs`: what one rank of a job on this machine said, now or in the attempt before."""
+"""`ftctl logs`: what one rank of a job said, now or in the attempt before, here or in a cluster."""
 
 import asyncio
 import os
@@ -8,13 +8,16 @@ from typing import Annotated
 
 import typer
 
-from finetune_operator.api.validate import load_job
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.validate import ManifestRef, load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.local import records
 from finetune_operator.backends.local.layout import attempt_folder, folders_of, handle_for
 from finetune_operator.backends.local.records import AttemptRecord
+from finetune_operator.cli.cluster_logs import RankLog, attempt_number, print_log
 from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.cache import Key
 from finetune_operator.reconcile.store import JobStore
 
 
@@ -24,23 +27,44 @@ def logs(
     ],
     rank: Annotated[int, typer.Option(min=0, help="Rank whose log is printed.")] = 0,
     previous: Annotated[
-        bool, typer.Option("--previous", "-p", help="The attempt before the newest one.")
+        bool,
+        typer.Option(
+            "--previous",
+            "-p",
+            help="The attempt before the newest; the only one, if it failed.",
+        ),
     ] = False,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the attempt ends.")
     ] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", help="Read it from the cluster: the job's namespace."),
+    ] = None,
 ) -> None:
-    """Print the log of one rank of a job that ran, or runs, on this machine.
+    """Print the log of one rank of a job on this machine, or in a cluster.
 
-    A NAME is looked for as runs/NAMESPACE/NAME in this folder and in the folders below it.
+    With --namespace, or a manifest whose backend is aks, it is read from the cluster that kubectl
+    would ask; what an attempt said last can be read there after its pods are gone. Otherwise a NAME
+    is looked for as runs/NAMESPACE/NAME in this folder and in the folders below it.
     """
-    run_dir = _run_directory(job)
+    wanted = RankLog(rank, previous, follow)
+    manifest = load_job(Path(job), may_go_on=True) if Path(job).is_file() else None
+    if manifest is not None and manifest[0].spec.backend.type == "aks":
+        metadata = manifest[0].metadata
+        asyncio.run(print_log(Key(namespace or metadata.namespace, metadata.name), wanted))
+    elif namespace is not None:
+        name = manifest[0].metadata.name if manifest is not None else job
+        asyncio.run(print_log(Key(namespace, name), wanted))
+    else:
+        _print_local(job, _run_directory(job, manifest), wanted)
+
+
+def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
     stored = JobStore(run_dir).load()
     if stored is None or not stored.status.attempt:
         raise FineTuneError(f"{job} has no attempt in {run_dir} yet; start one with ftctl run")
-    number = stored.status.attempt - int(previous)
-    if number < 1:
-        raise FineTuneError(f"{job} has no attempt before the first; leave out --previous")
+    number = attempt_number(job, stored.status, previous=wanted.previous)
     # Seen from the run directory itself, so that it may be anywhere and need no manifest.
     backend = registry.load("local")(BackendContext(run_dir, dict(os.environ)))
     folder = attempt_folder(run_dir, number)
@@ -48,7 +72,7 @@ def logs(
     if record is None:
         raise FineTuneError(f"{folder.path} holds no attempt; its files were removed")
     handle = handle_for(folder, record.uid, run_dir)
-    asyncio.run(_print(backend.logs(handle, rank, follow)))
+    asyncio.run(_print(backend.logs(handle, wanted.rank, wanted.follow)))
 
 
 async def _print(lines: AsyncIterator[str]) -> None:
@@ -56,7 +80,7 @@ async def _print(lines: AsyncIterator[str]) -> None:
         print(line, flush=True)
 
 
-def _run_directory(job: str) -> Path:
+def _run_directory(job: str, manifest: tuple[FineTuneJob, ManifestRef] | None) -> Path:
     """Find the run directory of what the user named.
 
     Raises:
@@ -70,9 +94,8 @@ def _run_directory(job: str) -> Path:
                 "directory or a job"
             )
         return path.resolve()
-    if path.is_file():
-        manifest, where = load_job(path, may_go_on=True)
-        return folders_of(manifest, where.directory).run
+    if manifest is not None:
+        return folders_of(manifest[0], manifest[1].directory).run
     if "/" in job or path.suffix:
         raise FineTuneError(f"{job} does not exist; name a manifest, a run directory or a job")
     here = Path.cwd()
@@ -83,7 +106,8 @@ def _run_directory(job: str) -> Path:
     )
     if not found:
         raise FineTuneError(
-            f"no run of a job called {job} below {here}; name its manifest or its run directory"
+            f"no run of a job called {job} below {here}; name its manifest or its run directory, "
+            "or the --namespace of a job in a cluster"
         )
     if len(found) > 1:
         listed = ", ".join(str(one.relative_to(here)) for one in found)
