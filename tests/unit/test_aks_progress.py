@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_trainer.config import Phase, Progress
 
@@ -51,9 +53,10 @@ def test_a_run_that_trains_is_asked_once_in_an_interval() -> None:
     assert asked == ["GET /progress HTTP/1.1"]
 
 
-def test_a_run_that_loads_is_asked_again_soon() -> None:
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.TOKENIZING, Phase.LOADING])
+def test_a_run_before_its_first_step_is_asked_again_soon(phase: Phase) -> None:
     async def look() -> float:
-        async with served(Progress(phase=Phase.LOADING), []) as port:
+        async with served(Progress(phase=phase), []) as port:
             word = await ProgressReader().read("a", "127.0.0.1", port, INTERVAL)
             return word.look_again_seconds
 

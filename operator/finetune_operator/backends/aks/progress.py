@@ -19,7 +19,8 @@ _SOON_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
 _LONG_SILENCE = 20  # pulls, about a minute
 _MAX_BYTES = 1 << 20
-_STEADY = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING, Phase.TOKENIZING})
+# Not before the first step, though tokenizing may take long: then somebody waits for Running.
+_STEADY = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING})
 
 
 @dataclass
