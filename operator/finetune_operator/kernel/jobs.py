@@ -4,7 +4,7 @@ Parsing and planning are pure, so their results are kept as long as the object i
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -78,17 +78,24 @@ class Backends:
     Args:
         context: What each is given.
         points: Entry points besides those of installed packages.
+        given: By name, in place of those of installed packages; None for those.
     """
 
-    def __init__(self, context: BackendContext, points: Iterable[EntryPoint]) -> None:
+    def __init__(
+        self,
+        context: BackendContext,
+        points: Iterable[EntryPoint],
+        given: Mapping[str, Backend] | None = None,
+    ) -> None:
         self._context = context
-        self._points = [*entry_points(group=registry.GROUP), *points]
-        self._made: dict[str, Backend] = {}
+        installed = entry_points(group=registry.GROUP) if given is None else ()
+        self._points = [*installed, *points]
+        self._made: dict[str, Backend] = dict(given or {})
 
     def load_all(self) -> dict[str, Backend | FineTuneError]:
         """Return every registered backend by its name, or why it cannot be used."""
         found: dict[str, Backend | FineTuneError] = {}
-        for name in registry.available(self._points):
+        for name in {*self._made, *registry.available(self._points)}:
             try:
                 found[name] = self.get(name)
             except FineTuneError as error:

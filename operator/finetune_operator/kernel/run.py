@@ -19,6 +19,7 @@ from finetune_operator.kernel.handlers import join_threads
 from finetune_operator.kernel.health import Health, HealthServer
 from finetune_operator.kernel.logs import set_up
 from finetune_operator.kernel.settings import Settings, read_settings
+from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kernel.term import Term
 from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
 from finetune_operator.kube.config import load_access
@@ -33,23 +34,34 @@ def main() -> None:
     try:
         settings = read_settings()
         set_up(settings.log_format, settings.log_level)
-        asyncio.run(operate(settings))
+        asyncio.run(_operate_until_told(settings))
     except FineTuneError as error:
         print(error, file=sys.stderr)
         sys.exit(1)
 
 
-async def operate(settings: Settings) -> None:
-    """Run the operator until SIGTERM or SIGINT.
+async def _operate_until_told(settings: Settings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await operate(settings, stop)
+
+
+async def operate(
+    settings: Settings, stop: asyncio.Event, surroundings: Surroundings | None = None
+) -> None:
+    """Run the operator until `stop` is set; attempts run on.
+
+    Args:
+        settings: Settings of the operator.
+        stop: Set it to end.
+        surroundings: Where it runs; by default a process of its own, in a cluster.
 
     Raises:
         KubeConfigError: no cluster is configured.
         OSError: the health port is taken.
     """
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    process = _Process(settings)
+    process = _Process(settings, surroundings or Surroundings())
     client = KubeClient(await load_access(settings.kubeconfig), process.client_options())
     async with client, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
@@ -62,8 +74,9 @@ async def operate(settings: Settings) -> None:
 class _Process:
     """What outlives a term: the election, and what the health pages show."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, surroundings: Surroundings) -> None:
         self._settings = settings
+        self._surroundings = surroundings
         self._election: Election | None = None
         self._term: Term | None = None
         self._calls = CallCounts()
@@ -97,7 +110,7 @@ class _Process:
         await election.release()
 
     async def _lead(self, client: KubeClient) -> None:
-        self._term = Term(client, self._settings)
+        self._term = Term(client, self._settings, self._surroundings)
         try:
             await self._term.run()
         finally:

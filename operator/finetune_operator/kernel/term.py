@@ -9,7 +9,6 @@ import os
 import random
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import BackendContext
@@ -22,6 +21,7 @@ from finetune_operator.kernel.jobs import Backends
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.settings import Settings
+from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kernel.watches import WATCHED, KindWatch, Watched, trim_metadata
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
@@ -42,17 +42,21 @@ class Term:
     Args:
         client: Access to the cluster.
         settings: Settings of the process.
+        surroundings: Where it runs.
     """
 
-    def __init__(self, client: KubeClient, settings: Settings) -> None:
+    def __init__(
+        self, client: KubeClient, settings: Settings, surroundings: Surroundings | None = None
+    ) -> None:
         self._client = client
         self._settings = settings
+        self._surroundings = surroundings or Surroundings()
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
         self._gap = asyncio.Event()
         self._listed_at = asyncio.get_running_loop().time()
         self._queue = WorkQueue(Backoff(settings.retry_seconds, settings.max_retry_seconds))
-        self._backends = Backends(self._context(), _points(settings))
+        self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
         self._watches = self._make_watches()
         self._is_synced = False
         self._reconciler = Reconciler(
@@ -217,7 +221,7 @@ class Term:
 
     def _context(self) -> BackendContext:
         cluster = Cluster(self._client, self._cache, self._settings.namespaces)
-        return BackendContext(Path.cwd(), dict(os.environ), cluster)
+        return BackendContext(self._surroundings.folder, dict(os.environ), cluster)
 
     def _cache(self, resource: Resource) -> ObjectCache:
         return self._caches.setdefault(resource, ObjectCache(resource))
