@@ -7,7 +7,6 @@ signals, shows what happens, and turns the end into an exit code.
 import asyncio
 import shlex
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -17,27 +16,20 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.api.v1alpha1.lifecycle import OutputFormat
 from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import Observation
-from finetune_operator.cli.live import LiveScreen
-from finetune_operator.cli.plain import PlainScreen
-from finetune_operator.cli.result import Outcome, print_outcome
+from finetune_operator.cli.conclusion import Conclusion
+from finetune_operator.cli.screen import make_screen, stopping
 from finetune_operator.cli.target import (
     BackendOption,
     FileArgument,
     Target,
     open_target,
 )
-from finetune_operator.cli.view import View, duration, look
-from finetune_operator.reconcile.conditions import ConditionType, find, is_true
+from finetune_operator.cli.view import View, look
 from finetune_operator.reconcile.drive import StopRequest, drive
 from finetune_operator.reconcile.opening import open_job
 from finetune_operator.reconcile.store import JobStore
-from finetune_trainer.config import Progress
-
-EXIT_FAILED = 1
-EXIT_STOPPED = 130  # as a shell reports a program that Ctrl-C ended
 
 
 class Screen(Protocol):
@@ -75,7 +67,8 @@ def run(
         target.refuse(check_start(target.job))  # with its line, and before a folder is made
     with opening as store:
         job, last = asyncio.run(_follow(target, store, console, fresh=fresh, plain=plain))
-    _conclude(console, target, job, last, time.monotonic() - start)
+    again = f"ftctl run {shlex.quote(str(target.manifest.path))}"
+    Conclusion(target, job, last, time.monotonic() - start, again).tell(console)
 
 
 async def _follow(
@@ -86,12 +79,7 @@ async def _follow(
     if opened.note:
         console.print(Text(opened.note))
     first = look(opened.job, None)
-    made: LiveScreen | PlainScreen
-    if console.is_terminal and not plain:
-        made = LiveScreen(console, first, time.monotonic)
-    else:
-        made = PlainScreen(sys.stdout, first, time.monotonic)
-    with made as screen:
+    with make_screen(console, first, plain=plain) as screen:
         follower = _Follower(screen, first)
         interrupts = _Interrupts(screen, StopRequest(), target)
         loop = asyncio.get_running_loop()
@@ -131,51 +119,7 @@ class _Interrupts:
         if not self.stop.is_requested:
             self.stop.request()
             grace = self.target.job.spec.deadlines.termination_grace_seconds
-            self.screen.note(
-                f"stopping after a checkpoint, within {duration(grace)}; "
-                "Ctrl-C again kills it at once and loses the steps since the last checkpoint"
-            )
+            self.screen.note(stopping(grace))
         elif not self.stop.is_forced:
             self.stop.force()
             self.screen.note("killing it now")
-
-
-def _conclude(
-    console: Console, target: Target, job: FineTuneJob, last: View, seconds: float
-) -> None:
-    """Say how it ended.
-
-    Raises:
-        typer.Exit: it is not Complete; with the exit code that says why.
-    """
-    took = f"after {duration(seconds)}"
-    if is_true(job.status, ConditionType.COMPLETE):
-        console.print(Text(f"\nComplete {took}\n", style="bold green"))
-        print_outcome(console, _outcome(target, last.progress))
-        return
-    file = shlex.quote(str(target.manifest.path))
-    again = f"ftctl run {file}"
-    if is_true(job.status, ConditionType.FAILED):
-        failed = find(job.status, ConditionType.FAILED)
-        console.print(Text(f"\nFailed {took}", style="bold red"))
-        console.print(Text(failed.message if failed else ""), soft_wrap=True)
-        console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {again}"))
-        raise typer.Exit(EXIT_FAILED)
-    # Not the progress of the last attempt, which may have ended before it said anything.
-    at = job.status.checkpoint.last
-    kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
-    console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
-    if target.job.spec.suspend:
-        console.print(Text("spec.suspend is true; set it to false to go on"))
-    console.print(Text(f"Go on with: {again}"))
-    raise typer.Exit(EXIT_STOPPED)
-
-
-def _outcome(target: Target, progress: Progress) -> Outcome:
-    """Find what was exported: one format lies in the output folder itself, both below it."""
-    output, spec = target.folders.output, target.job.spec
-    if spec.output.format is OutputFormat.BOTH:
-        output = output / OutputFormat.ADAPTER.value
-    is_adapter = (output / "adapter_config.json").is_file()
-    base = target.base_folder if is_adapter else None
-    return Outcome(progress, output, is_adapter=is_adapter, base=base)

@@ -1,0 +1,75 @@
+"""What is printed when a job that was followed has come to its end, and the exit code for it."""
+
+import shlex
+from dataclasses import dataclass
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1.lifecycle import OutputFormat
+from finetune_operator.cli.result import Outcome, print_outcome
+from finetune_operator.cli.target import Target
+from finetune_operator.cli.view import View, duration
+from finetune_operator.reconcile.conditions import ConditionType, find, is_true
+from finetune_trainer.config import Progress
+
+EXIT_FAILED = 1
+EXIT_STOPPED = 130  # as a shell reports a program that Ctrl-C ended
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """How a job ended that somebody followed.
+
+    Attributes:
+        target: The job as it was asked for.
+        job: The job as it is now.
+        last: The last view of it.
+        seconds: How long it was followed.
+        again: The command that runs it again.
+    """
+
+    target: Target
+    job: FineTuneJob
+    last: View
+    seconds: float
+    again: str
+
+    def tell(self, console: Console) -> None:
+        """Say how it ended.
+
+        Raises:
+            typer.Exit: it is not Complete; with the exit code that says why.
+        """
+        status, took = self.job.status, f"after {duration(self.seconds)}"
+        if is_true(status, ConditionType.COMPLETE):
+            console.print(Text(f"\nComplete {took}\n", style="bold green"))
+            print_outcome(console, _outcome(self.target, self.last.progress))
+            return
+        if is_true(status, ConditionType.FAILED):
+            failed = find(status, ConditionType.FAILED)
+            console.print(Text(f"\nFailed {took}", style="bold red"))
+            console.print(Text(failed.message if failed else ""), soft_wrap=True)
+            file = shlex.quote(str(self.target.manifest.path))
+            console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {self.again}"))
+            raise typer.Exit(EXIT_FAILED)
+        # Not the progress of the last attempt, which may have ended before it said anything.
+        at = status.checkpoint.last
+        kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
+        console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
+        if self.target.job.spec.suspend:
+            console.print(Text("spec.suspend is true; set it to false to go on"))
+        console.print(Text(f"Go on with: {self.again}"))
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def _outcome(target: Target, progress: Progress) -> Outcome:
+    """Find what was exported: one format lies in the output folder itself, both below it."""
+    output, spec = target.folders.output, target.job.spec
+    if spec.output.format is OutputFormat.BOTH:
+        output = output / OutputFormat.ADAPTER.value
+    is_adapter = (output / "adapter_config.json").is_file()
+    base = target.base_folder if is_adapter else None
+    return Outcome(progress, output, is_adapter=is_adapter, base=base)
