@@ -1,0 +1,109 @@
+"""The report of `make bench-operator` for people, as Markdown."""
+
+from typing import Any
+
+Result = dict[str, Any]
+
+_MEANING = {
+    "all_running_ratio_plain_jobs": "time until all pods run, over that of plain batch Jobs",
+    "cpu_ratio_plain_jobs": "CPU of the whole control plane and the operator, over that of plain "
+    "batch Jobs",
+    "operator_cpu_ratio_plain_jobs": "the operator's own CPU, over all of a plain batch Job's",
+    "rss_mib": "the operator's peak resident memory, MiB",
+    "api_writes_per_job": "the operator's writes until Running=True: children and status",
+    "api_events_per_job": "Events until then",
+    "api_final_writes_per_job": "writes from Running=True to Complete",
+    "api_final_events_per_job": "Events from then",
+    "idle_writes_per_job_minute": "writes a minute for a job that runs and says nothing new",
+    "apply_to_job_seconds": "apply of a FineTuneJob to its batch Job, idle cluster, seconds",
+    "restart_synced_seconds": "killed in the middle of the burst: start of the next process to an "
+    "empty queue, seconds",
+    "duplicate_children": "children beyond one of each kind a job, in all bursts",
+    "pods_gone_to_next_attempt_seconds": "last pod of an attempt gone to the next attempt's batch "
+    "Job, seconds",
+    "standby_takeover_seconds": "leader killed to its standby leading, Lease of 15 s, seconds",
+}
+
+
+def page(measured: Result) -> str:
+    """Return the whole report."""
+    where, versions = measured["machine"], measured["versions"]
+    libraries = ", ".join(f"{name} {number}" for name, number in versions.items())
+    lines = [
+        "# The operator beside plain batch Jobs",
+        "",
+        "Written by `make bench-operator`; every figure is of that one run. API server, "
+        "controllers and scheduler are real and share the machine with the operator and the "
+        f"client; {measured['nodes']} nodes are simulated. The scheduler's limit of requests, "
+        "which alone would hold plain Jobs back, is taken away.",
+        "",
+        f"Machine: {where['cpu']}, {where['cores']} cores; Python {where['python']}, {libraries}; "
+        f"commit {measured['commit'][:12]}.",
+        "",
+        "| figure | median | min | max | |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for name, meaning in _MEANING.items():
+        cells = " | ".join(f"{measured[name][key]:.3f}" for key in ("median", "min", "max"))
+        lines.append(f"| `{name}` | {cells} | {meaning} |")
+    lines += ["", *_pairs(measured), "", *_processes(measured), "", *_writes(measured)]
+    return "\n".join(lines) + "\n"
+
+
+def _pairs(measured: Result) -> list[str]:
+    jobs = measured["jobs"]
+    lines = [
+        "## Bursts",
+        "",
+        f"{jobs} FineTuneJobs of 2 pods created at once, and {jobs} plain batch Jobs of 2 pods, in "
+        "turn; a new operator process for each burst. CPU counts from the first request until 3 s "
+        "after the last pod runs.",
+        "",
+        "| pair | ours, all run, s | plain, s | CPU ms a job, ours | the operator's | plain | "
+        "peak MiB |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for number, pair in enumerate(measured["runs"]["pairs"]):
+        ours, plain = pair["ours"], pair["plain"]
+        own = ours["operator_cpu_ms_per_job"]
+        lines.append(
+            f"| {number} | {ours['all_running_seconds']:.1f} | {plain['all_running_seconds']:.1f} "
+            f"| {ours['cluster_cpu_ms_per_job'] + own:.1f} | {own:.1f} | "
+            f"{plain['cluster_cpu_ms_per_job']:.1f} | {ours['operator_peak_mib']:.0f} |"
+        )
+    return lines
+
+
+def _processes(measured: Result) -> list[str]:
+    """Return where the CPU time of the first pair went."""
+    pair = measured["runs"]["pairs"][0]
+    ours = pair["ours"]["cluster_cpu_ms_per_job_by_process"]
+    plain = pair["plain"]["cluster_cpu_ms_per_job_by_process"]
+    own = pair["ours"]["operator_cpu_ms_per_job"]
+    lines = [
+        "CPU of the first pair by process, ms a job:",
+        "",
+        "| process | ours | plain |",
+        "|---|---:|---:|",
+    ]
+    lines += [f"| {name} | {ours[name]:.1f} | {plain[name]:.1f} |" for name in ours]
+    return [*lines, f"| operator | {own:.1f} | 0.0 |"]
+
+
+def _writes(measured: Result) -> list[str]:
+    """Return what the operator's user wrote, as the API server's audit log has it."""
+    whole = measured["runs"]["whole_lives"]
+    lines = [
+        "## Writes",
+        "",
+        f"What the operator's account wrote for {whole['jobs']} jobs, from the API server's audit "
+        "log; Leases apart. Their pods are played, with progress.",
+        "",
+        "| write | until Running | idle | until Complete |",
+        "|---|---:|---:|---:|",
+    ]
+    parts = ("start", "idle", "end")
+    for what in sorted({name for part in parts for name in whole[part]}):
+        cells = " | ".join(str(whole[part].get(what, 0)) for part in parts)
+        lines.append(f"| {what} | {cells} |")
+    return lines

@@ -1,0 +1,175 @@
+"""Pods that seem to run, on a node that is only an object: for whole lives of jobs without one.
+
+The test, or the benchmark, is their kubelet. Rank 0's progress is served at an address of this
+machine, which every played pod has.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import AlreadyExistsError
+from finetune_operator.kube.resources import LEASES, NODES, PODS, Object, Resource
+from finetune_trainer.config import Progress
+
+LABEL = "finetune.test/played"
+_PERSISTENT_VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", False)
+_CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+_LEASE_SECONDS = 40
+
+
+def own_address() -> str:
+    """Return an address of this machine that is not loopback, which no endpoint may be."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@dataclass
+class ProgressServer:
+    """What rank 0 of every played pod says; change `progress` as the run goes on.
+
+    Attributes:
+        port: Where it is served; the jobs' metricsPort.
+        asked: How often anybody has asked.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    port: int = 0
+    asked: int = 0
+
+    @asynccontextmanager
+    async def serving(self, address: str) -> AsyncIterator["ProgressServer"]:
+        server = await asyncio.start_server(self._answer, address, 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        self.asked += 1
+        body = self.progress.to_json().encode()
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        await writer.drain()
+        writer.close()
+
+
+async def make_node(client: KubeClient, name: str) -> None:
+    """Make a node that takes the pods of jobs with `profile_nodes()`, and no others."""
+    size = {"cpu": "4k", "memory": "4Ti", "pods": "10k"}
+    ready = {"type": "Ready", "status": "True", "reason": "Played", "message": ""}
+    made = {
+        "metadata": {"name": name, "labels": {LABEL: "true", "kubernetes.io/hostname": name}},
+        "spec": {"taints": [{"key": LABEL, "effect": "NoSchedule"}]},
+    }
+    await client.create(NODES, made)
+    lease = {"holderIdentity": name, "leaseDurationSeconds": _LEASE_SECONDS, "renewTime": _now()}
+    await client.create(LEASES, {"metadata": {"name": name}, "spec": lease}, "kube-node-lease")
+    status = {"capacity": size, "allocatable": size, "conditions": [ready]}
+    await client.patch(NODES, name, None, {"status": status}, subresource="status")
+    # The controller taints a new node until it has seen it ready.
+    taints = {"spec": {"taints": [{"key": LABEL, "effect": "NoSchedule"}]}}
+    await client.patch(NODES, name, None, taints)
+
+
+async def keep_ready(client: KubeClient, name: str) -> None:
+    """Renew the node's heartbeat until cancelled."""
+    while True:
+        await asyncio.sleep(_LEASE_SECONDS / 4)
+        await client.patch(LEASES, name, "kube-node-lease", {"spec": {"renewTime": _now()}})
+
+
+async def delete_node(client: KubeClient, name: str) -> None:
+    """Take the node away; its pods must be gone."""
+    await client.delete(NODES, name)
+    await client.delete(LEASES, name, "kube-node-lease")
+
+
+def profile_nodes() -> dict[str, Any]:
+    """Return `spec.nodes` of a profile whose pods go to the played node."""
+    return {
+        "selector": {LABEL: "true"},
+        "tolerations": [{"key": LABEL, "operator": "Exists", "effect": "NoSchedule"}],
+    }
+
+
+async def make_claim(client: KubeClient, name: str, namespace: str) -> None:
+    """Make a claim that is bound at once, by a volume of its own that nobody mounts."""
+    volume = f"{namespace}-{name}"
+    size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
+    spec: dict[str, Any] = {
+        "capacity": size,
+        "accessModes": modes,
+        "hostPath": {"path": "/nowhere"},
+        "persistentVolumeReclaimPolicy": "Retain",
+        "claimRef": {"namespace": namespace, "name": name},
+    }
+    try:
+        await client.create(_PERSISTENT_VOLUMES, {"metadata": {"name": volume}, "spec": spec})
+    except AlreadyExistsError:
+        return
+    wanted = {"accessModes": modes, "resources": {"requests": size}}
+    claim = {"volumeName": volume, "storageClassName": "", **wanted}
+    await client.create(_CLAIMS, {"metadata": {"name": name}, "spec": claim}, namespace)
+
+
+async def delete_volume(client: KubeClient, name: str, namespace: str) -> None:
+    """Take the volume of a claim away, after its namespace."""
+    await client.delete(_PERSISTENT_VOLUMES, f"{namespace}-{name}")
+
+
+async def run_pod(client: KubeClient, pod: Object, address: str) -> None:
+    """Let a pod that has a node run."""
+    state = {"running": {"startedAt": _now()}}
+    ready = [{"type": kind, "status": "True"} for kind in ("Initialized", "ContainersReady")]
+    status = {
+        "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "startTime": _now(),
+        "conditions": [*_scheduled(pod), *ready, {"type": "Ready", "status": "True"}],
+        "containerStatuses": [_container(pod, state, is_ready=True)],
+    }
+    await _set_status(client, pod, status)
+
+
+async def end_pod(client: KubeClient, pod: Object, code: int, words: str = "") -> None:
+    """Let a pod end with an exit code and last words."""
+    now = _now()
+    ended: dict[str, Any] = {"exitCode": code, "startedAt": now, "finishedAt": now}
+    ended |= {"reason": "Error" if code else "Completed", "message": words}
+    status = {
+        "phase": "Failed" if code else "Succeeded",
+        "conditions": [*_scheduled(pod), {"type": "Ready", "status": "False"}],
+        "containerStatuses": [_container(pod, {"terminated": ended}, is_ready=False)],
+    }
+    await _set_status(client, pod, status)
+
+
+async def _set_status(client: KubeClient, pod: Object, status: Object) -> None:
+    metadata = pod["metadata"]
+    place = (metadata["name"], metadata["namespace"])
+    await client.patch(PODS, *place, {"status": status}, subresource="status")
+
+
+def _scheduled(pod: Object) -> list[Object]:
+    conditions = pod.get("status", {}).get("conditions") or ()
+    return [one for one in conditions if one["type"] == "PodScheduled"]
+
+
+def _container(pod: Object, state: Object, *, is_ready: bool) -> Object:
+    (one,) = pod["spec"]["containers"]
+    kept = {"name": one["name"], "image": one["image"], "imageID": ""}
+    return {**kept, "ready": is_ready, "restartCount": 0, "state": state}
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
