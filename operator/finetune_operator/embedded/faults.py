@@ -1,0 +1,94 @@
+"""Faults on demand: what a test or a demo lets go wrong, from any thread."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from finetune_operator.embedded.refusals import RefusalError
+
+_REASONS = {429: "TooManyRequests", 500: "InternalError", 503: "ServiceUnavailable"}
+
+
+@dataclass
+class Fault:
+    """What is done to the requests it matches.
+
+    Attributes:
+        status: HTTP status of the answer; 0 serves the request, late.
+        seconds: How long the answer takes.
+        retry_after: Seconds that the client is asked to wait.
+        times: For how many requests; None until it is removed.
+        verbs: `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`; empty matches all.
+        resources: Plural names; empty matches all.
+    """
+
+    status: int = 0
+    seconds: float = 0.0
+    retry_after: int | None = None
+    times: int | None = None
+    verbs: Collection[str] = ()
+    resources: Collection[str] = ()
+
+    def refusal(self) -> RefusalError:
+        """Return the answer."""
+        reason = _REASONS.get(self.status, "InternalError")
+        message = f"a fault was asked for: {self.status} {reason}"
+        details = {"retryAfterSeconds": self.retry_after} if self.retry_after else None
+        return RefusalError(self.status, reason, message, details, self.retry_after)
+
+
+class Faults:
+    """What goes wrong now; nothing at first.
+
+    Attributes:
+        dropped: Number of the last watch that was ended.
+        silenced: Number of the last watch that says nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.silenced = 0
+        self._watches = 0
+        self._faults: list[Fault] = []
+        self._wake: Callable[[], None] = lambda: None
+        self._forget: Callable[[], None] = lambda: None
+
+    def add(self, fault: Fault) -> None:
+        """Let matching requests fail from now on."""
+        self._faults = [*self._faults, fault]
+
+    def clear(self) -> None:
+        """Let all further requests be served."""
+        self._faults = []
+
+    def drop_watches(self) -> None:
+        """Break the connection of every watch there is."""
+        self.dropped = self._watches
+        self._wake()
+
+    def silence_watches(self) -> None:
+        """Let every watch there is stay open and say nothing more, not even a bookmark."""
+        self.silenced = self._watches
+        self._wake()
+
+    def expire_versions(self) -> None:
+        """Make every resourceVersion so far too old to watch from."""
+        self._forget()
+
+    def attach(self, wake: Callable[[], None], forget: Callable[[], None]) -> None:
+        """Say how watches are woken and versions are forgotten; for the API server."""
+        self._wake, self._forget = wake, forget
+
+    def new_watch(self) -> int:
+        """Return the number of a watch that begins; for the API server."""
+        self._watches += 1
+        return self._watches
+
+    def take(self, verb: str, plural: str) -> Fault | None:
+        """Return the fault of one request, and count it; for the API server."""
+        for fault in self._faults:
+            is_meant = verb in (fault.verbs or (verb,)) and plural in (fault.resources or (plural,))
+            if is_meant and fault.times != 0:
+                if fault.times is not None:
+                    fault.times -= 1
+                return fault
+        return None
