@@ -31,6 +31,7 @@ class LazyCommand:
 
 COMMANDS: dict[str, LazyCommand] = {
     "run": LazyCommand("run:run", "Run a job on this machine and follow it."),
+    "dev": LazyCommand("dev:dev", "Serve a Kubernetes API with the operator on this machine."),
     "preview": LazyCommand("preview:preview", "Show the first rows as the trainer sees them."),
     "validate": LazyCommand("validate:validate", "Print every problem of the manifests given."),
     "render": LazyCommand("render:render", "Print the exact request; nothing is sent."),

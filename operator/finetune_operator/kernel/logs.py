@@ -17,9 +17,15 @@ _LEVELS = {
 }
 
 
-def set_up(log_format: LogFormat, level: str) -> None:
-    """Send all logging to standard error in one form; kopf and aiohttp speak of trouble only."""
-    handler = logging.StreamHandler(sys.stderr)
+def set_up(log_format: LogFormat, level: str, handler: logging.Handler | None = None) -> None:
+    """Send all logging to one place in one form; kopf and aiohttp speak of trouble only.
+
+    Args:
+        log_format: How a line looks.
+        level: The least that is said.
+        handler: Where lines go; by default to standard error.
+    """
+    handler = handler or logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if log_format is LogFormat.JSON else TextLine())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, least in _LEVELS.items():

@@ -132,7 +132,7 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore, clock: C
     if not status.attempt:
         _refuse_start(manifest)
     lives = attempts.current(status) is not None
-    changed = _changed(stored.spec, manifest.spec)
+    changed = changes_of_training(stored.spec, manifest.spec)
     if changed and (lives or status.checkpoint.last is not None or store.newest_step() is not None):
         names = ", ".join(changed)
         message = (
@@ -172,8 +172,11 @@ def _note(job: FineTuneJob, newest: int | None) -> str:
     return f"going on with attempt {job.status.attempt + 1}, {start}"
 
 
-def _changed(old: FineTuneJobSpec, new: FineTuneJobSpec) -> list[str]:
-    """Return the fields of `_FROZEN` that differ, named as in the manifest."""
+def changes_of_training(old: FineTuneJobSpec, new: FineTuneJobSpec) -> list[str]:
+    """Return what differs of that which an unfinished training is bound to, as the spec names it.
+
+    A checkpoint of `old` is of no use under `new` when there is something.
+    """
     before = old.model_dump(by_alias=True, mode="json")
     after = new.model_dump(by_alias=True, mode="json")
     changed = []

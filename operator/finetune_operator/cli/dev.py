@@ -1,0 +1,86 @@
+"""`ftctl dev`: a Kubernetes API and the operator on this machine, for kubectl; no cluster needed.
+
+The same operator as in a cluster beside an API in the same process; jobs run as processes of this
+machine. This file listens to signals and shows what happens.
+"""
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_operator.cli.dev_folder import DevFolder
+
+log = logging.getLogger(__name__)
+
+
+def dev(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="Where file://./x in a manifest begins, and runs/ is written; here, if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="FILE", help="Apply this manifest, follow its job, and end with it."
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With --run: start anew though the job is not over.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port of the API; 0 takes a free one.")
+    ] = 0,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="With --run: print lines, also on a terminal.")
+    ] = False,
+) -> None:
+    """Serve a Kubernetes API with the operator on this machine, for kubectl.
+
+    Jobs of the local backend run here, with their files beside the manifests of FOLDER. The first
+    line printed makes kubectl ask this API. Ctrl-C once stops all jobs with a checkpoint, twice
+    kills them; the next start goes on with them.
+
+    Exit codes with --run: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped.
+    """
+    # Imported here: kopf and the client take half a second that --help need not wait for.
+    from finetune_operator.cli.dev_run import RunOptions, run_one
+
+    if run is not None:
+        if folder is not None:
+            raise typer.BadParameter("--run serves the folder of FILE; leave out FOLDER")
+        run_one(run, RunOptions(port=port, fresh=fresh, plain=plain))
+        return
+    if fresh or plain:
+        raise typer.BadParameter("--fresh and --plain go with --run FILE")
+    base = Path(os.path.normpath((folder or Path()).absolute()))
+    if not base.is_dir():
+        raise typer.BadParameter(f"{folder} is no folder")
+    asyncio.run(_serve(DevFolder(base), port))
+
+
+async def _serve(folder: DevFolder, port: int) -> None:
+    """Serve until told to stop."""
+    from finetune_operator.cli.dev_server import serving
+    from finetune_operator.cli.dev_stop import StopSignals, resume
+    from finetune_operator.kernel.logs import set_up
+    from finetune_operator.kernel.settings import LogFormat
+
+    set_up(LogFormat.TEXT, "INFO")
+    signals = StopSignals()
+    with folder.held():
+        async with serving(folder, port, signals) as server:
+            await resume(server.client)
+            print(folder.export, flush=True)
+            log.info("serving", extra={"folder": str(folder.base)})
+            asked = asyncio.create_task(signals.asked.wait())
+            await server.until(asked)
+            log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
+            await server.stop_jobs(log.warning)

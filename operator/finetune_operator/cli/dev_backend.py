@@ -1,0 +1,117 @@
+"""The local backend as `ftctl dev` gives it to the operator: one job at a time owns a run folder.
+
+In a cluster a job's name may be used again at once, and its checkpoints are its own. Here they lie
+in a folder of that name: what another job has left there is moved aside before the first attempt,
+as `ftctl run` does it, and `job.json` says whose the folder is, for `ftctl run` and `ftctl logs`.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.base import Attempt, BackendContext, Handle, Observation, Request
+from finetune_operator.backends.local import proc
+from finetune_operator.backends.local.backend import TRAINER, LocalBackend
+from finetune_operator.backends.local.environment import ENV_MARK
+from finetune_operator.backends.local.layout import folder_of
+from finetune_operator.errors import BackendError, TransientError
+from finetune_operator.planner.plan import Plan
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.store import JobStore, StoreError
+
+log = logging.getLogger(__name__)
+
+
+class DevBackend(LocalBackend):
+    """Backend `local` of one folder that is served.
+
+    Args:
+        context: The folder, and the environment that is passed on in part.
+        is_forced: Whether who is cancelled gets no grace any more.
+        command: What a node runs; the path of its configuration is appended.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        is_forced: Callable[[], bool] = lambda: False,
+        command: Sequence[str] = TRAINER,
+    ) -> None:
+        super().__init__(context, command=command)
+        self._is_forced = is_forced
+        self._base = context.manifest_dir
+        self._jobs: dict[str, FineTuneJob] = {}
+        self._held: dict[Path, JobStore] = {}
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        """Return the attempt's files and processes."""
+        self._jobs[plan.job.metadata.uid] = plan.job
+        return super().render(plan, attempt)
+
+    async def submit(self, request: Request) -> Handle:
+        """Start the attempt in a folder that is its job's own.
+
+        Raises:
+            StoreError: another process drives a job in the folder, or it holds other things.
+            BackendError: processes of the job before are still alive, or as for every backend.
+        """
+        job = self._jobs[request.job_uid]
+        folders = self.folders(job)
+        store = self._hold(folders.run, folders.checkpoint)
+        self._claim(store, job, request.attempt)
+        return await super().submit(request)
+
+    async def observe(self, handle: Handle) -> Observation:
+        """Look at the attempt; the folder is given back when nothing of it lives."""
+        run_dir = folder_of(handle, self._base).run_dir
+        seen = await super().observe(handle)
+        if seen.all_gone:
+            self._release(run_dir)
+        elif run_dir not in self._held and run_dir.is_dir():
+            try:
+                self._hold(run_dir)  # it was started by a process before this one
+            except StoreError as error:
+                raise TransientError(str(error)) from error
+        return seen
+
+    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+        """Send SIGTERM once; a later call can only bring the kill forward."""
+        await super().cancel(handle, 0.0 if self._is_forced() else grace_seconds)
+
+    def release_all(self) -> None:
+        """Give all folders back; what runs in them runs on."""
+        for run_dir in list(self._held):
+            self._release(run_dir)
+
+    def _hold(self, run_dir: Path, checkpoints: Path | None = None) -> JobStore:
+        if run_dir not in self._held:
+            self._held[run_dir] = JobStore(run_dir, checkpoints).__enter__()
+        return self._held[run_dir]
+
+    def _release(self, run_dir: Path) -> None:
+        if (store := self._held.pop(run_dir, None)) is not None:
+            store.__exit__(None, None, None)
+
+    def _claim(self, store: JobStore, job: FineTuneJob, number: int) -> None:
+        """Move aside what another job has left, and write down whose attempt this is."""
+        there = store.load()
+        if there is not None and there.metadata.uid != job.metadata.uid:
+            if alive := proc.marked(ENV_MARK, f"{there.metadata.uid}-"):
+                raise BackendError(
+                    f"{store.run_dir} is still written by process {alive[0].pid} of an earlier "
+                    "job of that name; end that one first"
+                )
+            log.info("earlier run moved aside", extra={"folder": str(store.move_aside())})
+        if there is None or there.metadata.uid != job.metadata.uid or there.status.attempt < number:
+            store.save(_as_opened(job, number))
+
+
+def _as_opened(job: FineTuneJob, number: int) -> FineTuneJob:
+    """Return the job as a driver leaves it that dies right after it has opened the attempt."""
+    status = job.status
+    while status.attempt < number:
+        status = attempts.open_next(status, datetime.now(UTC))
+    return job.model_copy(update={"status": status})

@@ -1,0 +1,133 @@
+"""`ftctl dev --run FILE`, which is `make run`: apply one job, follow it, and end with it."""
+
+import asyncio
+import logging
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.base import Observation
+from finetune_operator.cli.conclusion import Conclusion
+from finetune_operator.cli.dev_apply import ApplyError, apply, key_of_job, look_up, make_room
+from finetune_operator.cli.dev_folder import DevFolder
+from finetune_operator.cli.dev_server import DevServer, serving
+from finetune_operator.cli.dev_stop import StopSignals, resume
+from finetune_operator.cli.live import LiveScreen
+from finetune_operator.cli.plain import PlainScreen
+from finetune_operator.cli.screen import make_screen, stopping
+from finetune_operator.cli.target import Target, open_target
+from finetune_operator.cli.view import View, look
+from finetune_operator.errors import TransientError
+from finetune_operator.kernel.logs import set_up
+from finetune_operator.kernel.settings import LogFormat
+from finetune_operator.reconcile.conditions import ConditionType, find, is_finished
+from finetune_operator.reconcile.drive import handle_of, is_settled
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `ftctl dev --run`.
+
+    Attributes:
+        port: Port of the API; 0 takes a free one.
+        fresh: Start anew though the job is not over.
+        plain: Print lines, also on a terminal.
+    """
+
+    port: int
+    fresh: bool
+    plain: bool
+
+
+def run_one(file: Path, options: RunOptions) -> None:
+    """Run the job in `file` through the operator and follow it to its end.
+
+    Raises:
+        FineTuneError: it is refused.
+        typer.Exit: it is not Complete; with the exit code that says why.
+    """
+    start = time.monotonic()
+    target = open_target(file, runs_here=True)
+    target.refuse(target.backend.check_inputs(target.job))
+    folder = DevFolder(Path(os.path.normpath(target.manifest.directory)))
+    console = Console(highlight=False)
+    job, last = asyncio.run(_run(target, folder, options, console))
+    again = f"ftctl dev --run {shlex.quote(str(target.manifest.path))}"
+    Conclusion(target, job, last, time.monotonic() - start, again).tell(console)
+
+
+async def _run(
+    target: Target, folder: DevFolder, options: RunOptions, console: Console
+) -> tuple[FineTuneJob, View]:
+    signals = StopSignals()
+    with folder.held():
+        set_up(LogFormat.TEXT, "INFO", logging.FileHandler(folder.log))
+        async with serving(folder, options.port, signals) as server:
+            if note := await make_room(server.client, target, fresh=options.fresh):
+                console.print(Text(note), soft_wrap=True)
+            console.print(Text(await apply(server.client, target, folder.kubeconfig)))
+            console.print(Text(f"kubectl sees it, too: {folder.export}"), soft_wrap=True)
+            await resume(server.client, key_of_job(target.job))
+            with make_screen(console, look(target.job, None), plain=options.plain) as screen:
+                return await _follow(server, target, screen)
+
+
+async def _follow(
+    server: DevServer, target: Target, screen: LiveScreen | PlainScreen
+) -> tuple[FineTuneJob, View]:
+    """Show the job until it is over, or until the user has stopped it."""
+    over = asyncio.create_task(_until_over(server, target, screen))
+    asked = asyncio.create_task(server.signals.asked.wait())
+    try:
+        await server.until(over, asked)
+        if not over.done():
+            screen.note(stopping(target.job.spec.deadlines.termination_grace_seconds))
+        await server.stop_jobs(screen.note)
+        return await over
+    finally:
+        over.cancel()
+        asked.cancel()
+
+
+async def _until_over(
+    server: DevServer, target: Target, screen: LiveScreen | PlainScreen
+) -> tuple[FineTuneJob, View]:
+    key, last = key_of_job(target.job), look(target.job, None)
+    while True:
+        known = await look_up(server.client, key)
+        if known is None or known.job is None:
+            raise ApplyError(f"{key} was deleted before its end")
+        job = known.job
+        last = look(job, await _seen(server, job), last)
+        screen.show(last)
+        if _is_over(job):
+            return job, last
+        stalled = find(job.status, ConditionType.STALLED)
+        if stalled is not None and stalled.status == "True":
+            raise ApplyError(stalled.message)
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _is_over(job: FineTuneJob) -> bool:
+    """Say whether nothing happens any more; of a job just resumed the status is the old one."""
+    is_current = job.status.observed_generation >= job.metadata.generation
+    return is_finished(job.status) or (is_settled(job.status) and is_current)
+
+
+async def _seen(server: DevServer, job: FineTuneJob) -> Observation | None:
+    """Look at the attempt itself: the status tells of progress more seldom, and less."""
+    handle = handle_of(job.status)
+    if handle is None:
+        return None
+    try:
+        return await server.backend.observe(handle)
+    except TransientError:
+        return None
