@@ -6,6 +6,7 @@ The manifests in `goldens/aks` are what `ftctl render` prints for them, so a cha
 created is seen in review.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,7 @@ class Case:
 
     def text(self) -> str:
         """Return it as it stands in the golden."""
-        objects = [dict(one) for one in self.request().objects]
+        objects = json.loads(json.dumps(self.request().objects))
         return str(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True, width=96))
 
 
@@ -123,7 +124,7 @@ CASES: Mapping[str, Case] = {
                         {
                             "name": "trainer",
                             "env": [{"name": "WANDB_MODE", "value": "offline"}],
-                            "volumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+                            "volumeMounts": [{"name": "extra", "mountPath": "/extra/disk"}],
                             "resources": {"requests": {"cpu": "2", "memory": "1Gi"}},
                         }
                     ],
@@ -172,6 +173,9 @@ CASES: Mapping[str, Case] = {
                 "images": ["registry.test/*"],
                 "secrets": ["registry"],
                 "metadata": ["team", "note"],
+                "priorityClasses": ["high"],
+                "env": ["WANDB_*"],
+                "maxResources": {"cpu": "4", "memory": "2Gi"},
                 "scheduling": True,
             },
         },

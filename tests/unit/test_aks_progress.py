@@ -91,3 +91,60 @@ def test_a_pod_that_refuses_is_asked_again_later_and_later() -> None:
 
     first, second = asyncio.run(look())
     assert first < second
+
+
+@asynccontextmanager
+async def saying(*parts: bytes) -> AsyncIterator[int]:
+    """Answer every question with these parts, each on its way before the next; yield the port."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        try:
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def word_of(port: int) -> Progress | None:
+    """Ask until there is an answer, or the first question has failed."""
+    reader = ProgressReader()
+    word = await reader.read("a", "127.0.0.1", port, INTERVAL)
+    if word.progress is None:
+        await asyncio.sleep(word.look_again_seconds)
+        word = await reader.read("a", "127.0.0.1", port, INTERVAL)
+    reader.forget("a")
+    return word.progress
+
+
+def test_progress_that_comes_in_parts_is_read_to_its_end() -> None:
+    said = Progress(phase=Phase.TRAINING, step=7)
+    body = said.to_json().encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+    async def look() -> Progress | None:
+        async with saying(head, body[:10], body[10:]) as port:
+            return await word_of(port)
+
+    assert asyncio.run(look()) == said
+
+
+def test_a_pod_cannot_send_the_operator_elsewhere() -> None:
+    asked: list[str] = []
+
+    async def look() -> Progress | None:
+        async with served(Progress(step=7), asked) as other:
+            moved = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:%d/\r\n\r\n" % other
+            async with saying(moved) as port:
+                return await word_of(port)
+
+    assert asyncio.run(look()) is None
+    assert asked == []

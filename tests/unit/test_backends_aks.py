@@ -1,6 +1,8 @@
 """The aks backend without a cluster: what it creates, what it refuses, what it makes of objects."""
 
 import json
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,14 +93,29 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
     ({"topology__rdma": "required"}, "spec.topology.rdma", "has no InfiniBand; use auto"),
     ({"backend__aks__serviceAccountName": "root"}, "spec.backend.aks.serviceAccountName",
      "root is a service account that the profile does not allow (allowed: train-*)"),
-    ({"backend__aks__image": "evil:1"}, "spec.backend.aks.image", "evil:1 is a image"),
+    ({"backend__aks__image": "evil:1"}, "spec.backend.aks.image", "evil:1 is an image"),
     ({"model__tokenSecretRef": {"name": "db", "key": "k"}}, "spec.model.tokenSecretRef.name",
      "db is a secret that the profile does not allow (allowed: hub)"),
     ({"output__uri": "pvc://private/x"}, "spec.output.uri", "private is a claim"),
     ({"dataset__source": "pvc://data/../../etc"}, "spec.dataset.source", "leads out of the claim"),
     ({"dataset__source": "file://./x"}, "spec.dataset.source",
      "cannot be used by the aks backend; use pvc://CLAIM/PATH or hf://ORG/NAME"),
+    ({"dataset__source": "hf:///mnt/private/x.jsonl"}, "spec.dataset.source",
+     "names nothing on the hub; write hf://ORG/NAME"),
+    ({"model__source": "hf://../cache/model"}, "spec.model.source", "names nothing on the hub"),
     ({"checkpoint__uri": "hf://a/b"}, "spec.checkpoint.uri", "use pvc://CLAIM/PATH"),
+    ({"checkpoint__resumeFrom": "pvc://private/x"}, "spec.checkpoint.resumeFrom",
+     "private is a claim"),
+    ({"method": {"lora": {"startFrom": "pvc://private/x"}}}, "spec.method.lora.startFrom",
+     "private is a claim"),
+    ({"dataset": {"also": [{"source": "pvc://private/x"}]}}, "spec.dataset.also[0].source",
+     "private is a claim"),
+    ({"dataset": {"evalSource": "pvc://private/x"}}, "spec.dataset.evalSource",
+     "private is a claim"),
+    ({"queue": {"name": "team", "priorityClass": "first"}}, "spec.queue.priorityClass",
+     "first is a priority class that the profile does not allow; name another"),
+    ({"topology__nodes": 2, "observability__metricsPort": 29500},
+     "spec.observability.metricsPort", "where the ranks of several nodes meet"),
     ({"output__uri": None}, "spec.output.uri", "is missing"),
     ({"checkpoint__uri": None, "topology__nodes": 2}, "spec.checkpoint.uri", "is missing"),
     ({"backend__aks__profile": "nope"}, "spec.backend.aks.profile", "nope is looked up"),
@@ -113,8 +130,12 @@ def limited() -> AksBackend:
                 "maxGpusPerNode": 2,
                 "secrets": ["hub"],
                 "serviceAccounts": ["train-*"],
+                "env": ["OF_*", "HF_*", "LD_*", "NVIDIA_*", "PYTHON*"],
+                "maxResources": {"memory": "8Gi", "cpu": "64"},
             },
             nodes={"instanceTypes": ["small", "medium"]},
+            resources={"cpu": "4"},
+            env={"OF_PROFILE": "1"},
         )
     )
 
@@ -134,6 +155,8 @@ ALLOWED: list[Mapping[str, Any]] = [
     {"model__tokenSecretRef": {"name": "hub", "key": "k"}},
     {"backend__aks__serviceAccountName": "train-a"},
     {"backend__aks__image": "registry.test/trainer:1"},
+    {"queue": {"name": "team"}},
+    {"observability__metricsPort": 29500},
 ]
 
 
@@ -142,8 +165,24 @@ def test_a_job_gets_what_its_profile_allows(overrides: Mapping[str, Any]) -> Non
     assert limited().validate(job(**{**JOB, **overrides})) == []
 
 
+def test_what_its_profile_does_not_allow_is_not_rendered_either() -> None:
+    """A job may be another by now than the one that was checked when its attempt was opened."""
+    with pytest.raises(BackendError, match=r"spec\.backend\.aks\.image evil:1 is an image"):
+        limited().render(planned(**{**JOB, "backend__aks__image": "evil:1"}), Attempt(1))
+
+
 def container(**changes: Any) -> dict[str, Any]:
     return {"containers": [{"name": "trainer", **changes}]}
+
+
+def mounted(**mount: Any) -> dict[str, Any]:
+    """Return a template with a volume `v` and one mount."""
+    volumes = [{"name": "v", "emptyDir": {}}]
+    return {"volumes": volumes, **container(volumeMounts=[{"name": "v", **mount}])}
+
+
+def asked(**amounts: Any) -> dict[str, Any]:
+    return container(resources={"requests": amounts})
 
 
 def secret(name: str) -> dict[str, Any]:
@@ -157,7 +196,7 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ({"initContainers": []}, "initContainers"),
     ({"nodeSelector": {"a": "b"}}, "nodeSelector"),
     ({"tolerations": []}, "tolerations"),
-    ({"imagePullSecrets": [{"name": "db"}]}, "imagePullSecrets[0]"),
+    ({"imagePullSecrets": [{"name": "db"}]}, "imagePullSecrets[0].name"),
     ({"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}, "volumes[0].hostPath"),
     ({"volumes": [{"name": "v", "secret": {"secretName": "db"}}]}, "volumes[0].secret"),
     ({"volumes": [{"name": "v", "configMap": {"name": "c"}}]}, "volumes[0].configMap"),
@@ -165,7 +204,13 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
      "volumes[0].persistentVolumeClaim.claimName"),
     ({"volumes": [{"name": "scratch", "emptyDir": {}}]}, "volumes[0].name"),
     ({"volumes": [{"name": "claim-0", "emptyDir": {}}]}, "volumes[0].name"),
+    ({"volumes": [{"name": "v"}]}, "volumes[0]"),
+    ({"volumes": {"name": "v"}}, "volumes"),
+    ({"volumes": [{"name": "v", "persistentVolumeClaim": "private"}]},
+     "volumes[0].persistentVolumeClaim"),
     ({"containers": [{"name": "sidecar"}]}, "containers[0].name"),
+    ({"containers": [{"name": "trainer"}, {"name": "trainer"}]}, "containers[1].name"),
+    ({"containers": {"name": "trainer", "image": "evil"}}, "containers"),
     (container(image="evil"), "containers[0].image"),
     (container(command=["sh"]), "containers[0].command"),
     (container(securityContext={}), "containers[0].securityContext"),
@@ -173,12 +218,32 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
     (container(env=[{"name": "FINETUNE_X", "value": "1"}]), "containers[0].env[0].name"),
     (container(env=[{"name": "RANK", "value": "1"}]), "containers[0].env[0].name"),
     (container(env=[{"name": "PYTHONPATH", "value": "/x"}]), "containers[0].env[0].name"),
-    (container(env=[{"name": "A", **secret("db")}]),
+    (container(env=[{"name": "HF_ENDPOINT", "value": "https://x"}]), "containers[0].env[0].name"),
+    (container(env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]),
+     "containers[0].env[0].name"),
+    (container(env=[{"name": "OF_PROFILE", "value": "1"}]), "containers[0].env[0].name"),
+    (container(env=[{"name": "HTTPS_PROXY", "value": "x"}]), "containers[0].env[0].name"),
+    (container(env=[{"name": "OF_JOB", "value": 1}]), "containers[0].env[0].value"),
+    (container(env=[{"name": "OF_JOB", **secret("db")}]),
      "containers[0].env[0].valueFrom.secretKeyRef.name"),
-    (container(env=[{"name": "A", "valueFrom": {"configMapKeyRef": {}}}]),
-     "containers[0].env[0].valueFrom.configMapKeyRef"),
-    (container(volumeMounts=[{"name": "v", "mountPath": "/mnt/x"}]),
-     "containers[0].volumeMounts[0].mountPath"),
+    (container(env=[{"name": "OF_JOB", "valueFrom": {**secret("hub")["valueFrom"],
+                                                     "fieldRef": {}}}]),
+     "containers[0].env[0].valueFrom.fieldRef"),
+    (mounted(name="profile-models", mountPath="/extra/x"), "containers[0].volumeMounts[0].name"),
+    (mounted(name="claim-0", mountPath="/extra/x"), "containers[0].volumeMounts[0].name"),
+    (mounted(mountPath="/mnt/x"), "containers[0].volumeMounts[0].mountPath"),
+    (mounted(mountPath="//mnt/x"), "containers[0].volumeMounts[0].mountPath"),
+    (mounted(mountPath="/usr/lib/python3"), "containers[0].volumeMounts[0].mountPath"),
+    (mounted(mountPath="/extra/../usr"), "containers[0].volumeMounts[0].mountPath"),
+    (mounted(mountPath="/extra"), "containers[0].volumeMounts[0].mountPath"),
+    (mounted(mountPath="/extra/x", mountPropagation="Bidirectional"),
+     "containers[0].volumeMounts[0].mountPropagation"),
+    (asked(memory="9Gi"), "containers[0].resources.requests.memory"),
+    (asked(memory="1e12"), "containers[0].resources.requests.memory"),
+    (asked(cpu="1"), "containers[0].resources.requests.cpu"),
+    (asked(**{"ephemeral-storage": "1Gi"}),
+     'containers[0].resources.requests["ephemeral-storage"]'),
+    (container(resources={"claims": [{"name": "x"}]}), "containers[0].resources.claims"),
     (container(resources={"limits": {"nvidia.com/gpu": "9"}}),
      'containers[0].resources.limits["nvidia.com/gpu"]'),
 ]  # fmt: skip
@@ -190,6 +255,95 @@ def test_a_pod_template_says_only_what_is_its_own_business(spec: dict[str, Any],
     (found,) = limited().validate(made)
     assert found.path == f"spec.podTemplate.spec.{path}"
     assert found.severity is Severity.ERROR
+
+
+def test_a_pod_template_adds_what_the_profile_leaves_to_it() -> None:
+    spec = mounted(mountPath="/extra/x", subPath="a", readOnly=True)
+    (trainer,) = spec["containers"]
+    trainer["env"] = [{"name": "OF_JOB", **secret("hub")}]
+    trainer["resources"] = {"requests": {"memory": "8Gi"}, "limits": {"memory": "8192Mi"}}
+    made = planned(**{**JOB, "podTemplate": {"spec": spec}})
+    assert limited().validate(made.job) == []
+    (rendered,) = (
+        limited().render(made, Attempt(1)).objects[-1]["spec"]["template"]["spec"]["containers"]
+    )
+    assert rendered["env"][-1] == trainer["env"][0]
+    assert rendered["volumeMounts"][-1] == trainer["volumeMounts"][0]
+    assert rendered["resources"]["limits"] == {"memory": "8192Mi"}
+
+
+def test_a_pod_template_moves_pods_only_where_nobody_else_has_said_where() -> None:
+    found = backend(
+        profile(
+            allow={"scheduling": True},
+            nodes={"agentPools": ["gpu"], "selector": {"pool": "train"}},
+        )
+    )
+    needed: Object = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}
+    spec = {"affinity": {"nodeAffinity": needed}, "nodeSelector": {"pool": "other", "disk": "x"}}
+    paths = [one.path for one in found.validate(job(**{**JOB, "podTemplate": {"spec": spec}}))]
+    assert paths == [
+        "spec.podTemplate.spec.nodeSelector.pool",
+        "spec.podTemplate.spec.affinity.nodeAffinity",
+    ]
+
+
+def test_a_variable_that_is_ours_by_default_is_replaced_and_not_named_twice() -> None:
+    template = {"spec": container(env=[{"name": "NCCL_SOCKET_IFNAME", "value": "ib0"}])}
+    topology = {"nodes": 2, "gpusPerNode": 2, "processesPerNode": None}
+    plan = planned(**{**JOB, "topology": topology, "podTemplate": template})
+    made = backend(profile(allow={"env": ["NCCL_*"]})).render(plan, Attempt(1)).objects[-1]
+    env = made["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert [one["value"] for one in env if one["name"] == "NCCL_SOCKET_IFNAME"] == ["ib0"]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "asks", "threads"),
+    [("4", None, 2), ("4500m", None, 2), ("1k", None, 500), (None, "8", 4), (None, None, 1)],
+)
+def test_ranks_share_the_cores_that_their_pod_asks_for(
+    cpu: str | None, asks: str | None, threads: int
+) -> None:
+    template = {"spec": asked(cpu=asks)} if asks else None
+    plan = planned(**{**JOB, "topology__processesPerNode": 2, "podTemplate": template})
+    allowing = profile(resources={"cpu": cpu}, allow={"maxResources": {"cpu": "16"}})
+    made = backend(allowing).render(plan, Attempt(1)).objects[-1]["spec"]["template"]
+    text = made["metadata"]["annotations"]["finetune.dev/config"]
+    assert TrainConfig.model_validate_json(text).world.threads_per_process == threads
+
+
+def heartbeat(folder: Path) -> list[str]:
+    """Return the command of the liveness probe of a job whose checkpoints are there."""
+    plan = planned(**{**JOB, "deadlines": {"hangSeconds": 60}, "checkpoint__uri": "pvc://a/b"})
+    command: list[str] = (
+        backend(profile(allow={"claims": ["*"]}))
+        .render(plan, Attempt(1))
+        .objects[-1]["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"][
+            "command"
+        ]
+    )
+    assert command.count("/mnt/a/b/run") == 1
+    return [str(folder) if part == "/mnt/a/b/run" else part for part in command]
+
+
+@pytest.mark.parametrize(
+    ("index", "age_seconds", "is_alive"),
+    [("0", 0, True), ("0", 600, False), ("0", None, False), ("1", 600, True)],
+)
+def test_a_pod_lives_as_long_as_its_rank_zero_reports_steps(
+    tmp_path: Path, index: str, age_seconds: int | None, is_alive: bool
+) -> None:
+    folder = tmp_path / "a $(touch injected) folder"
+    folder.mkdir()
+    if age_seconds is not None:
+        file = folder / "progress.json"
+        file.touch()
+        at = file.stat().st_mtime - age_seconds
+        os.utime(file, (at, at))
+    environ = {**os.environ, "JOB_COMPLETION_INDEX": index}
+    done = subprocess.run(heartbeat(folder), env=environ, cwd=tmp_path, check=False)
+    assert (done.returncode == 0) == is_alive
+    assert [one.name for one in tmp_path.iterdir()] == [folder.name], "the path was run"
 
 
 @pytest.mark.parametrize("key", ["app", "finetune.dev/job-uid", "azure.workload.identity/use"])
@@ -208,8 +362,9 @@ def clustered(*objects: tuple[Any, Object]) -> AksBackend:
     return AksBackend(BackendContext(Path(), cluster=cluster))
 
 
-def stored_profile(image: str) -> Object:
-    spec = profile(image=image).model_dump(by_alias=True, exclude_none=True, mode="json")
+def stored_profile(image: str, **changes: Any) -> Object:
+    made = profile(image=image, **changes)
+    spec = made.model_dump(by_alias=True, exclude_none=True, mode="json")
     return {"metadata": {"name": "default", "resourceVersion": "1"}, "spec": spec}
 
 
@@ -224,8 +379,23 @@ def test_a_later_attempt_keeps_to_the_profile_of_the_first() -> None:
     first["metadata"] = {**first["metadata"], "resourceVersion": "2", "uid": "job-1"}
     after = clustered((FINE_TUNE_PROFILES, stored_profile("new:2")), (JOBS, first))
     assert image_of(after, 2) == "old:1"
+    forged = {**first, "metadata": {**first["metadata"], "ownerReferences": []}}
+    forging = clustered((FINE_TUNE_PROFILES, stored_profile("new:2")), (JOBS, forged))
+    assert image_of(forging, 2) == "new:2"
     assert image_of(clustered((FINE_TUNE_PROFILES, stored_profile("new:2"))), 2) == "new:2"
     assert image_of(after, 1, uid="uid-of-another-job") == "new:2"
+
+
+def test_what_a_profile_allows_no_more_a_later_attempt_does_not_get() -> None:
+    before = clustered((FINE_TUNE_PROFILES, stored_profile("old:1")))
+    first = dict(before.render(planned(**JOB), Attempt(1)).objects[-1])
+    first["metadata"] = {**first["metadata"], "resourceVersion": "2", "uid": "job-1"}
+    narrower = stored_profile("new:2", allow={"claims": ["data", "checkpoints"]})
+    after = clustered((FINE_TUNE_PROFILES, narrower), (JOBS, first))
+    (found,) = after.validate(planned(**JOB).job)
+    assert str(found).startswith("spec.output.uri models is a claim that the profile does not")
+    gone = clustered((JOBS, first)).validate(planned(**JOB).job)
+    assert [one.path for one in gone] == ["spec.backend.aks.profile"]
 
 
 def test_a_missing_profile_is_a_sentence_about_its_field() -> None:

@@ -158,6 +158,14 @@ class Allowances(ApiModel):
     )
     claims: Patterns = Field([], description="PersistentVolumeClaims a job may name.")
     images: Patterns = Field([], description="Images a job may choose, besides the profile's own.")
+    priority_classes: Patterns = Field(
+        [], description="Kueue's WorkloadPriorityClasses a job may wait with."
+    )
+    env: Patterns = Field(
+        [],
+        description="Variables that a job's podTemplate may set; with many a one code or a token "
+        "can be led astray, and those that the operator or the profile sets are refused anyway.",
+    )
     metadata: Patterns = Field(
         [],
         description="Keys of labels and annotations that a job's podTemplate may set; Services, "
@@ -166,6 +174,11 @@ class Allowances(ApiModel):
     max_nodes: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Most nodes of a job.")
     max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         8, description="Most GPUs of each node."
+    )
+    max_resources: Annotated[dict[str, Quantity], Field(max_length=3)] = Field(
+        {},
+        description="Most cpu, memory and ephemeral-storage that a job's podTemplate may ask for "
+        "in each pod; what is not listed it may not ask for, nor what the profile sets itself.",
     )
     scheduling: bool = Field(
         False,

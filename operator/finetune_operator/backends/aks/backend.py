@@ -71,8 +71,13 @@ class AksBackend:
         """Return the attempt's manifests.
 
         Raises:
-            BackendError: the job's profile is not known, or the configuration is too long.
+            BackendError: the job's profile is not known or does not allow the job as it is by now,
+                or the configuration is too long.
         """
+        # An attempt that could not be created at once may be another by now than was looked at.
+        wrong = [one for one in self.validate(plan.job) if one.severity is Severity.ERROR]
+        if wrong:
+            raise BackendError("; ".join(map(str, wrong)))
         try:
             profile = self._profiles.of(plan.job)
         except ProfileError as error:

@@ -10,7 +10,8 @@ from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import Rdma
-from finetune_operator.backends.aks import pod_template, volumes
+from finetune_operator.backends.aks import pod_template, scheduling, volumes
+from finetune_operator.backends.aks.names import RENDEZVOUS_PORT
 from finetune_operator.backends.aks.pod_template import refused
 from finetune_operator.backends.aks.profiles import FIELD, Snapshot, aks_of
 from finetune_operator.backends.aks.volumes import CLAIM, HUB, BadUriError
@@ -18,7 +19,7 @@ from finetune_operator.backends.aks.volumes import CLAIM, HUB, BadUriError
 
 def impossible(job: FineTuneJob) -> list[Problem]:
     """Return what no profile could make possible."""
-    return [*_uris(job), *_folders(job)]
+    return [*_uris(job), *_folders(job), *_port(job)]
 
 
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
@@ -27,6 +28,7 @@ def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
         *_namespace(job, profile),
         *_sizes(job, profile),
         *_names(job, profile.spec),
+        *_queue(job, profile.spec),
         *_nodes(job, profile),
         *_template(job, profile.spec),
     ]
@@ -37,6 +39,8 @@ def _uris(job: FineTuneJob) -> Iterator[Problem]:
     for path, uri in {**inputs, **volumes.outputs_of(job)}.items():
         may_be_hub = path in inputs and volumes.may_be_on_hub(path)
         if uri.startswith(HUB) and may_be_hub:
+            if not volumes.is_hub_name(uri):
+                yield Problem(path, f"{uri} names nothing on the hub; write hf://ORG/NAME")
             continue
         try:
             volumes.claim_path(uri)
@@ -59,6 +63,13 @@ def _folders(job: FineTuneJob) -> Iterator[Problem]:
     else:
         text = "is missing, so every restart begins anew; set pvc://CLAIM/PATH"
         yield Problem("spec.checkpoint.uri", text, Severity.WARNING)
+
+
+def _port(job: FineTuneJob) -> Iterator[Problem]:
+    port = job.spec.observability.metrics_port
+    if job.spec.topology.nodes > 1 and port == RENDEZVOUS_PORT:
+        text = f"{port} is where the ranks of several nodes meet; use another port"
+        yield Problem("spec.observability.metricsPort", text)
 
 
 def _namespace(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
@@ -87,17 +98,24 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
     account = aks.service_account_name
     if account is not None and account != profile.service_account_name:
         path = "spec.backend.aks.serviceAccountName"
-        yield from refused(path, "service account", account, allow.service_accounts)
+        yield from refused(path, "a service account", account, allow.service_accounts)
     if aks.image is not None and aks.image != profile.image:
-        yield from refused("spec.backend.aks.image", "image", aks.image, allow.images)
+        yield from refused("spec.backend.aks.image", "an image", aks.image, allow.images)
     token = job.spec.model.token_secret_ref
     if token is not None:
         path = "spec.model.tokenSecretRef.name"
-        yield from refused(path, "secret", token.name, allow.secrets)
+        yield from refused(path, "a secret", token.name, allow.secrets)
     for path, uri in {**volumes.inputs_of(job), **volumes.outputs_of(job)}.items():
         if uri.startswith(CLAIM):
             claim = uri.removeprefix(CLAIM).partition("/")[0]
-            yield from refused(path, "claim", claim, allow.claims)
+            yield from refused(path, "a claim", claim, allow.claims)
+
+
+def _queue(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
+    """A queue is the namespace's own, a priority class everybody's."""
+    if job.spec.queue is not None and (name := job.spec.queue.priority_class) is not None:
+        path = "spec.queue.priorityClass"
+        yield from refused(path, "a priority class", name, profile.allow.priority_classes)
 
 
 def _nodes(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
@@ -117,4 +135,5 @@ def _nodes(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
 
 def _template(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
     if job.spec.pod_template is not None:
-        yield from pod_template.check(job.spec.pod_template, profile.allow)
+        affinity = scheduling.affinity(job.spec, profile, {})
+        yield from pod_template.check(job.spec.pod_template, profile, affinity)

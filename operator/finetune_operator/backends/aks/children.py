@@ -4,11 +4,9 @@ A cache counts once a full list was taken into it; before that, and where nobody
 server is asked.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from finetune_operator.backends.aks.names import CONTROLLER_LABEL, AttemptName
+from finetune_operator.backends.aks.names import CONTROLLER_LABEL, AttemptName, owner_of
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import NotFoundError
@@ -53,12 +51,6 @@ class Children:
         # Without the pod template, as the watch keeps it: hundreds of them stay here.
         spec = {key: made["spec"][key] for key in _KEPT_OF_JOB if key in made["spec"]}
         self.cluster.cache(JOBS).put({**made, "spec": spec})
-
-
-def owner_of(made: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reference to the object's controller; empty where it has none."""
-    references = made["metadata"].get("ownerReferences") or ()
-    return next((dict(one) for one in references if one.get("controller")), {})
 
 
 def _controller_uid(made: Object) -> str:

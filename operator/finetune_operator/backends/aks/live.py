@@ -6,7 +6,7 @@ What is kept here is found again after a restart; everything that counts is in t
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from finetune_operator.backends.aks import observe, volumes
+from finetune_operator.backends.aks import observe, rank_zero, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.last_lines import keep_last_lines
@@ -49,11 +49,11 @@ class LiveAttempts:
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
             await keep_last_lines(self._children, name, batch_job, pods)
         if seen.all_gone:
-            self._forget(name, handle.uid, pods)
+            self._forget(handle.uid, pods)
         elif batch_job is not None:
             facts = facts_of(batch_job)
             if facts.service and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
-                await self._name_rank_zero(name, batch_job, facts, pods)
+                seen = await self._with_rank_zero(seen, name, batch_job, pods)
             if seen.phase is AttemptPhase.RUNNING:
                 return await self._with_progress(seen, handle.uid, facts, pods)
             if seen.phase is AttemptPhase.PENDING and not seen.reason:
@@ -95,12 +95,19 @@ class LiveAttempts:
             return None
         return batch_job
 
-    async def _name_rank_zero(
-        self, name: AttemptName, batch_job: Object, facts: AttemptFacts, pods: Sequence[Object]
-    ) -> None:
-        if address := address_of(pods):
-            client = self._children.cluster.client
-            await self._names.give(client, name, batch_job, facts.service, address)
+    async def _with_rank_zero(
+        self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
+    ) -> Observation:
+        """Name rank 0's pod; without a name the other pods would wait for it in silence."""
+        address = address_of(pods)
+        if not address:
+            return seen
+        client, service = self._children.cluster.client, facts_of(batch_job).service
+        told = await self._names.give(client, name, batch_job, service, address)
+        if not told:
+            return seen
+        again = rank_zero.AGAIN_SECONDS
+        return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
 
     async def _with_progress(
         self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Object]
@@ -122,8 +129,8 @@ class LiveAttempts:
         told, again = await self._stuck.ask(client, name.namespace, uid, pods)
         return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
 
-    def _forget(self, name: AttemptName, uid: str, pods: Sequence[Object]) -> None:
+    def _forget(self, uid: str, pods: Sequence[Object]) -> None:
         self._progress.forget(uid)
         self._stuck.forget(uid)
-        self._names.forget(name.key)
+        self._names.forget(uid)
         self._canceller.forget(pods)

@@ -1,6 +1,8 @@
 """How the children of a job are called and marked; `render` writes it, everything else reads it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ConfigDict
 
@@ -119,3 +121,9 @@ def child_name(job: str) -> str:
     With a word of ours, as a user may well have a Service that is called like the job.
     """
     return f"{job}-finetune"
+
+
+def owner_of(made: Mapping[str, Any]) -> dict[str, str]:
+    """Return the reference to the object's controller; empty where it has none."""
+    references = made["metadata"].get("ownerReferences") or ()
+    return next((dict(one) for one in references if one.get("controller")), {})

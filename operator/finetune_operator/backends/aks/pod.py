@@ -218,11 +218,12 @@ def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
     """
     minutes = max(1, -(-2 * hang_seconds // 60))
     test = (
-        f'[ "$JOB_COMPLETION_INDEX" != 0 ] || '
-        f'[ -n "$(find "{run_dir}/progress.json" -mmin -{minutes} 2>/dev/null)" ]'
+        '[ "$JOB_COMPLETION_INDEX" != 0 ] || '
+        f'[ -n "$(find "$0/progress.json" -mmin -{minutes} 2>/dev/null)" ]'
     )
     return {
-        "exec": {"command": ["sh", "-c", test]},
+        # The path is the job author's, so the shell gets it as an argument and never reads it.
+        "exec": {"command": ["sh", "-c", test, run_dir]},
         "initialDelaySeconds": 60 * minutes,
         "periodSeconds": 30,
         "timeoutSeconds": 10,

@@ -1,29 +1,37 @@
 """What a job's `podTemplate` may add to its pods, and how it is merged below our own fields. Pure.
 
 It is a part of a PodSpec, of which only the fields named here may be set: everything else could
-reach what the job's author may not. Who owns a field decides: a name of ours is refused, never
-silently kept or replaced.
+reach what the job's author may not. Who owns a field decides: a name of ours or of the profile's is
+refused, never silently kept or replaced.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from finetune_operator.api.openapi import Schema
+from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.problems import Problem
+from finetune_operator.api.structural import check_structure
 from finetune_operator.api.v1alpha1.lifecycle import PodTemplate
-from finetune_operator.api.v1alpha1.profile import Allowances
+from finetune_operator.api.v1alpha1.profile import Allowances, FineTuneProfileSpec
 from finetune_operator.backends.aks.names import CONTAINER, OWNED_PREFIXES
+from finetune_operator.backends.aks.quantity import amount
 
 Json = dict[str, Any]
 
 FIELD = "spec.podTemplate"
+MOUNT_ROOT = "/extra"
+"""Below it a job mounts what it likes: no image has code there that a mount could replace."""
+
 _SCHEDULING = ("affinity", "nodeSelector", "tolerations")
-_POD_FIELDS = ("containers", "imagePullSecrets", *_SCHEDULING, "volumes")
-_CONTAINER_FIELDS = ("env", "name", "resources", "volumeMounts")
-_VOLUME_SOURCES = ("emptyDir", "persistentVolumeClaim")
-# Beside our own names, those by which code gets into the trainer, and so at its identity.
+# Beside our own names, those by which code gets into the trainer and so at its identity, by which
+# a token is sent elsewhere, and by which a container gets devices that it did not ask for.
 _RESERVED_ENV = (
+    "AZURE_*",
+    "CUDA_VISIBLE_DEVICES",
     "FINETUNE_*",
+    "HF_ENDPOINT",
     "HF_HOME",
     "HF_TOKEN",
     "HOME",
@@ -33,6 +41,8 @@ _RESERVED_ENV = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "NVIDIA_*",
+    "OMPI_*",
     "PATH",
     "PYTHON*",
     "RANK",
@@ -42,33 +52,72 @@ _RESERVED_ENV = (
     "WORLD_SIZE",
 )
 _RESERVED_VOLUMES = ("config", "dev-shm", "tmp", "scratch", "claim-*", "profile-*")
-_RESERVED_PATHS = ("/dev", "/etc/finetune", "/mnt", "/proc", "/sys", "/tmp", "/scratch")
+_TEXT: Schema = {"type": "string"}
+_YES_OR_NO: Schema = {"type": "boolean"}
+_ANYTHING: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_AMOUNTS: Schema = {
+    "type": "object",
+    "additionalProperties": {"x-kubernetes-int-or-string": True},
+}
 
 
-def check(template: PodTemplate, allow: Allowances) -> Iterator[Problem]:
-    """Yield what the template may not say, for a job of a profile that allows `allow`."""
-    for kind, named in (
-        ("labels", template.metadata.labels),
-        ("annotations", template.metadata.annotations),
-    ):
-        for key in named:
-            path = f'{FIELD}.metadata.{kind}["{key}"]'
-            if key.startswith(OWNED_PREFIXES):
-                yield Problem(path, "is set by the operator; remove it")
-            elif not any(fnmatchcase(key, pattern) for pattern in allow.metadata):
-                yield Problem(path, "is not allowed by the profile (allow.metadata); remove it")
+def _fields(*required: str, **properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+_CLAIM = _fields("claimName", claimName=_TEXT, readOnly=_YES_OR_NO)
+_SECRET_KEY = _fields("name", "key", name=_TEXT, key=_TEXT, optional=_YES_OR_NO)
+_VARIABLE = _fields(
+    "name", name=_TEXT, value=_TEXT, valueFrom=_fields("secretKeyRef", secretKeyRef=_SECRET_KEY)
+)
+_MOUNT = _fields(
+    "name", "mountPath", name=_TEXT, mountPath=_TEXT, readOnly=_YES_OR_NO, subPath=_TEXT
+)
+_SPEC = _fields(
+    affinity=_ANYTHING,
+    containers=_list_of(
+        _fields(
+            "name",
+            name=_TEXT,
+            env=_list_of(_VARIABLE),
+            resources=_fields(requests=_AMOUNTS, limits=_AMOUNTS),
+            volumeMounts=_list_of(_MOUNT),
+        )
+    ),
+    imagePullSecrets=_list_of(_fields("name", name=_TEXT)),
+    nodeSelector={"type": "object", "additionalProperties": _TEXT},
+    tolerations=_list_of(_ANYTHING),
+    volumes=_list_of(
+        _fields("name", name=_TEXT, emptyDir=_ANYTHING, persistentVolumeClaim=_CLAIM),
+    ),
+)
+"""The fields of a PodSpec that a job may set, in the form Kubernetes gives them."""
+
+
+def check(template: PodTemplate, profile: FineTuneProfileSpec, affinity: Json) -> Iterator[Problem]:
+    """Yield what the template may not say.
+
+    Args:
+        template: The job's.
+        profile: The job's profile.
+        affinity: The rendered one, which the template may not change.
+    """
+    yield from _metadata(template, profile.allow)
     spec = template.spec
-    yield from _unknown(spec, _POD_FIELDS, f"{FIELD}.spec")
-    if not allow.scheduling:
-        for name in _SCHEDULING:
-            if name in spec:
-                text = "is not allowed by the profile (allow.scheduling); remove it"
-                yield Problem(f"{FIELD}.spec.{name}", text)
-    for index, secret in enumerate(_list(spec, "imagePullSecrets")):
-        path = f"{FIELD}.spec.imagePullSecrets[{index}]"
-        yield from refused(path, "secret", str(secret.get("name")), allow.secrets)
-    yield from _volumes(_list(spec, "volumes"), allow)
-    yield from _containers(_list(spec, "containers"), allow)
+    if wrong := check_structure(spec, _SPEC, ("spec", "podTemplate", "spec")):
+        yield from map(_problem, wrong)
+        return
+    yield from _scheduling(spec, profile, affinity)
+    for index, secret in enumerate(spec.get("imagePullSecrets", ())):
+        path = f"{FIELD}.spec.imagePullSecrets[{index}].name"
+        yield from refused(path, "a secret", secret["name"], profile.allow.secrets)
+    yield from _volumes(spec, profile.allow)
+    for index, container in enumerate(spec.get("containers", ())):
+        yield from _container(container, index, spec, profile)
 
 
 def merge(template: PodTemplate | None, pod: Json, container: Json) -> None:
@@ -77,80 +126,155 @@ def merge(template: PodTemplate | None, pod: Json, container: Json) -> None:
         return
     spec = template.spec
     for name in ("imagePullSecrets", "tolerations", "volumes"):
-        if _list(spec, name):
-            pod[name] = [*pod.get(name, []), *_list(spec, name)]
-    if spec.get("nodeSelector"):
-        pod["nodeSelector"] = {**spec["nodeSelector"], **pod.get("nodeSelector", {})}
-    if spec.get("affinity"):
-        pod["affinity"] = {**spec["affinity"], **pod.get("affinity", {})}
-    for added in _list(spec, "containers"):
-        for name in ("env", "volumeMounts"):
-            container[name] = [*container.get(name, []), *_list(added, name)]
-        for kind, amounts in (added.get("resources") or {}).items():
+        if spec.get(name):
+            pod[name] = [*pod.get(name, []), *spec[name]]
+    for name in ("nodeSelector", "affinity"):
+        if spec.get(name):
+            pod[name] = {**spec[name], **pod.get(name, {})}
+    for added in spec.get("containers", ()):
+        given = {one["name"] for one in added.get("env", ())}
+        defaults = [one for one in container["env"] if one["name"] not in given]
+        container["env"] = [*defaults, *added.get("env", ())]
+        container["volumeMounts"] = [*container["volumeMounts"], *added.get("volumeMounts", ())]
+        for kind, amounts in added.get("resources", {}).items():
             there = container["resources"].get(kind, {})
             container["resources"][kind] = {**amounts, **there}
 
 
+def requested_cpu(template: PodTemplate | None) -> str | int | None:
+    """Return the cores that a checked template asks for."""
+    for container in template.spec.get("containers", ()) if template else ():
+        resources = container.get("resources", {})
+        for kind in ("requests", "limits"):
+            if (cpu := resources.get(kind, {}).get("cpu")) is not None:
+                return str(cpu)
+    return None
+
+
 def refused(path: str, what: str, name: str, allowed: Collection[str]) -> Iterator[Problem]:
     """Yield a problem if no pattern of `allowed` fits `name`."""
-    if not any(fnmatchcase(name, pattern) for pattern in allowed):
+    if not _fits(name, allowed):
         listed = f" (allowed: {', '.join(allowed)})" if allowed else ""
-        text = f"{name} is a {what} that the profile does not allow{listed}; name another"
+        text = f"{name} is {what} that the profile does not allow{listed}; name another"
         yield Problem(path, text)
 
 
-def _unknown(value: Mapping[str, Any], known: tuple[str, ...], path: str) -> Iterator[Problem]:
-    for name in value:
-        if name not in known:
-            text = f"cannot be set by a job; remove it, or use one of {', '.join(known)}"
-            yield Problem(f"{path}.{name}", text)
+def _fits(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _volumes(volumes: list[Json], allow: Allowances) -> Iterator[Problem]:
-    for index, volume in enumerate(volumes):
-        path, name = f"{FIELD}.spec.volumes[{index}]", str(volume.get("name"))
-        if any(fnmatchcase(name, one) for one in _RESERVED_VOLUMES):
+def _problem(finding: Finding) -> Problem:
+    text = "cannot be set by a job; remove it" if finding.is_unknown else finding.message
+    return Problem(show_path(finding.path), text)
+
+
+def _metadata(template: PodTemplate, allow: Allowances) -> Iterator[Problem]:
+    for kind, named in (
+        ("labels", template.metadata.labels),
+        ("annotations", template.metadata.annotations),
+    ):
+        for key in named:
+            path = f'{FIELD}.metadata.{kind}["{key}"]'
+            if key.startswith(OWNED_PREFIXES):
+                yield Problem(path, "is set by the operator; remove it")
+            elif not _fits(key, allow.metadata):
+                yield Problem(path, "is not allowed by the profile (allow.metadata); remove it")
+
+
+def _scheduling(
+    spec: Mapping[str, Any], profile: FineTuneProfileSpec, affinity: Json
+) -> Iterator[Problem]:
+    if not profile.allow.scheduling:
+        for name in _SCHEDULING:
+            if name in spec:
+                text = "is not allowed by the profile (allow.scheduling); remove it"
+                yield Problem(f"{FIELD}.spec.{name}", text)
+        return
+    for key in spec.get("nodeSelector", {}):
+        if key in profile.nodes.selector:
+            path = show_path(("spec", "podTemplate", "spec", "nodeSelector", key))
+            yield Problem(path, "is set by the profile; remove it")
+    for kind in spec.get("affinity", {}):
+        if kind in affinity:
+            text = "is set by the operator, from spec.topology and the profile; remove it"
+            yield Problem(f"{FIELD}.spec.affinity.{kind}", text)
+
+
+def _volumes(spec: Mapping[str, Any], allow: Allowances) -> Iterator[Problem]:
+    for index, volume in enumerate(spec.get("volumes", ())):
+        path, name = f"{FIELD}.spec.volumes[{index}]", volume["name"]
+        if _fits(name, _RESERVED_VOLUMES):
             yield Problem(f"{path}.name", f"{name} is a volume of the operator; use another name")
-        yield from _unknown(volume, ("name", *_VOLUME_SOURCES), path)
-        if claim := volume.get("persistentVolumeClaim"):
+        if ("emptyDir" in volume) == ("persistentVolumeClaim" in volume):
+            yield Problem(path, "must be either emptyDir or persistentVolumeClaim")
+        elif claim := volume.get("persistentVolumeClaim"):
             where = f"{path}.persistentVolumeClaim.claimName"
-            yield from refused(where, "claim", str(claim.get("claimName")), allow.claims)
+            yield from refused(where, "a claim", claim["claimName"], allow.claims)
 
 
-def _containers(containers: list[Json], allow: Allowances) -> Iterator[Problem]:
-    for index, container in enumerate(containers):
-        path = f"{FIELD}.spec.containers[{index}]"
-        if container.get("name") != CONTAINER or index:
-            yield Problem(f"{path}.name", f"must be {CONTAINER}, the pods' only container")
-        yield from _unknown(container, _CONTAINER_FIELDS, path)
-        for at, variable in enumerate(_list(container, "env")):
-            yield from _variable(variable, f"{path}.env[{at}]", allow)
-        for at, mount in enumerate(_list(container, "volumeMounts")):
-            target = str(mount.get("mountPath"))
-            if any(target == one or target.startswith(f"{one}/") for one in _RESERVED_PATHS):
-                where = f"{path}.volumeMounts[{at}].mountPath"
-                yield Problem(where, f"{target} belongs to the operator; use another path")
-        for kind in container.get("resources") or {}:
-            if kind not in ("requests", "limits"):
-                yield Problem(f"{path}.resources.{kind}", "cannot be set by a job; remove it")
-            for resource in container["resources"][kind] or {}:
-                if resource not in ("cpu", "memory", "ephemeral-storage"):
-                    text = "is asked for by the operator; set spec.topology, or the profile"
-                    yield Problem(f'{path}.resources.{kind}["{resource}"]', text)
+def _container(
+    container: Json, index: int, spec: Mapping[str, Any], profile: FineTuneProfileSpec
+) -> Iterator[Problem]:
+    path = f"{FIELD}.spec.containers[{index}]"
+    if container["name"] != CONTAINER or index:
+        yield Problem(f"{path}.name", f"must be {CONTAINER}, the pods' only container")
+    for at, variable in enumerate(container.get("env", ())):
+        yield from _variable(variable, f"{path}.env[{at}]", profile)
+    own = [volume["name"] for volume in spec.get("volumes", ())]
+    for at, mount in enumerate(container.get("volumeMounts", ())):
+        yield from _mount(mount, f"{path}.volumeMounts[{at}]", own)
+    for kind, asked in container.get("resources", {}).items():
+        for resource, value in asked.items():
+            where = show_path(
+                ("spec", "podTemplate", "spec", "containers", index, "resources", kind, resource)
+            )
+            yield from _resource(where, resource, value, profile)
 
 
-def _variable(variable: Json, path: str, allow: Allowances) -> Iterator[Problem]:
-    name = str(variable.get("name"))
-    if any(fnmatchcase(name, one) for one in _RESERVED_ENV):
+def _mount(mount: Json, path: str, own: Collection[str]) -> Iterator[Problem]:
+    """A volume of ours or the profile's could be mounted writable, or over the trainer's code."""
+    name, target = mount["name"], mount["mountPath"]
+    if name not in own:
+        text = f"{name} is no volume of podTemplate.spec.volumes; mount one of those"
+        yield Problem(f"{path}.name", text)
+    parts = target.removeprefix(MOUNT_ROOT).split("/")
+    if not target.startswith(f"{MOUNT_ROOT}/") or {"", ".", ".."} & set(parts[1:]):
+        text = f"{target} is not below {MOUNT_ROOT}; write {MOUNT_ROOT}/NAME"
+        yield Problem(f"{path}.mountPath", text)
+
+
+def _resource(
+    path: str, resource: str, value: str | int, profile: FineTuneProfileSpec
+) -> Iterator[Problem]:
+    if resource not in ("cpu", "memory", "ephemeral-storage"):
+        yield Problem(path, "is asked for by the operator; set spec.topology, or the profile")
+        return
+    given = {**profile.resources.other, "cpu": profile.resources.cpu}
+    given |= {"memory": profile.resources.memory}
+    if given.get(resource) is not None:
+        yield Problem(path, "is set by the profile; remove it")
+        return
+    most = profile.allow.max_resources.get(resource)
+    if most is None:
+        yield Problem(path, "is not allowed by the profile (allow.maxResources); remove it")
+        return
+    try:
+        is_too_much = amount(value) > amount(most)
+    except ValueError as error:
+        yield Problem(path, str(error))
+        return
+    if is_too_much:
+        yield Problem(path, f"{value} is more than the {most} that the profile allows; use less")
+
+
+def _variable(variable: Json, path: str, profile: FineTuneProfileSpec) -> Iterator[Problem]:
+    name = variable["name"]
+    if _fits(name, _RESERVED_ENV):
         yield Problem(f"{path}.name", f"{name} is set by the operator; remove it")
-    source = variable.get("valueFrom") or {}
-    yield from _unknown(source, ("secretKeyRef",), f"{path}.valueFrom")
-    if secret := source.get("secretKeyRef"):
+    elif name in profile.env:
+        yield Problem(f"{path}.name", f"{name} is set by the profile; remove it")
+    else:
+        yield from refused(f"{path}.name", "a variable", name, profile.allow.env)
+    if secret := variable.get("valueFrom", {}).get("secretKeyRef"):
         where = f"{path}.valueFrom.secretKeyRef.name"
-        yield from refused(where, "secret", str(secret.get("name")), allow.secrets)
-
-
-def _list(value: Mapping[str, Any], name: str) -> list[Json]:
-    """Return a list of objects; the API server refuses what has another form."""
-    found = value.get(name)
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        yield from refused(where, "a secret", secret["name"], profile.allow.secrets)

@@ -1,8 +1,9 @@
 """Find the profile of a job: as it was at the job's first attempt, else as it is now.
 
-A later attempt keeps to the first one's, so that a changed image does not meet an old checkpoint.
-The snapshot is on the batch Job of each attempt; whoever could forge it there could as well create
-pods, and so gains nothing.
+A later attempt keeps to the first one's, so that a changed image does not meet an old checkpoint;
+what it may ask for is what the profile allows now, so that a right can be taken back. The snapshot
+is on the batch Job of each attempt; whoever could forge it there could as well create pods, and so
+gains nothing.
 """
 
 from collections.abc import Mapping
@@ -15,9 +16,9 @@ from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import AksSpec
-from finetune_operator.backends.aks.names import PROFILE_ANNOTATION
+from finetune_operator.backends.aks.names import PROFILE_ANNOTATION, owner_of
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.labels import ATTEMPT_LABEL
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
 
 if TYPE_CHECKING:
@@ -68,10 +69,10 @@ class Profiles:
     given: Mapping[str, FineTuneProfile]
 
     def of(self, job: FineTuneJob) -> Snapshot:
-        """Return the job's profile.
+        """Return the job's profile: of an earlier attempt, with what is allowed now.
 
         Raises:
-            ProfileError: there is none, or it cannot be read.
+            ProfileError: there is none any more, or it cannot be read.
         """
         name = aks_of(job).profile
         if self.cluster is None:
@@ -79,20 +80,10 @@ class Profiles:
                 text = f"{name} is looked up in the cluster; what it allows is not checked here"
                 raise ProfileError(text, is_unknown=True)
             return Snapshot(name=name, spec=self.given[name].spec)
+        now = _current(name, self.cluster)
         if (kept := self._kept(job, self.cluster)) is not None and kept.name == name:
-            return kept
-        made = self.cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
-        if made is None:
-            raise ProfileError(
-                f"{name} does not exist; create that FineTuneProfile or name another"
-            )
-        try:
-            return Snapshot(name=name, spec=FineTuneProfileSpec.model_validate(made["spec"]))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            text = f"{name} cannot be used (spec.{where}: {first['msg']}); correct the profile"
-            raise ProfileError(text) from error
+            return Snapshot(name=name, spec=kept.spec.model_copy(update={"allow": now.allow}))
+        return Snapshot(name=name, spec=now)
 
     def _kept(self, job: FineTuneJob, cluster: "Cluster") -> Snapshot | None:
         """Return the snapshot of the newest attempt that is there."""
@@ -100,7 +91,7 @@ class Profiles:
         mine = [
             one
             for one in cluster.cache(JOBS).of_job(key)
-            if one["metadata"]["labels"].get(JOB_UID_LABEL) == job.metadata.uid
+            if owner_of(one).get("uid") == job.metadata.uid
             and PROFILE_ANNOTATION in (one["metadata"].get("annotations") or {})
         ]
         if not mine:
@@ -111,6 +102,19 @@ class Profiles:
             return Snapshot.model_validate_json(text)
         except ValidationError:
             return None  # of a version with other fields: the profile as it is now has them
+
+
+def _current(name: str, cluster: "Cluster") -> FineTuneProfileSpec:
+    made = cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
+    if made is None:
+        raise ProfileError(f"{name} does not exist; create that FineTuneProfile or name another")
+    try:
+        return FineTuneProfileSpec.model_validate(made["spec"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        text = f"{name} cannot be used (spec.{where}: {first['msg']}); correct the profile"
+        raise ProfileError(text) from error
 
 
 def _number(made: Object) -> int:

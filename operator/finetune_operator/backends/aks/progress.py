@@ -6,10 +6,14 @@ A pull runs as a task of its own. Whoever asks gets the newest word there is, an
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from finetune_trainer.config import Phase, Progress
+
+if TYPE_CHECKING:
+    from aiohttp import StreamReader
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +86,11 @@ class ProgressReader:
 
         try:
             limit = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
-            async with aiohttp.request("GET", url, timeout=limit, raise_for_status=True) as answer:
-                text = await answer.content.read(_MAX_BYTES)
+            # A pod must not send the operator, which reaches more than the pod does, elsewhere.
+            async with aiohttp.request(
+                "GET", url, timeout=limit, raise_for_status=True, allow_redirects=False
+            ) as answer:
+                text = await _read(answer.content)
             pull.newest = Progress.model_validate_json(text)
             pull.failures = 0
             wait = interval_seconds if pull.newest.phase in _STEADY else _SOON_SECONDS
@@ -97,3 +104,13 @@ class ProgressReader:
         finally:
             pull.task = None
         pull.due = asyncio.get_running_loop().time() + wait
+
+
+async def _read(content: "StreamReader") -> bytes:
+    """Return the whole body, which may come in parts, as long as it is of a likely size."""
+    body = bytearray()
+    async for part in content.iter_any():
+        body += part
+        if len(body) > _MAX_BYTES:
+            break  # no progress is that long, so it cannot be read as one
+    return bytes(body)

@@ -3,18 +3,23 @@
 Called with each look at an attempt; writes once an address.
 """
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from finetune_operator.backends.aks.children import owner_of
-from finetune_operator.backends.aks.names import AttemptName
+from finetune_operator.backends.aks.names import AttemptName, owner_of
 from finetune_operator.backends.aks.network import rank_zero_slice
+from finetune_operator.backends.aks.reasons import Obstacle
 from finetune_operator.backends.aks.submit import create_or_adopt
 from finetune_operator.backends.aks.words import index_of, is_alive
-from finetune_operator.kube.cache import Key
+from finetune_operator.errors import BackendError
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import ENDPOINT_SLICES, Object
+
+AGAIN_SECONDS = 10.0
 
 
 def address_of(pods: Sequence[Object]) -> str:
@@ -25,35 +30,64 @@ def address_of(pods: Sequence[Object]) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """Why a name was not given, and when it is tried again (on the loop's clock)."""
+
+    due: float
+    obstacle: Obstacle
+
+
 class RankZeroNames:
-    """Names that were given; a process that starts anew asks the API server once a job."""
+    """Names that were given, by the uid of the batch Job whose pod has it.
+
+    A process that starts anew asks the API server once a job.
+    """
 
     def __init__(self) -> None:
-        self._given: dict[Key, tuple[str, str]] = {}
+        self._given: dict[str, str] = {}
+        self._refused: dict[str, _Refused] = {}
 
     async def give(
         self, client: KubeClient, name: AttemptName, batch_job: Object, service: str, address: str
-    ) -> None:
-        """Let rank 0's name point to `address`.
+    ) -> Obstacle:
+        """Let rank 0's name point to `address`; return what is in the way.
 
         Raises:
-            AlreadyOwnedError: the EndpointSlice is somebody else's.
-            ApiError: the API server refuses, or does not answer.
+            FineTuneError: try again at once.
         """
-        wanted = (name.host, address)
-        if self._given.get(name.key) == wanted:
-            return
-        owner = owner_of(batch_job)
-        made = rank_zero_slice(_metadata(batch_job, service), service, name.host, address)
-        there = await create_or_adopt(client, made, owner["uid"])
-        if there.get("endpoints") != made["endpoints"]:
-            change = {"metadata": {"uid": there["metadata"]["uid"]}, "endpoints": made["endpoints"]}
-            await client.patch(ENDPOINT_SLICES, service, name.namespace, change)
-        self._given[name.key] = wanted
+        uid, now = batch_job["metadata"]["uid"], asyncio.get_running_loop().time()
+        if self._given.get(uid) == address:
+            return Obstacle()
+        refused = self._refused.get(uid)
+        if refused is not None and now < refused.due:
+            return refused.obstacle
+        try:
+            await _point(client, name, batch_job, service, address)
+        except (ApiError, BackendError) as error:
+            if error.retryable:
+                raise
+            told = Obstacle("RankZeroNotNamed", str(error))
+            self._refused[uid] = _Refused(now + AGAIN_SECONDS, told)
+            return told
+        self._refused.pop(uid, None)
+        self._given[uid] = address
+        return Obstacle()
 
-    def forget(self, key: Key) -> None:
-        """Drop what is known of a job whose attempt is over."""
-        self._given.pop(key, None)
+    def forget(self, uid: str) -> None:
+        """Drop what is known of an attempt that is over."""
+        self._given.pop(uid, None)
+        self._refused.pop(uid, None)
+
+
+async def _point(
+    client: KubeClient, name: AttemptName, batch_job: Object, service: str, address: str
+) -> None:
+    made = rank_zero_slice(_metadata(batch_job, service), service, name.host, address)
+    there = await create_or_adopt(client, made, owner_of(batch_job)["uid"])
+    if there.get("endpoints") != made["endpoints"]:
+        change = {"metadata": {"uid": there["metadata"]["uid"]}, "endpoints": made["endpoints"]}
+        await client.patch(ENDPOINT_SLICES, service, name.namespace, change)
 
 
 def _metadata(batch_job: Object, name: str) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from finetune_operator.backends.aks.names import (
     child_name,
 )
 from finetune_operator.backends.aks.pod import PodInputs, pod
+from finetune_operator.backends.aks.pod_template import requested_cpu
 from finetune_operator.backends.aks.profiles import Snapshot
+from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.base import Attempt, Request
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
@@ -140,9 +142,8 @@ def _facts(plan: Plan, profile: Snapshot) -> AttemptFacts:
 
 def _config(plan: Plan, profile: Snapshot, name: AttemptName) -> tuple[str, str]:
     """Return the trainer's configuration as JSON, and its run directory."""
-    cpu = profile.spec.resources.cpu
-    cores = int(float(cpu)) if cpu is not None and not cpu.endswith("m") else 1
-    threads = max(1, cores // plan.processes_per_node)
+    cpu = profile.spec.resources.cpu or requested_cpu(plan.job.spec.pod_template)
+    threads = max(1, int(amount(cpu or 1)) // plan.processes_per_node)
     places = volumes.locations(plan.job, profile.spec, threads)
     config = derive_train_config(plan, name.number, places)
     value = config.model_dump(by_alias=True, exclude_none=True, mode="json")

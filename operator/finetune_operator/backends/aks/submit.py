@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from finetune_operator.backends.aks.children import Children, owner_of
-from finetune_operator.backends.aks.names import AttemptName
+from finetune_operator.backends.aks.children import Children
+from finetune_operator.backends.aks.names import AttemptName, owner_of
 from finetune_operator.backends.base import Handle, Request
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.client import KubeClient

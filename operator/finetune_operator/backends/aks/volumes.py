@@ -21,6 +21,8 @@ TERMINATION_PATH = "/dev/termination-log"
 CONFIG_FOLDER = "/etc/finetune"
 SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
 
+# Anything else the libraries would take for a folder of the pod.
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
@@ -93,6 +95,11 @@ def outputs_of(job: FineTuneJob) -> dict[str, str]:
 def may_be_on_hub(path: str) -> bool:
     """Say whether the input of that field may be on the hub."""
     return path not in ("spec.method.lora.startFrom", "spec.checkpoint.resumeFrom")
+
+
+def is_hub_name(uri: str) -> bool:
+    """Say whether an `hf://` URI names a repository of the hub."""
+    return _HUB_NAME.fullmatch(uri.removeprefix(HUB)) is not None
 
 
 def claims_of(job: FineTuneJob) -> Mapping[str, bool]:

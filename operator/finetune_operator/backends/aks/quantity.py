@@ -1,0 +1,20 @@
+"""Amounts as Kubernetes writes them, such as 500m or 16Gi, as numbers. Pure."""
+
+import re
+from decimal import Decimal
+
+_FORM = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|[KMGTPE]i?|)")
+_THOUSANDS = {"m": -1, "": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+
+
+def amount(text: str | int) -> Decimal:
+    """Return the amount: cores, bytes or pieces.
+
+    Raises:
+        ValueError: it is none, or one in a form that nobody uses, such as 1e3.
+    """
+    found = _FORM.fullmatch(str(text))
+    if found is None or found[2] == "K":
+        raise ValueError(f"{text} is no amount; write such as 8, 500m or 16Gi")
+    base = 1024 if found[2].endswith("i") else 1000
+    return Decimal(found[1]) * Decimal(base) ** _THOUSANDS[found[2][:1]]
