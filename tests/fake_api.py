@@ -40,6 +40,8 @@ class FakeApi(KubeClient):
             answer, and nothing has happened.
         after: Called after each write; what it raises is the answer, and it has happened.
         is_hung: Requests are never answered.
+        answer_lag: Returns how long the answer to a write takes, after it has happened.
+        watch_lag: Returns how long a watch waits before it tells of the next change.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,8 @@ class FakeApi(KubeClient):
         self.before: BeforeCall = lambda verb, resource, name: None
         self.after: BeforeCall = lambda verb, resource, name: None
         self.is_hung = False
+        self.answer_lag: Callable[[], float] = lambda: 0.0
+        self.watch_lag: Callable[[], float] = lambda: 0.0
         self.oldest_version = 0
         self._version = 0
         self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
@@ -91,7 +95,7 @@ class FakeApi(KubeClient):
         made = deepcopy(dict(body))
         made["metadata"] |= {"namespace": namespace or "", "uid": str(uuid.uuid4())}
         made["metadata"] |= {"generation": 1}
-        return self._leave("create", resource, "ADDED", made)
+        return await self._answer(self._leave("create", resource, "ADDED", made))
 
     async def replace(
         self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
@@ -99,7 +103,7 @@ class FakeApi(KubeClient):
         name = body["metadata"]["name"]
         await self._enter("update", resource, name)
         self._check(self._found(resource, name, namespace), body)
-        return self._leave("update", resource, "MODIFIED", deepcopy(dict(body)))
+        return await self._answer(self._leave("update", resource, "MODIFIED", deepcopy(dict(body))))
 
     async def patch(
         self,
@@ -122,8 +126,8 @@ class FakeApi(KubeClient):
             return made
         is_released = "deletionTimestamp" in made["metadata"]
         if is_released and not made["metadata"].get("finalizers"):
-            return self._leave("patch", resource, "DELETED", made)
-        return self._leave("patch", resource, "MODIFIED", made)
+            return await self._answer(self._leave("patch", resource, "DELETED", made))
+        return await self._answer(self._leave("patch", resource, "MODIFIED", made))
 
     async def delete(
         self,
@@ -141,10 +145,11 @@ class FakeApi(KubeClient):
         if there["metadata"].get("finalizers"):
             made = deepcopy(there)
             made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-            self._leave("delete", resource, "MODIFIED", made)
+            await self._answer(self._leave("delete", resource, "MODIFIED", made))
             return
-        self._leave("delete", resource, "DELETED", there)
+        made = self._leave("delete", resource, "DELETED", there)
         self._collect(there["metadata"]["uid"])
+        await self._answer(made)
 
     async def watch(
         self,
@@ -159,15 +164,19 @@ class FakeApi(KubeClient):
         at = int(resource_version)
         end = asyncio.get_running_loop().time() + timeout_seconds
         while True:
+            self._changed.clear()
             self.before("event", resource, "")
             if at < self.oldest_version:
                 raise GoneError(410, "Expired", "too old resource version")
             news = [entry for entry in self._log if entry[0] > at and entry[1] == resource.plural]
             for version, _, event in news:
                 at = version
+                await asyncio.sleep(self.watch_lag())
+                self.before("event", resource, "")
                 if _matches(event.object, label_selector):
                     yield WatchEvent(event.type, deepcopy(event.object))
-            self._changed.clear()
+            if news:
+                continue
             try:
                 async with asyncio.timeout_at(end):
                     await self._changed.wait()
@@ -191,6 +200,11 @@ class FakeApi(KubeClient):
             await asyncio.sleep(3600)
         self.before(verb, resource, name)
         await asyncio.sleep(0)
+
+    async def _answer(self, made: Object) -> Object:
+        """Return the answer to a write; watches may have told of it before."""
+        await asyncio.sleep(self.answer_lag())
+        return made
 
     def _leave(self, verb: str, resource: Resource, kind: str, made: Object) -> Object:
         self._version += 1

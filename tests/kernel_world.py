@@ -1,6 +1,6 @@
 """A cluster in memory with one job and an operator process that may die, for tests."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,17 @@ POINTS = [
     EntryPoint("configmap", "configmap_backend:ConfigMapBackend", registry.GROUP),
     EntryPoint("fake", "finetune_operator.backends.fake:FakeBackend", registry.GROUP),
 ]
+PLAYS: dict[str, dict[str, str]] = {
+    "runs": {"phase": "Running", "ready": "1", "step": "3"},
+    "is stuck": {"phase": "Pending", "reason": "Unschedulable", "message": "no node"},
+    "fails": {"phase": "Failed", "code": "137"},
+    "is preempted": {"phase": "Failed", "code": "75", "gone": "yes"},
+    "finds bad data": {"phase": "Failed", "code": "65", "gone": "yes"},
+    "is gone": {"gone": "yes", "phase": "Failed"},
+    "completes": {"phase": "Succeeded", "code": "0", "gone": "yes"},
+}
+HAPPENINGS = (*PLAYS, "vanishes", "suspend", "resume", "restart", "wait")
+"""What can happen to a job; see `happen`."""
 WRITES = ("create", "patch", "update", "delete")
 
 
@@ -89,7 +100,7 @@ class World:
         raise AssertionError("it does not settle")
 
     async def apply(self, **overrides: Any) -> None:
-        fields = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+        fields: dict[str, Any] = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
         fields |= {"backend": {"type": "configmap"}, **overrides}
         made = defaulted(manifest(**fields))
         await self.api.create(FINE_TUNE_JOBS, made, "ns")
@@ -130,3 +141,22 @@ def at_write(number: int, error: BaseException) -> BeforeCall:
                 raise error
 
     return hook
+
+
+async def happen(world: World, what: str) -> None:
+    """Let one thing happen in the cluster, unless nothing is there that it could happen to."""
+    newest: Object | None = next(
+        (one for one in reversed(world.api.objects(CONFIG_MAPS)) if "gone" not in one["data"]),
+        None,
+    )
+    if what in ("suspend", "resume"):
+        await world.change(suspend=what == "suspend")
+    elif what == "restart":
+        world.start_process()
+    elif what == "wait":
+        world.now += timedelta(minutes=1)
+    elif newest is not None and what == "vanishes":
+        world.api.remove(CONFIG_MAPS, newest["metadata"]["name"], "ns")
+    elif newest is not None:
+        name = newest["metadata"]["name"]
+        await world.api.patch(CONFIG_MAPS, name, "ns", {"data": PLAYS[what]})

@@ -1,50 +1,19 @@
 """Whatever happens to a job, in any order, with crashes and faults at any write."""
 
-from datetime import timedelta
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune_operator.kube.errors import UnavailableError
-from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Object
-from kernel_world import Crash, World, at_write, nothing
+from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS
+from kernel_world import HAPPENINGS, Crash, World, at_write, happen, nothing
 from virtual_time import run
 
 AWAY = UnavailableError(0, "Timeout", "no answer in time")
-PLAYS = {
-    "runs": {"phase": "Running", "ready": "1", "step": "3"},
-    "is stuck": {"phase": "Pending", "reason": "Unschedulable", "message": "no node"},
-    "fails": {"phase": "Failed", "code": "137"},
-    "is preempted": {"phase": "Failed", "code": "75", "gone": "yes"},
-    "finds bad data": {"phase": "Failed", "code": "65", "gone": "yes"},
-    "is gone": {"gone": "yes", "phase": "Failed"},
-    "completes": {"phase": "Succeeded", "code": "0", "gone": "yes"},
-}
-HAPPENINGS = st.sampled_from([*PLAYS, "vanishes", "suspend", "resume", "restart", "wait"])
 FAULTS = st.none() | st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([Crash(), AWAY]))
 
 
-async def happen(world: World, what: str) -> None:
-    """Let one thing happen in the cluster, unless nothing is there that it could happen to."""
-    newest: Object | None = next(
-        (one for one in reversed(world.api.objects(CONFIG_MAPS)) if "gone" not in one["data"]),
-        None,
-    )
-    if what in ("suspend", "resume"):
-        await world.change(suspend=what == "suspend")
-    elif what == "restart":
-        world.start_process()
-    elif what == "wait":
-        world.now += timedelta(minutes=1)
-    elif newest is not None and what == "vanishes":
-        world.api.remove(CONFIG_MAPS, newest["metadata"]["name"], "ns")
-    elif newest is not None:
-        name = newest["metadata"]["name"]
-        await world.api.patch(CONFIG_MAPS, name, "ns", {"data": PLAYS[what]})
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(story=st.lists(st.tuples(HAPPENINGS, FAULTS), max_size=8))
+@given(story=st.lists(st.tuples(st.sampled_from(HAPPENINGS), FAULTS), max_size=8))
 def test_attempts_never_overlap_and_every_story_comes_to_rest(
     story: list[tuple[str, tuple[int, bool, BaseException] | None]],
 ) -> None:

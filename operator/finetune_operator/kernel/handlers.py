@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import kopf
@@ -41,6 +41,19 @@ class KopfOptions:
     namespaces: Sequence[str]
     backoff: Backoff
     request_seconds: float
+
+
+class JobEvents(Protocol):
+    """What tells of FineTuneJobs: first all there are, then each change."""
+
+    def start(self) -> None:
+        """Start to tell."""
+
+    async def ended(self) -> None:
+        """Return when it tells no more."""
+
+    def stop(self) -> None:
+        """Tell no more."""
 
 
 class KopfThread:

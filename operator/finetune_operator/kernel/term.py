@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import random
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 
@@ -15,7 +16,7 @@ from finetune_operator.backends.base import BackendContext
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.events import EventPoster
-from finetune_operator.kernel.handlers import KopfOptions, KopfThread
+from finetune_operator.kernel.handlers import JobEvents, KopfOptions, KopfThread, OnEvent
 from finetune_operator.kernel.health import Health
 from finetune_operator.kernel.jobs import Backends
 from finetune_operator.kernel.queue import WorkQueue
@@ -33,7 +34,17 @@ from finetune_operator.reconcile.conditions import ConditionType
 log = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 1.0  # one LIST for all the gaps that one outage makes
-_WATCH_BACKOFF = Backoff(0.5, 15.0)
+# The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
+_WATCH_BACKOFF = Backoff(0.5, 10.0)
+
+
+def listen_by_kopf(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
+    """Return what tells of FineTuneJobs, by kopf."""
+    return KopfThread(client.access, options, on_event)
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
 
 
 class Term:
@@ -43,14 +54,23 @@ class Term:
         client: Access to the cluster.
         settings: Settings of the process.
         surroundings: Where it runs.
+        listen: Makes what tells of FineTuneJobs; each serves until it ends.
+        now: The time, with a zone.
     """
 
     def __init__(
-        self, client: KubeClient, settings: Settings, surroundings: Surroundings | None = None
+        self,
+        client: KubeClient,
+        settings: Settings,
+        surroundings: Surroundings | None = None,
+        *,
+        listen: Callable[[KubeClient, KopfOptions, OnEvent], JobEvents] = listen_by_kopf,
+        now: Callable[[], datetime] = _utc_now,
     ) -> None:
         self._client = client
         self._settings = settings
         self._surroundings = surroundings or Surroundings()
+        self._listen = listen
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
         self._gap = asyncio.Event()
@@ -64,7 +84,7 @@ class Term:
             self._jobs,
             self._backends,
             EventPoster(client, settings.identity),
-            now=lambda: datetime.now(UTC),
+            now=now,
         )
 
     async def run(self) -> None:
@@ -126,12 +146,12 @@ class Term:
             options = KopfOptions(
                 self._settings.namespaces, _WATCH_BACKOFF, self._settings.request_seconds
             )
-            thread = KopfThread(self._client.access, options, self._on_event)
-            thread.start()
+            events = self._listen(self._client, options, self._on_event)
+            events.start()
             try:
-                await thread.ended()
+                await events.ended()
             finally:
-                thread.stop()
+                events.stop()
             failures += 1
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))

@@ -148,7 +148,7 @@ class KindWatch:
 
     async def run(self) -> None:
         """List and watch until cancelled; a failure is followed by another try."""
-        failures = 0
+        failures = expiries = 0
         while True:
             try:
                 if self._version is None:
@@ -159,12 +159,14 @@ class KindWatch:
                     resource_version=self._version or "",
                     label_selector=self.watched.selector,
                 ):
-                    failures = 0
+                    failures = expiries = 0
                     self._hear()
                     self._take_in(event.type, event.object)
                 self._hear()
             except GoneError:
-                failures += 1
+                # An answer: what went wrong before it is over, and must not delay the list.
+                expiries += 1
+                failures = expiries
                 self._version = None
                 self._on_gap()
             except NotFoundError:
