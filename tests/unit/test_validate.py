@@ -41,8 +41,9 @@ def ftctl(*arguments: object, stdin: str | None = None) -> tuple[int, str]:
 
 def test_every_example_is_valid() -> None:
     files = sorted(EXAMPLES.glob("*.yaml"))
+    profiles = sorted(EXAMPLES.glob("profiles/*.yaml"))
     assert len(files) >= 4
-    assert ftctl(*files) == (0, f"{len(files)} FineTuneJobs checked, no problem\n")
+    assert ftctl(*files, *profiles) == (0, f"{len(files)} FineTuneJobs checked, no problem\n")
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
