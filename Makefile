@@ -17,7 +17,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test kill-series check format crd quickstart-assets clean bench-trainer
+.PHONY: help install run test e2e kill-series check format crd quickstart-assets clean bench-trainer
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,11 @@ run: install quickstart-assets  ## Fine-tune a real model on this machine (EXAMP
 # A file's tests run one after the other on one worker (docs/decisions/0003-one-pytest-run.md).
 test: install quickstart-assets  ## Run every test this machine can run (PYTEST_ARGS="-k words")
 	$(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# One process, as the tests share one release of the chart. Images and more: tests/real_cluster.py.
+e2e: install  ## Test chart, operator and trainer on the cluster that KUBECONFIG names
+	FINETUNE_E2E_KUBECONFIG="$${FINETUNE_E2E_KUBECONFIG:-$$KUBECONFIG}" \
+	  $(OFFLINE) $(BIN)/python -m pytest tests/e2e --durations=10 $(PYTEST_ARGS)
 
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
 	$(OFFLINE) $(BIN)/python tests/kill_series.py $(N) "$(SEED)"

@@ -1,0 +1,78 @@
+"""The cluster, the installed chart, and a volume with a tiny model that all tests share.
+
+Only `make e2e` collects this folder. Nothing is left in the cluster at the end.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from operators import Api
+from real_cluster import OPERATOR_NAMESPACE, RELEASE, Given, RealCluster, Release, namespace
+from real_jobs import NAMESPACE, Jobs, profile
+from real_volume import Volume
+from tiny_run import write_inputs
+
+GIVEN = Given.read()
+DEFINITIONS = ("finetunejobs.finetune.dev", "finetuneprofiles.finetune.dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip with the reason where there is no cluster to test on."""
+    reason = ""
+    if GIVEN is None:
+        reason = "FINETUNE_E2E_KUBECONFIG names no cluster"
+    elif not GIVEN.image:
+        reason = "FINETUNE_E2E_IMAGE names no image of the operator"
+    for item in items:
+        if reason and item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RealCluster]:
+    """The cluster, which the tests leave as it was."""
+    assert GIVEN is not None
+    made = RealCluster(GIVEN)
+    there = made.run("kubectl", "get", "crd", *DEFINITIONS, "--ignore-not-found", "-o", "name")
+    assert there.stdout + there.stderr == "", (
+        "the tests end with the deletion of every FineTuneJob, so they take only a cluster that "
+        "answers and does not know that kind"
+    )
+    try:
+        yield made
+    finally:
+        names = (NAMESPACE, OPERATOR_NAMESPACE)
+        made.run("helm", "uninstall", RELEASE, "--namespace", OPERATOR_NAMESPACE)
+        made.run("kubectl", "delete", "crd", *DEFINITIONS, "--ignore-not-found")
+        made.run("kubectl", "delete", "namespace", *names, "--ignore-not-found")
+        made.run("kubectl", "delete", "persistentvolume", NAMESPACE, "--ignore-not-found")
+
+
+@pytest.fixture(scope="session")
+def release(cluster: RealCluster) -> Release:
+    """The chart, installed as docs/installation.md says, in a namespace for restricted pods."""
+    cluster.apply(namespace(OPERATOR_NAMESPACE), namespace(NAMESPACE))
+    made = Release(cluster)
+    made.install()
+    cluster.apply(profile(cluster.given))
+    return made
+
+
+@pytest.fixture(scope="session")
+def volume(
+    cluster: RealCluster, release: Release, tmp_path_factory: pytest.TempPathFactory
+) -> Volume:
+    """A volume with a tiny model and rows to train on."""
+    made = Volume(cluster, NAMESPACE, tmp_path_factory.mktemp("volume"))
+    made.put(write_inputs(tmp_path_factory.mktemp("inputs")))
+    return made
+
+
+@pytest.fixture(scope="session")
+def jobs(cluster: RealCluster, volume: Volume) -> Iterator[Jobs]:
+    """The jobs of this session."""
+    api = Api(cluster.given.kubeconfig)
+    yield Jobs(cluster, api)
+    api.close()

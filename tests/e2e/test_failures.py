@@ -1,0 +1,95 @@
+"""What goes wrong in a cluster: pods that vanish, data that is not there, nodes that nobody has."""
+
+import pytest
+
+from real_jobs import NAMESPACE, Jobs, profile
+from real_volume import Volume
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ONE_NODE = {"nodes": 1, "gpusPerNode": 0}
+
+
+def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs, volume: Volume) -> None:
+    jobs.apply("lost", training={"maxSteps": 400})
+    volume.wait_for("checkpoints/lost/step-*/manifest.json")
+    _, second = jobs.pods("lost", 1)
+    jobs.kubectl("delete", "pod", second["metadata"]["name"], "--wait=false")
+    status = jobs.wait("lost", "Complete")["status"]
+    first, last = sorted(status["attempts"], key=lambda one: int(one["number"]))
+    assert (first["failureClass"], first["exitCode"]) == ("Preempted", 75)
+    assert 10 <= last["resumedStep"] < 400
+    assert last["failureClass"] == "Completed"
+    assert status["restarts"] == {"counted": 0, "disruptions": 1}
+    assert status["progress"]["step"] == 400
+    assert jobs.events("lost")[-1] == "Completed"
+
+
+def test_a_pod_that_is_killed_without_a_word_goes_on_from_the_last_checkpoint(
+    jobs: Jobs, volume: Volume
+) -> None:
+    jobs.apply("killed", training={"maxSteps": 400}, topology=ONE_NODE | {"processesPerNode": 1})
+    volume.wait_for("checkpoints/killed/step-*/manifest.json")
+    (pod,) = jobs.pods("killed", 1)
+    jobs.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")
+    status = jobs.wait("killed", "Complete")["status"]
+    last = max(status["attempts"], key=lambda one: int(one["number"]))
+    assert (last["number"], last["failureClass"]) == (2, "Completed")
+    assert last["resumedStep"] >= 10
+
+
+def test_what_a_failed_job_said_last_outlives_its_pods(jobs: Jobs) -> None:
+    jobs.apply("fails", dataset={"source": "pvc://models/absent.jsonl"}, topology=ONE_NODE)
+    status = jobs.wait("fails", "Failed")["status"]
+    (attempt,) = status["attempts"]
+    assert (attempt["failureClass"], attempt["exitCode"]) == ("DataError", 65)
+    assert "/mnt/models/absent.jsonl" in attempt["message"]
+    assert jobs.events("fails") == ["AttemptCreated", "DataError"]
+    jobs.kubectl("delete", "pods", "--selector", "finetune.dev/job=fails")
+    log = jobs.cluster.ftctl("logs", "fails", "-n", NAMESPACE, "--previous")
+    assert log.returncode == 0, log.stderr
+    gone, about, *said = log.stdout.splitlines()
+    assert (gone, about[:27]) == (
+        f"the pod of rank 0 of {NAMESPACE}/fails-1 is gone",
+        "the last lines of pod fails",
+    )
+    assert "/mnt/models/absent.jsonl" in "\n".join(said)
+
+
+STUCK = [
+    pytest.param(
+        {"nodes": {"selector": {"finetune.test/none": "here"}}},
+        "Unschedulable",
+        "node affinity/selector",
+        id="no node",
+    ),
+    pytest.param(
+        {"image": "registry.invalid/trainer:1"},
+        "ImagePullFailed",
+        "registry.invalid/trainer:1",
+        id="no image",
+    ),
+    pytest.param(
+        {
+            "volumes": [
+                {"name": "x", "mountPath": "/x", "source": {"configMap": {"name": "absent"}}}
+            ]
+        },
+        "VolumeNotReady",
+        'configmap "absent" not found',
+        id="no volume",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason", "words"), STUCK)
+def test_what_keeps_a_job_from_starting_is_told_in_words_within_five_seconds(
+    jobs: Jobs, changes: dict[str, object], reason: str, words: str
+) -> None:
+    name = reason.lower()
+    jobs.cluster.apply(profile(jobs.cluster.given, name, **changes))
+    jobs.apply(name, name, topology=ONE_NODE)
+    told = jobs.wait_for_reason(name, "ResourcesReady", reason, 5)
+    assert words in told["message"]
+    assert told["message"].startswith((f"pod {name}-1-0-", f"Pod {name}-1-0-"))
+    jobs.delete(name)

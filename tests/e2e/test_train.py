@@ -1,0 +1,156 @@
+"""Jobs of two nodes train in real pods; what a user sees of them meanwhile and afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_operator.kube.resources import Object
+from operators import condition, wait_until
+from real_jobs import NAMESPACE, Jobs, profile
+from real_volume import Volume
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def ddp(jobs: Jobs) -> Object:
+    """A job that trained with DDP on two nodes, and is Complete."""
+    jobs.apply("ddp", strategy={"type": "ddp"}, training={"maxSteps": STEPS})
+    return jobs.wait("ddp", "Complete")
+
+
+@pytest.fixture(scope="module")
+def fsdp(jobs: Jobs) -> Object:
+    """The same with FSDP and every parameter, rank 0 being found through a Service's selector."""
+    jobs.cluster.apply(profile(jobs.cluster.given, "by-service", rankZeroName="service"))
+    jobs.apply(
+        "fsdp",
+        "by-service",
+        strategy={"type": "fsdp"},
+        method={"type": "full"},
+        training={"maxSteps": 20},
+    )
+    return jobs.wait("fsdp", "Complete")
+
+
+def load(model: Path, adapter: Path | None = None) -> Any:
+    """Load what was exported, as transformers and peft do it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(model)
+    return made if adapter is None else PeftModel.from_pretrained(made, adapter)
+
+
+def test_two_nodes_with_ddp_leave_an_adapter_on_the_volume(
+    ddp: Object, volume: Volume, tmp_path: Path
+) -> None:
+    import torch
+
+    assert ddp["status"]["artifacts"] == ["pvc://models/output/ddp"]
+    adapter = volume.get("output/ddp", tmp_path / "adapter")
+    made = load(volume.get("model", tmp_path / "model"), adapter)
+    words = json.loads((adapter / "adapter_config.json").read_text())
+    assert words["base_model_name_or_path"] == "tests/tiny"
+    learned = [value for name, value in made.named_parameters() if "lora_B" in name]
+    assert learned
+    assert all(float(torch.linalg.vector_norm(one)) > 0 for one in learned)
+
+
+def test_the_status_of_a_finished_job_tells_how_it_went(ddp: Object) -> None:
+    status = ddp["status"]
+    assert (status["phase"], status["attempt"]) == ("Succeeded", 1)
+    assert status["nodes"] == {"desired": 2, "ready": 0, "worldSize": 2}
+    assert (status["plan"]["strategy"], status["plan"]["precision"]) == ("ddp", "fp32")
+    progress, last = status["progress"], status["checkpoint"]["last"]
+    assert (progress["step"], progress["totalSteps"], progress["etaSeconds"]) == (STEPS, STEPS, 0)
+    assert 0 < progress["loss"] < 6.0  # a guess among 768 tokens costs 6.6
+    assert (last["step"], last["worldSize"]) == (STEPS, 2)
+    assert last["uri"] == f"pvc://models/checkpoints/ddp/step-{STEPS}"
+    (attempt,) = status["attempts"]
+    assert (attempt["failureClass"], attempt["exitCode"]) == ("Completed", 0)
+    says = {one["type"]: one["status"] for one in status["conditions"]}
+    assert says == {
+        "Accepted": "True",
+        "Admitted": "True",
+        "ResourcesReady": "False",
+        "Running": "False",
+        "CheckpointReady": "True",
+        "Complete": "True",
+        "Ready": "True",
+        "Reconciling": "False",
+        "Stalled": "False",
+    }
+
+
+def test_events_and_columns_tell_it_in_short(ddp: Object, jobs: Jobs) -> None:
+    assert jobs.events("ddp") == ["AttemptCreated", "Training", "Completed"]
+    head, row = jobs.kubectl("get", "ftj", "ddp").splitlines()
+    columns = "NAME PHASE STEP STEPS LOSS NODES RESTARTS ETA-SECONDS AGE"
+    assert " ".join(head.split()) == columns
+    name, phase, step, steps, _, nodes, restarts, *_ = row.split()
+    assert (name, phase, step, steps) == ("ddp", "Succeeded", str(STEPS), str(STEPS))
+    assert (nodes, restarts) == ("0", "0")
+
+
+def test_two_nodes_with_fsdp_find_each_other_through_a_service_with_a_selector(
+    fsdp: Object, volume: Volume, jobs: Jobs, tmp_path: Path
+) -> None:
+    assert fsdp["status"]["plan"]["strategy"] == "fsdp"
+    (service,) = (one for one in jobs.children("fsdp") if one["kind"] == "Service")
+    assert service["spec"]["selector"]["batch.kubernetes.io/job-completion-index"] == "0"
+    made = load(volume.get("output/fsdp", tmp_path / "model"))
+    assert made.num_parameters() > 100_000
+
+
+@pytest.fixture(scope="module")
+def training(jobs: Jobs) -> Object:
+    """A job that trains and does not come to an end by itself."""
+    jobs.apply("trains", topology={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 2})
+    return jobs.wait("trains", "Running")
+
+
+def test_a_running_job_says_so_and_its_log_can_be_followed(training: Object, jobs: Jobs) -> None:
+    assert condition(training, "ResourcesReady")["status"] == "True"
+    assert training["status"]["nodes"] == {"desired": 1, "ready": 1, "worldSize": 2}
+    wait_until(lambda: jobs.get("trains")["status"]["checkpoint"].get("last"), 30)
+    log = jobs.cluster.ftctl("logs", "trains", "-n", NAMESPACE, "--rank", "1")
+    assert log.returncode == 0, log.stderr
+
+
+def test_its_pod_is_a_user_who_can_write_nothing_and_knows_no_secret(
+    training: Object, jobs: Jobs
+) -> None:
+    (pod,) = jobs.pods("trains", 1)
+    volumes = {kind for one in pod["spec"]["volumes"] for kind in one if kind != "name"}
+    assert volumes == {"downwardAPI", "emptyDir", "persistentVolumeClaim"}  # no token
+    (container,) = pod["spec"]["containers"]
+    assert all("valueFrom" not in one for one in container["env"][:-1])
+    program = (
+        "import json, os, pathlib\n"
+        "def write(folder):\n"
+        "    try:\n"
+        "        pathlib.Path(folder, 'x').write_text('')\n"
+        "    except OSError as error:\n"
+        "        return error.errno\n"
+        "status = pathlib.Path('/proc/1/status').read_text().split('\\n')\n"
+        "caps = next(one for one in status if one.startswith('CapEff')).split()[1]\n"
+        "print(json.dumps([os.getuid(), write('/'), write('/etc/finetune'), int(caps, 16),"
+        " os.path.exists('/var/run/secrets'), sorted(os.environ)]))"
+    )
+    python = jobs.cluster.given.python
+    said = jobs.kubectl("exec", pod["metadata"]["name"], "--", python, "-c", program)
+    user, root, config, capabilities, has_token, names = json.loads(said)
+    assert (user, root, config, capabilities, has_token) == (1000, 30, 30, 0, False)
+    assert not [name for name in names if "TOKEN" in name or "SECRET" in name or "KEY" in name]
+
+
+def test_a_job_that_is_deleted_while_it_trains_leaves_nothing(training: Object, jobs: Jobs) -> None:
+    kinds = {one["kind"] for one in jobs.children("trains")}
+    assert kinds == {"Job", "Pod", "NetworkPolicy"}
+    jobs.delete("trains")
+    assert jobs.api.job(NAMESPACE, "trains") is None

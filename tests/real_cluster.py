@@ -1,0 +1,162 @@
+"""A cluster with nodes, as its users see it: through kubectl, helm and ftctl.
+
+Named by the environment:
+
+    FINETUNE_E2E_KUBECONFIG      a cluster that knows no FineTuneJobs yet and may be changed
+    FINETUNE_E2E_IMAGE           the operator's image
+    FINETUNE_E2E_TRAINER_IMAGE   the trainer's; by default the same
+    FINETUNE_E2E_PYTHON          interpreter in both that has the packages; by default `python`
+    FINETUNE_E2E_RUNTIME_CLASS   RuntimeClass of all pods; by default none
+    FINETUNE_E2E_STORAGE_CLASS   for volumes that several pods write; by default a folder of this
+                                 machine, which must then be the only node
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune_operator.kube.resources import Object
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "charts" / "finetune-operator"
+OPERATOR_NAMESPACE = "finetune-operator"
+RELEASE = "finetune-operator"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+_START = "FINETUNE_E2E_"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the environment says of the cluster."""
+
+    kubeconfig: str
+    image: str
+    trainer_image: str
+    python: str
+    runtime_class: str | None
+    storage_class: str | None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> "Given | None":
+        """Return it, or None where no cluster is named."""
+        found = {key.removeprefix(_START): one for key, one in environ.items() if one}
+        if f"{_START}KUBECONFIG" not in environ:
+            return None
+        image = found.get("IMAGE", "")
+        return cls(
+            kubeconfig=found["KUBECONFIG"],
+            image=image,
+            trainer_image=found.get("TRAINER_IMAGE", image),
+            python=found.get("PYTHON", "python"),
+            runtime_class=found.get("RUNTIME_CLASS"),
+            storage_class=found.get("STORAGE_CLASS"),
+        )
+
+
+class RealCluster:
+    """The programs a user has, all asking the same cluster."""
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        self._environ = {**os.environ, "KUBECONFIG": given.kubeconfig}
+
+    def run(self, *command: str, stdin: bytes | None = None) -> "subprocess.CompletedProcess[str]":
+        """Run a program and return what it said, whatever it was."""
+        done = subprocess.run(command, input=stdin, capture_output=True, env=self._environ)
+        said = (done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+        return subprocess.CompletedProcess(command, done.returncode, *said)
+
+    def kubectl(self, *arguments: str, stdin: bytes | None = None) -> str:
+        """Run kubectl, which must succeed; return what it printed."""
+        return self._expect(self.run("kubectl", *arguments, stdin=stdin))
+
+    def helm(self, *arguments: str, values: Object | None = None) -> str:
+        """Run helm in the operator's namespace with these values; it must succeed."""
+        given = ["--values", "-"] if values is not None else []
+        command = ["helm", *arguments, "--namespace", OPERATOR_NAMESPACE, *given]
+        return self._expect(self.run(*command, stdin=json.dumps(values).encode()))
+
+    def ftctl(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run ftctl."""
+        return self.run(sys.executable, "-m", "finetune_operator", *arguments)
+
+    def apply(self, *objects: Object) -> None:
+        """Run `kubectl apply` on these."""
+        self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects).encode())
+
+    def list(self, kinds: str, *arguments: str) -> list[Object]:
+        """Return what `kubectl get` finds."""
+        found = json.loads(self.kubectl("get", kinds, *arguments, "-o", "json"))
+        items: list[Object] = found["items"]
+        return items
+
+    def may(self, account: str, verb: str, kind: str) -> bool:
+        """Say whether an account may do that in some namespace that is not its own."""
+        who = f"--as=system:serviceaccount:{OPERATOR_NAMESPACE}:{account}"
+        answer = self.run("kubectl", "auth", "can-i", verb, kind, who, "--namespace", "default")
+        return answer.stdout.strip() == "yes"
+
+    @staticmethod
+    def _expect(done: "subprocess.CompletedProcess[str]") -> str:
+        assert done.returncode == 0, f"{' '.join(done.args)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+class Release:
+    """The chart in the cluster, installed as docs/installation.md says."""
+
+    def __init__(self, cluster: RealCluster) -> None:
+        self._cluster = cluster
+        # helm 4.0.0 cannot apply kept definitions on the server's side; helm 3 does not know how.
+        is_new = cluster.run("helm", "version", "--short").stdout.startswith("v4")
+        self._side = ["--server-side=false"] if is_new else []
+
+    def install(self, **values: Any) -> None:
+        """Install the chart and wait until it is ready."""
+        self._helm("install", values)
+
+    def upgrade(self, **values: Any) -> None:
+        """Upgrade the release and wait until its new pods are ready and the old ones gone."""
+        self._helm("upgrade", values)
+        where = ("--namespace", OPERATOR_NAMESPACE)
+        self._cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", *where)
+
+    def uninstall(self) -> None:
+        """Uninstall the release and wait until it is gone."""
+        self._cluster.helm("uninstall", RELEASE, "--wait")
+
+    def pods(self) -> list[Object]:
+        """Return the operator's pods."""
+        return self._cluster.list("pods", "--namespace", OPERATOR_NAMESPACE)
+
+    def leader(self) -> str:
+        """Return the name of the pod that holds the Lease; empty if none does."""
+        (lease,) = self._cluster.list("leases", "--namespace", OPERATOR_NAMESPACE)
+        return str(lease["spec"].get("holderIdentity") or "")
+
+    def _helm(self, verb: str, values: Object) -> None:
+        arguments = [verb, RELEASE, str(CHART), *self._side, "--wait", "--timeout", "3m"]
+        self._cluster.helm(*arguments, values={**self._values(), **values})
+
+    def _values(self) -> Object:
+        given = self._cluster.given
+        name, _, digest = given.image.partition("@")
+        repository, _, tag = name.rpartition(":")
+        return {
+            "image": {"repository": repository, "tag": tag, "digest": digest},
+            "command": [given.python, "-m", "finetune_operator.kernel"],
+            "runtimeClassName": given.runtime_class or "",
+        }
+
+
+def namespace(name: str) -> Object:
+    """Return a namespace that admits no pod but of the restricted standard."""
+    metadata = {"name": name, "labels": RESTRICTED}
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}

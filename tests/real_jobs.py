@@ -1,0 +1,103 @@
+"""Jobs of a real cluster: applied with kubectl, looked at through the API."""
+
+from typing import Any
+
+from finetune_operator.kube.resources import Object
+from operators import Api, condition, wait_until
+from real_cluster import Given, RealCluster
+from real_volume import CLAIM
+
+NAMESPACE = "finetune-e2e"
+
+
+class Jobs:
+    """The jobs of this session: applied with kubectl, looked at through the API."""
+
+    def __init__(self, cluster: RealCluster, api: Api) -> None:
+        self.cluster = cluster
+        self.api = api
+
+    def kubectl(self, *arguments: str) -> str:
+        """Run kubectl in the jobs' namespace."""
+        return self.cluster.kubectl("--namespace", NAMESPACE, *arguments)
+
+    def apply(self, name: str, profile: str = "default", **spec: Any) -> None:
+        """Apply a job that trains an adapter of the tiny model on two nodes, changed in `spec`."""
+        made = {
+            "model": {"source": f"pvc://{CLAIM}/model", "baseName": "tests/tiny"},
+            "dataset": {"source": f"pvc://{CLAIM}/train.jsonl", "format": "instruction"},
+            "method": {"type": "lora", "lora": {"r": 4, "alpha": 8}},
+            "training": {"globalBatchSize": 4, "maxSeqLength": 64, "learningRate": 1e-3}
+            | spec.pop("training", {"maxSteps": 1_000_000}),
+            "topology": {"nodes": 2, "gpusPerNode": 0},
+            "checkpoint": {"uri": f"pvc://{CLAIM}/checkpoints/{name}", "everySteps": 10},
+            "output": {"uri": f"pvc://{CLAIM}/output/{name}"},
+            "observability": {"statusIntervalSeconds": 5},
+            "backend": {"type": "aks", "aks": {"profile": profile}},
+        }
+        metadata = {"name": name, "namespace": NAMESPACE}
+        head = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob"}
+        self.cluster.apply({**head, "metadata": metadata, "spec": {**made, **spec}})
+
+    def get(self, name: str) -> Object:
+        """Return the job."""
+        made = self.api.job(NAMESPACE, name)
+        assert made is not None, f"{name} is gone"
+        return made
+
+    def wait(self, name: str, kind: str, seconds: int = 400) -> Object:
+        """Run `kubectl wait` for a condition; return the job."""
+        job = f"finetunejob/{name}"
+        try:
+            self.kubectl("wait", job, f"--for=condition={kind}", f"--timeout={seconds}s")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.kubectl('describe', job)}") from None
+        return self.get(name)
+
+    def wait_for_reason(self, name: str, kind: str, reason: str, seconds: float) -> Object:
+        """Return the condition as soon as it gives that reason."""
+
+        def look() -> Object | None:
+            found = condition(self.get(name), kind)
+            return found if found.get("reason") == reason else None
+
+        return wait_until(look, seconds, f"{kind} {reason} of {name}")
+
+    def children(self, name: str) -> list[Object]:
+        """Return everything that belongs to a job, pods included."""
+        kinds = "jobs,pods,services,endpointslices,networkpolicies,configmaps,secrets"
+        selector = ("--selector", f"finetune.dev/job={name}", "--namespace", NAMESPACE)
+        return self.cluster.list(kinds, *selector)
+
+    def pods(self, name: str, attempt: int) -> list[Object]:
+        """Return the pods of an attempt, rank 0's first."""
+        own = f"finetune.dev/job={name},finetune.dev/attempt={attempt}"
+        found = self.cluster.list("pods", "--selector", own, "--namespace", NAMESPACE)
+        return sorted(found, key=lambda one: str(one["metadata"]["name"]))
+
+    def events(self, name: str) -> list[str]:
+        """Return the reasons of the job's Events, as they came about."""
+        about = f"involvedObject.name={name},involvedObject.kind=FineTuneJob"
+        found = self.cluster.list("events", "--field-selector", about, "--namespace", NAMESPACE)
+        in_order = sorted(found, key=lambda one: int(one["metadata"]["resourceVersion"]))
+        return [one["reason"] for one in in_order]
+
+    def delete(self, name: str) -> None:
+        """Delete the job and wait until nothing of it is there."""
+        self.kubectl("delete", "finetunejob", name, "--ignore-not-found")
+        wait_until(lambda: not self.children(name), 60, f"{name} to leave nothing behind")
+
+
+def profile(given: Given, name: str = "default", **changes: Any) -> Object:
+    """Return the FineTuneProfile of the jobs."""
+    spec: Object = {
+        "image": given.trainer_image,
+        "command": [given.python, "-m", "finetune_trainer"],
+        "resources": {"cpu": "250m"},
+        "allow": {"namespaces": [NAMESPACE], "claims": [CLAIM], "maxNodes": 2},
+        **changes,
+    }
+    if given.runtime_class is not None:
+        spec["runtimeClassName"] = given.runtime_class
+    head = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
+    return {**head, "metadata": {"name": name}, "spec": spec}

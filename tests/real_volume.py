@@ -1,0 +1,122 @@
+"""A volume of a real cluster, written and read through a pod: tests need no other way to it."""
+
+import base64
+import io
+import tarfile
+from pathlib import Path
+
+from finetune_operator.kube.resources import Object
+from real_cluster import RealCluster
+
+CLAIM = "models"
+MOUNT = f"/mnt/{CLAIM}"
+
+
+class Volume:
+    """A claim that all jobs of a namespace share, and a pod through which tests read and write it.
+
+    Args:
+        cluster: Where it is.
+        namespace: Its namespace, which exists.
+        folder: On a cluster of this one machine the folder behind it.
+    """
+
+    def __init__(self, cluster: RealCluster, namespace: str, folder: Path) -> None:
+        self._cluster = cluster
+        self._where = ("--namespace", namespace)
+        given = cluster.given
+        metadata = {"name": CLAIM, "namespace": namespace}
+        size = {"storage": "1Gi"}
+        modes = ["ReadWriteMany"]
+        claim: Object = {"accessModes": modes, "resources": {"requests": size}}
+        if given.storage_class is not None:
+            claim["storageClassName"] = given.storage_class
+        else:
+            folder.chmod(0o777)  # hostPath volumes do not get the pods' fsGroup
+            self._make_volume(namespace, {"accessModes": modes, "capacity": size}, folder)
+            claim |= {"storageClassName": "", "volumeName": namespace}
+        made = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
+        cluster.apply({**made, "spec": claim}, self._pod(namespace))
+        self._kubectl("wait", "pod/volume", "--for=condition=Ready", "--timeout=60s")
+
+    def _make_volume(self, namespace: str, spec: Object, folder: Path) -> None:
+        host = {"path": str(folder), "type": "Directory"}
+        claim = {"namespace": namespace, "name": CLAIM}
+        spec = {**spec, "storageClassName": "", "hostPath": host, "claimRef": claim}
+        metadata = {"name": namespace}
+        made = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": metadata}
+        self._cluster.apply({**made, "spec": spec})
+
+    def _pod(self, namespace: str) -> Object:
+        """Return a pod that waits to be told what to do, within the restricted standard."""
+        given = self._cluster.given
+        wait = "import signal as s; s.pthread_sigmask(s.SIG_BLOCK, {s.SIGTERM}); "
+        container = {
+            "name": "volume",
+            "image": given.trainer_image,
+            "command": [given.python, "-c", f"{wait} s.sigwait({{s.SIGTERM}})"],
+            "volumeMounts": [{"name": "claim", "mountPath": MOUNT}],
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            },
+        }
+        spec: Object = {
+            "containers": [container],
+            "volumes": [{"name": "claim", "persistentVolumeClaim": {"claimName": CLAIM}}],
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 1000,
+                "fsGroup": 1000,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+        }
+        if given.runtime_class is not None:
+            spec["runtimeClassName"] = given.runtime_class
+        metadata = {"name": "volume", "namespace": namespace}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+    def put(self, folder: Path) -> None:
+        """Copy what is in the folder to the volume's root."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.add(folder, ".")
+        self._python(
+            "import sys, tarfile\n"
+            "archive = tarfile.open(fileobj=sys.stdin.buffer, mode='r|')\n"
+            f"archive.extractall('{MOUNT}', filter='data')",
+            stdin=packed.getvalue(),
+        )
+
+    def get(self, path: str, to: Path) -> Path:
+        """Copy a folder of the volume into `to`; return where it is."""
+        text = self._python(
+            "import base64, io, tarfile\n"
+            "packed = io.BytesIO()\n"
+            "with tarfile.open(fileobj=packed, mode='w') as archive:\n"
+            f"    archive.add('{MOUNT}/{path}', '.')\n"
+            "print(base64.b64encode(packed.getvalue()).decode())"
+        )
+        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text))) as archive:
+            archive.extractall(to, filter="data")
+        return to
+
+    def wait_for(self, pattern: str, seconds: int = 300) -> str:
+        """Wait for a file, in the pod itself so that no moment is lost; return its path."""
+        program = (
+            "import glob, sys, time\n"
+            f"end = time.monotonic() + {seconds}\n"
+            f"while not (found := glob.glob('{MOUNT}/{pattern}')) and time.monotonic() < end:\n"
+            "    time.sleep(0.02)\n"
+            "print(*found[:1])\n"
+            "sys.exit(not found)"
+        )
+        return self._python(program).strip()
+
+    def _python(self, program: str, stdin: bytes | None = None) -> str:
+        command = [self._cluster.given.python, "-c", program]
+        return self._kubectl("exec", "-i", "volume", "--", *command, stdin=stdin)
+
+    def _kubectl(self, *arguments: str, stdin: bytes | None = None) -> str:
+        return self._cluster.kubectl(*self._where, *arguments, stdin=stdin)
