@@ -59,10 +59,11 @@ class World:
         """Begin with nothing but what the API server knows."""
         self.caches: dict[Resource, ObjectCache] = {}
         cluster = Cluster(self.api, self.cache)
+        self.backends = Backends(BackendContext(Path(), {}, cluster), POINTS)
         self.reconciler = Reconciler(
             self.api,
             self.cache(FINE_TUNE_JOBS),
-            Backends(BackendContext(Path(), {}, cluster), POINTS),
+            self.backends,
             EventPoster(self.api, "test"),
             now=lambda: self.now,
         )

@@ -7,10 +7,13 @@ import pytest
 
 from backend_contract import planned
 from builders import job
+from fake_api import FakeApi
 from finetune_operator.api.problems import Severity
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.backends.local.layout import BadUriError, file_path
+from finetune_operator.kube.cache import ObjectCache
+from finetune_operator.kube.cluster import Cluster
 from finetune_trainer.config import DatasetSource, LoraSettings, TrainConfig
 
 
@@ -283,3 +286,11 @@ def test_more_processes_than_cores_is_a_warning(inputs: Path) -> None:
     manifest = job(topology__processes_per_node=5)
     problems = backend(inputs).check_inputs(manifest)
     assert findings(problems, Severity.WARNING) == ["spec.topology.processesPerNode"]
+
+
+def test_an_operator_in_a_cluster_runs_no_job_in_its_own_pod(tmp_path: Path) -> None:
+    cluster = Cluster(FakeApi(), ObjectCache)
+    operators = LocalBackend(BackendContext(tmp_path, cluster=cluster))
+    [problem] = operators.validate(job())
+    assert problem.path == "spec.backend.type"
+    assert "operator's own pod" in problem.message

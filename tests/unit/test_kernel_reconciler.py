@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.backends.fake import FakeBackend
+from finetune_operator.errors import BackendError
 from finetune_operator.kube.errors import ForbiddenError, UnavailableError
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
@@ -304,5 +306,22 @@ def test_a_job_outside_the_cluster_is_ended_before_it_may_go() -> None:
         assert "deletionTimestamp" in world.job["metadata"]
         await world.settle()
         assert world.api.objects(FINE_TUNE_JOBS) == []
+
+    run(work())
+
+
+def test_a_job_outside_the_cluster_whose_attempt_can_never_be_created_may_go() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply(backend={"type": "fake"})
+        fake = world.backends.get("fake")
+        assert isinstance(fake, FakeBackend)
+        fake.errors["submit"] = [BackendError("the folder is another job's")] * 9
+        await world.settle()
+        assert world.condition("Stalled")["status"] == "True"
+        await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
+        await world.settle()
+        assert world.api.objects(FINE_TUNE_JOBS) == []
+        assert fake.runs == {}
 
     run(work())

@@ -243,8 +243,7 @@ class Reconciler:
         if known.job is not None:
             job = self._with_handle(key, known.job)
             grace = float(job.spec.deadlines.termination_grace_seconds)
-            # An attempt that may have been created, with its handle lost, is found by its name.
-            handle = handle_of(job.status) or await self._create(job, attempt.number)
+            handle = handle_of(job.status) or await self._find(key, job, attempt.number)
         if handle is None:
             log.warning("nothing is known of its attempt", extra=_about(key))
             return None
@@ -254,6 +253,19 @@ class Reconciler:
             return None
         await backend.cancel(handle, grace)
         return seen.look_again_seconds or _LOOK_AGAIN_SECONDS
+
+    async def _find(self, key: Key, job: FineTuneJob, number: int) -> Handle | None:
+        """Return an attempt that may have been created, with its handle lost, by its name.
+
+        What can never be created is not there.
+        """
+        try:
+            return await self._create(job, number)
+        except FineTuneError as error:
+            if error.retryable:
+                raise
+            log.warning("attempt not created", extra=_about(key, attempt=number, error=error))
+            return None
 
     async def _clean_up(self, key: Key, known: KnownJob, ttl_seconds: int | None) -> Look:
         """Delete a finished job when its time is over."""

@@ -35,6 +35,11 @@ from finetune_trainer.config import Termination
 
 TRAINER = (sys.executable, "-m", "finetune_trainer")
 
+# Whoever may create a job would run programs as the operator, with its token.
+_IN_A_CLUSTER = (
+    "local would run in the operator's own pod; use aks, or run the job on your machine with ftctl"
+)
+
 
 class LocalBackend:
     """Backend `local`: this machine as `nodes` x `processesPerNode`.
@@ -71,6 +76,8 @@ class LocalBackend:
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List the places named by the job that cannot be on this machine."""
+        if self._context.cluster is not None:
+            return [Problem("spec.backend.type", _IN_A_CLUSTER)]
         return checks.unsupported(job, self._context.manifest_dir)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
