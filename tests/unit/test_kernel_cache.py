@@ -19,10 +19,18 @@ def cache() -> ObjectCache:
 
 def test_the_newer_object_stays_whichever_way_round_it_comes(cache: ObjectCache) -> None:
     assert cache.put(pod("a", 5))
-    assert not cache.put(pod("a", 4))
-    assert not cache.put(pod("a", 5))
+    cache.put(pod("a", 4))
+    assert cache.get(Key("ns", "a")) == pod("a", 5)
     assert cache.put(pod("a", 6))
     assert cache.get(Key("ns", "a")) == pod("a", 6)
+
+
+def test_what_an_answer_has_overtaken_is_news_and_its_echo_is_none(cache: ObjectCache) -> None:
+    cache.put(pod("a", 5))
+    cache.put(pod("a", 7))  # the answer to a write of ours, with what became version 6
+    assert cache.put(pod("a", 6))
+    assert not cache.put(pod("a", 7))
+    assert cache.get(Key("ns", "a")) == pod("a", 7)
 
 
 def test_an_answer_older_than_a_deletion_does_not_bring_the_object_back(

@@ -49,7 +49,7 @@ async def play(world: LiveWorld, scene: Scene) -> None:
         await world.rest(0)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=70, deadline=None, derandomize=True)
 @given(story=st.lists(SCENES, min_size=1, max_size=8), seed=st.integers(0, 999))
 def test_whatever_happens_is_acted_upon_without_a_resync(story: list[Scene], seed: int) -> None:
     async def work() -> None:
@@ -64,7 +64,7 @@ def test_whatever_happens_is_acted_upon_without_a_resync(story: list[Scene], see
     run(work())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     before=st.lists(SCENES, max_size=3),
     meanwhile=st.lists(st.sampled_from([*HAPPENINGS, "delete"]), max_size=3),

@@ -96,6 +96,21 @@ def test_the_answer_to_our_own_write_wakes_nobody() -> None:
     assert play(script).woken == []
 
 
+def test_a_change_that_came_with_the_answer_to_our_own_write_wakes_its_job() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.make("a")
+        await scene.watch.is_synced.wait()
+        await asyncio.sleep(1)
+        scene.api.watch_lag = lambda: 1.0
+        await scene.api.patch(CONFIG_MAPS, "a", "ns", {"data": {"theirs": "1"}})
+        ours = await scene.api.patch(CONFIG_MAPS, "a", "ns", {"data": {"ours": "1"}})
+        scene.cache.put(ours)
+        scene.woken.clear()
+        await asyncio.sleep(5)
+
+    assert play(script).woken == [Key("ns", "job-of-a")]
+
+
 def test_a_deletion_that_falls_into_an_expired_gap_is_found_by_the_list() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("stays")

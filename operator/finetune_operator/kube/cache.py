@@ -80,11 +80,16 @@ class ObjectCache:
         return [self._objects[key] for key in sorted(self._of_job.get(job, ()))]
 
     def put(self, made: Object) -> bool:
-        """Take in an object; False if what is there, or was deleted, is as new."""
+        """Take in an object, unless what is there is as new; return whether that is news.
+
+        What is older than what is there is news, too: the answer to a write of ours that overtook
+        it holds a change of somebody else, which nobody has been told of.
+        """
         key, version = key_of(made), version_of(made)
         there = self._objects.get(key)
-        known = version_of(there) if there else self._deleted.get(key, -1)
-        if version <= known:
+        if there is not None and version <= version_of(there):
+            return version < version_of(there)
+        if version <= self._deleted.get(key, -1):
             return False
         self._forget(key)
         self._deleted.pop(key, None)
@@ -113,7 +118,7 @@ class ObjectCache:
             namespace: The namespace that was listed; None for all.
 
         Returns:
-            The objects that are new, changed or gone.
+            The objects that are news (see `put`) or gone.
         """
         listed = {key_of(one): one for one in items}
         at = int(version)
