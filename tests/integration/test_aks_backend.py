@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from finetune_operator.backends.base import (
     Observation,
     Request,
 )
-from finetune_operator.errors import TransientError
+from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
@@ -213,32 +214,125 @@ def test_a_gang_is_created_once_by_as_many_writes_as_it_has_objects(
     assert api.run(api.client.list(ENDPOINT_SLICES, namespace)).items == []
 
 
-def test_rank_zero_is_found_by_name_once_its_pod_has_an_address(
-    api: Api, harness: AksHarness, namespace: str
-) -> None:
+def address(api: Api, namespace: str, index: int, address: str) -> None:
+    """Give an address to the pod of that index, as its kubelet would."""
+    (pod,) = (
+        one
+        for one in api.run(api.client.list(PODS, namespace)).items
+        if one["metadata"]["name"].startswith(f"tiny-1-{index}-")
+    )
+    status = {"podIP": address, "podIPs": [{"ip": address}]}
+    name, body = pod["metadata"]["name"], {"status": status}
+    api.run(api.client.patch(PODS, name, namespace, body, subresource="status"))
+
+
+def gang_of_two(api: Api, harness: AksHarness, namespace: str) -> tuple[AksBackend, Handle]:
+    """Submit a gang of two nodes whose pods exist; the backend stays the same process's."""
     plan = planned(**{**harness.overrides, "topology__nodes": 2})
     owned = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-2"))
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     handle = api.run(backend.submit(owned))
-    pods = wait_until(lambda: len(api.run(api.client.list(PODS, namespace)).items) == 2, 10)
-    assert pods
-    for address in ("10.1.2.3", "10.1.2.4"):
-        (first,) = (
-            one
-            for one in api.run(api.client.list(PODS, namespace)).items
-            if one["metadata"]["name"].startswith("tiny-1-0-")
-        )
-        status = {"podIP": address, "podIPs": [{"ip": address}]}
-        patch = api.client.patch(
-            PODS, first["metadata"]["name"], namespace, {"status": status}, subresource="status"
-        )
-        api.run(patch)
+    wait_until(lambda: len(api.run(api.client.list(PODS, namespace)).items) == 2, 10)
+    return backend, handle
+
+
+def test_rank_zero_is_found_by_name_once_its_pod_has_an_address(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    backend, handle = gang_of_two(api, harness, namespace)
+    address(api, namespace, 1, "10.1.2.9")  # nobody asks for another's name
+    for each in ("10.1.2.3", "10.1.2.4"):
+        address(api, namespace, 0, each)
+        before = sum(api.client.calls.by_kind.values())
         api.run(backend.observe(handle))
+        written = sum(api.client.calls.by_kind.values())
         api.run(backend.observe(handle))
+        assert sum(api.client.calls.by_kind.values()) - written < written - before
         (made,) = api.run(api.client.list(ENDPOINT_SLICES, namespace)).items
         (endpoint,) = made["endpoints"]
-        assert (endpoint["hostname"], endpoint["addresses"]) == ("tiny-1-0", [address])
+        assert (endpoint["hostname"], endpoint["addresses"]) == ("tiny-1-0", [each])
         assert made["metadata"]["labels"]["kubernetes.io/service-name"] == "tiny-finetune"
+
+
+def test_a_name_of_rank_zero_that_is_taken_is_told_and_given_once_it_is_free(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    foreign = {"metadata": {"name": "tiny-finetune"}, "addressType": "IPv4", "endpoints": []}
+    api.run(api.client.create(ENDPOINT_SLICES, foreign, namespace))
+    backend, handle = gang_of_two(api, harness, namespace)
+    address(api, namespace, 0, "10.1.2.3")
+    seen = api.run(backend.observe(handle))
+    assert (seen.phase, seen.reason) == (AttemptPhase.PENDING, "CreationFailed")
+    assert seen.message == (
+        f"EndpointSlice {namespace}/tiny-finetune is in the way: it exists and is nobody's child; "
+        "delete it, or give this job another name"
+    )
+    assert seen.look_again_seconds is not None
+    calls = dict(api.client.calls.by_kind)
+    assert api.run(backend.observe(handle)).message == seen.message
+    again = {key: count - calls.get(key, 0) for key, count in api.client.calls.by_kind.items()}
+    assert not any(count for (verb, *_), count in again.items() if verb == "create")
+    api.run(api.client.delete(ENDPOINT_SLICES, "tiny-finetune", namespace))
+    later = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    assert api.run(later.observe(handle)).reason != "CreationFailed"
+    (made,) = api.run(api.client.list(ENDPOINT_SLICES, namespace)).items
+    assert made["endpoints"][0]["addresses"] == ["10.1.2.3"]
+
+
+@pytest.mark.parametrize("kind", [SERVICES, NETWORK_POLICIES, JOBS], ids=lambda kind: kind.kind)
+def test_what_a_user_has_under_a_name_of_ours_is_named_and_left_alone(
+    api: Api, harness: AksHarness, namespace: str, kind: Resource
+) -> None:
+    plan = planned(**{**harness.overrides, "topology__nodes": 2})
+    owned = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-2"))
+    (ours,) = (one for one in owned.objects if one["kind"] == kind.kind)
+    foreign = {**ours, "metadata": {**ours["metadata"], "ownerReferences": [], "labels": {}}}
+    there = api.run(api.client.create(kind, foreign, namespace))
+    name = there["metadata"]["name"]
+    backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    with pytest.raises(AlreadyOwnedError, match=f"{kind.kind} {namespace}/{name} is in the way"):
+        api.run(backend.submit(owned))
+    left = api.run(api.client.get(kind, name, namespace))
+    assert left["metadata"]["uid"] == there["metadata"]["uid"]
+    assert "ownerReferences" not in left["metadata"]
+    if kind is not JOBS:
+        assert api.run(api.client.list(JOBS, namespace)).items == []
+
+
+def test_jobs_of_one_name_in_three_namespaces_know_nothing_of_each_other(api: Api) -> None:
+    backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    with api.namespace("a") as a, api.namespace("b") as b, api.namespace("c") as c:
+        handles = {}
+        for namespace in (a, b, c):
+            harness = AksHarness(api, namespace)
+            plan = planned(**harness.overrides)
+            request = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-1"))
+            handles[namespace] = api.run(backend.submit(request))
+            wait_until(partial(pods_of, api, namespace), 10)
+        api.run(backend.cancel(handles[b], 1.0))
+        wait_until(lambda: api.run(backend.observe(handles[b])).all_gone, 20)
+        seen = [api.run(backend.observe(handles[one])).phase.value for one in (a, b, c)]
+        assert seen == ["Pending", "Failed", "Pending"]
+        assert [len(pods_of(api, one)) for one in (a, b, c)] == [1, 0, 1]
+
+
+def pods_of(api: Api, namespace: str) -> list[Object]:
+    return api.run(api.client.list(PODS, namespace)).items
+
+
+def test_the_longest_name_a_job_may_have_is_short_enough_for_its_pods(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    longest = "a" + "-9" * 24 + "9"
+    assert len(longest) == 50
+    plan = planned(**{**harness.overrides, "topology__nodes": 2, "metadata.name": longest})
+    request = harness.make().render(plan, Attempt(9999))
+    backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
+    handle = api.run(backend.submit(given_to(request, harness.own("uid-2"))))
+    wait_until(lambda: len(pods_of(api, namespace)) == 2, 10)
+    hosts = sorted(one["spec"]["hostname"] for one in pods_of(api, namespace))
+    assert hosts == [f"{longest}-9999-0", f"{longest}-9999-1"]
+    assert not api.run(backend.observe(handle)).all_gone
 
 
 def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
@@ -260,15 +354,29 @@ def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
     assert says in seen.message
 
 
-def test_pods_that_a_quota_forbids_are_told_from_events(
-    api: Api, harness: AksHarness, namespace: str
+FORBIDDING: list[Any] = [
+    pytest.param(
+        Resource("", "v1", "resourcequotas", "ResourceQuota"),
+        {"hard": {"pods": "0"}},
+        "exceeded quota: none",
+        id="a quota",
+    ),
+    pytest.param(
+        Resource("", "v1", "limitranges", "LimitRange"),
+        {"limits": [{"type": "Pod", "max": {"memory": "1Mi"}}]},
+        "maximum memory usage per Pod is 1Mi",
+        id="a limit range",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "spec", "says"), FORBIDDING)
+def test_pods_that_the_namespace_forbids_are_told_from_events(
+    api: Api, harness: AksHarness, namespace: str, kind: Resource, spec: Object, says: str
 ) -> None:
-    quotas = Resource("", "v1", "resourcequotas", "ResourceQuota")
-    none = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
-    api.run(api.client.create(quotas, none, namespace))
-    wait_until(
-        lambda: api.run(api.client.get(quotas, "none", namespace)).get("status", {}).get("hard"), 10
-    )
+    api.run(api.client.create(kind, {"metadata": {"name": "none"}, "spec": spec}, namespace))
+    if kind.kind == "ResourceQuota":
+        wait_until(lambda: api.run(api.client.get(kind, "none", namespace)).get("status"), 10)
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     owned = given_to(
         harness.make().render(planned(**harness.overrides), Attempt(1)), harness.own("uid-2")
@@ -282,7 +390,7 @@ def test_pods_that_a_quota_forbids_are_told_from_events(
     seen = wait_until(told, 10)
     assert seen is not None
     assert seen.reason == "PodsNotCreated"
-    assert "exceeded quota: none" in seen.message
+    assert says in seen.message
 
 
 def test_a_queued_attempt_that_is_cancelled_never_starts(

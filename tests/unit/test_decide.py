@@ -50,6 +50,18 @@ def test_a_job_runs_once_rank_0_is_past_loading() -> None:
     assert life.requeue == 0.5
 
 
+def test_an_attempt_that_lacks_what_somebody_must_mend_stalls_until_it_is_mended() -> None:
+    life = started()
+    lacks = Observation(
+        AttemptPhase.RUNNING, reason="CreationFailed", message="Service x is in the way"
+    )
+    assert life.see(lacks) == ()
+    assert life.condition("Stalled") == ("True", "CreationFailed")
+    life.see(running(1))
+    assert life.condition("Stalled")[0] == "False"
+    assert life.condition("Running")[0] == "True"
+
+
 def test_exit_code_0_completes_the_job_only_when_every_process_is_gone() -> None:
     life = started()
     assert life.see(lives(ended())) == ()

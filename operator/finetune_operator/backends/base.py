@@ -92,7 +92,8 @@ class Observation:
         node: Node of the guilty rank, if known.
         reason: One word for ResourcesReady while something keeps the attempt from running, such as
             `Unschedulable`; empty when it only takes its time. Told within seconds, while a
-            message without a reason waits for the next write.
+            message without a reason waits for the next write. `CreationFailed` makes it Stalled:
+            something of the attempt cannot be created until somebody mends the cause.
         message: One sentence for the conditions; empty when there is nothing to say.
         look_again_seconds: Observe again after so long though no event came; None for events only.
     """

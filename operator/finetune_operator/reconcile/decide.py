@@ -321,6 +321,8 @@ def _watching(
     if runs and not observation.reason:
         return Situation(stage, Reason.STARTING, f"attempt {attempt.number} starts its ranks")
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
+    if observation.reason == Reason.CREATION_FAILED:
+        stage = Stage.BLOCKED  # it does not pass by waiting
     return Situation(stage, observation.reason or Reason.PROVISIONING, text)
 
 

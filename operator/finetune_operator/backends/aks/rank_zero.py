@@ -67,7 +67,7 @@ class RankZeroNames:
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
-            told = Obstacle("RankZeroNotNamed", str(error))
+            told = Obstacle("CreationFailed", str(error))
             self._refused[uid] = _Refused(now + AGAIN_SECONDS, told)
             return told
         self._refused.pop(uid, None)
