@@ -34,7 +34,7 @@ class Gate:
         self._connections: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
-        named["cluster"]["server"] = f"https://127.0.0.1:{port}"
+        named["cluster"]["server"] = f"{server.scheme}://127.0.0.1:{port}{server.path}"
         named["cluster"]["tls-server-name"] = server.hostname
         self.kubeconfig = folder / "through-the-gate.yaml"
         self.kubeconfig.write_text(yaml.safe_dump(config))

@@ -8,6 +8,7 @@ import pytest
 from launches import Launch, launch
 
 if TYPE_CHECKING:
+    from clusters import RunningCluster
     from operators import Api
 
 
@@ -27,13 +28,31 @@ def start() -> Iterator[Callable[..., Launch]]:
             one.wait()
 
 
-@pytest.fixture(scope="module")
-def api() -> "Iterator[Api]":
-    """The API server that FINETUNE_TEST_KUBECONFIG names, with our kinds."""
-    from operators import KUBECONFIG, Api  # only where a test asks for a cluster
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("real", marks=pytest.mark.cluster)]
+)
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> "Iterator[RunningCluster]":
+    """An API server: the embedded one, and the one that FINETUNE_TEST_KUBECONFIG names."""
+    from clusters import RunningCluster, embedded_cluster  # only where a test asks for one
+    from operators import KUBECONFIG
 
-    assert KUBECONFIG is not None
-    made = Api(KUBECONFIG)
+    if request.param == "embedded":
+        with embedded_cluster(tmp_path_factory.mktemp("embedded")) as made:
+            yield made
+    elif KUBECONFIG is None:
+        pytest.skip("FINETUNE_TEST_KUBECONFIG names no cluster")
+    else:
+        yield RunningCluster(KUBECONFIG)
+
+
+@pytest.fixture(scope="module")
+def api(cluster: "RunningCluster") -> "Iterator[Api]":
+    """The cluster, with our kinds."""
+    from operators import Api
+
+    made = Api(cluster.kubeconfig)
     made.install_crds()
     yield made
     made.close()

@@ -9,12 +9,7 @@ import pytest
 
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from gates import Gate
-from operators import KUBECONFIG, Api, OperatorProcess, wait_until
-
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
-]
+from operators import Api, OperatorProcess, wait_until
 
 QUICK = {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1}
 

@@ -1,25 +1,19 @@
-"""The operator as a real process on a real API server: from apply to Complete, and its budget."""
+"""The operator as a real process on an API server: from apply to Complete, and its budget."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from finetune_operator.kube.resources import CONFIG_MAPS
-from operators import KUBECONFIG, Api, OperatorProcess, condition, wait_until
-
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
-]
+from operators import Api, OperatorProcess, condition, wait_until
 
 
 @pytest.fixture(scope="module")
 def shared(api: Api) -> Iterator[tuple[OperatorProcess, str]]:
     """One operator for all tests that do it no harm, and its namespace."""
-    assert KUBECONFIG is not None
-    with api.namespace("kernel") as namespace, OperatorProcess(KUBECONFIG, namespace) as operator:
+    with api.namespace("kernel") as name, OperatorProcess(api.kubeconfig, name) as operator:
         operator.wait_for("synced")
-        yield operator, namespace
+        yield operator, name
 
 
 WRITES = ("create", "update", "patch", "delete")

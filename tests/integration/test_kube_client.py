@@ -1,4 +1,4 @@
-"""The client's verbs and errors on a real API server."""
+"""The client's verbs and errors on an API server."""
 
 import socket
 import time
@@ -21,12 +21,7 @@ from finetune_operator.kube.errors import (
 )
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES, PODS, Object, Resource
 from gates import Gate
-from operators import KUBECONFIG, Api
-
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
-]
+from operators import Api
 
 
 @pytest.fixture(scope="module")
