@@ -50,6 +50,16 @@ def test_a_job_runs_once_rank_0_is_past_loading() -> None:
     assert life.requeue == 0.5
 
 
+def test_a_job_that_trains_stays_running_while_nothing_is_heard_of_rank_0() -> None:
+    life = started()
+    life.see(running(1))
+    before = life.status
+    life.see(Observation(AttemptPhase.RUNNING, nodes_ready=1))
+    assert life.status == before
+    life.see(running(1, Phase.LOADING))  # its ranks were started again in place
+    assert life.condition("Running") == ("False", "Starting")
+
+
 def test_an_attempt_that_lacks_what_somebody_must_mend_stalls_until_it_is_mended() -> None:
     life = started()
     lacks = Observation(

@@ -12,6 +12,7 @@ from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, 
 from finetune_operator.reconcile.conditions import Reason
 
 _PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
+_APART = frozenset({"backend_ref", "conditions", "nodes", "progress"})
 
 
 def is_worth_writing(
@@ -29,15 +30,13 @@ def is_worth_writing(
 
 def _essence(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]:
     starts = status.phase in (JobPhase.STARTING, JobPhase.RESTARTING)
-    rest = status.model_copy(
-        update={
-            "conditions": [],
-            "progress": None if starts else status.progress,
-            "nodes": status.nodes.model_copy(update={"ready": 0}),
-            "backend_ref": status.backend_ref if with_handle else None,
-        }
+    return (
+        {name: value for name, value in status if name not in _APART},
+        {name: value for name, value in status.nodes if name != "ready"},
+        None if starts else status.progress,
+        status.backend_ref if with_handle else None,
+        *(_gist(one) for one in status.conditions),
     )
-    return (rest, *(_gist(one) for one in status.conditions))
 
 
 def _gist(condition: Condition) -> tuple[object, ...]:

@@ -208,6 +208,11 @@ def set_condition(
     return [*made, new.model_copy(update={"last_transition_time": rfc3339(now)})]
 
 
+def _gist(one: Condition) -> tuple[object, ...]:
+    """Return what a condition says, apart from its type and its time."""
+    return (one.status, one.reason, one.message, one.observed_generation)
+
+
 _GOES_ON = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
 
 
@@ -217,9 +222,12 @@ def describe(
     """Return the status with the phase and the conditions of `situation`."""
     row = _TABLE[situation.stage]
     conditions = list(status.conditions)
+    told = {(one.type, *_gist(one)) for one in conditions}
 
     def say(kind: ConditionType, value: bool, reason: str, message: str) -> None:
         nonlocal conditions
+        if (kind, str(value), reason, message, generation) in told:
+            return  # nearly always, and models are dear to make
         new = Condition(
             type=kind,
             status=str(value),

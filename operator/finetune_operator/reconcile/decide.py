@@ -139,7 +139,8 @@ def decide(
         text = f"attempt {attempt.number} is starting"
         situation = Situation(Stage.STARTING, Reason.PROVISIONING, text)
         return view.conclude(status, situation, Submit(attempt.number))
-    if observation.phase is not AttemptPhase.UNKNOWN:
+    is_news = observation.nodes_ready != status.nodes.ready
+    if is_news and observation.phase is not AttemptPhase.UNKNOWN:
         ready = status.nodes.model_copy(update={"ready": observation.nodes_ready})
         status = status.model_copy(update={"nodes": ready})
     ended = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
@@ -314,7 +315,10 @@ def _watching(
 ) -> Situation:
     said = observation.progress
     runs = observation.phase in (AttemptPhase.RUNNING, AttemptPhase.SUCCEEDED)
-    if runs and said and said.phase not in _BEFORE_TRAINING:
+    # Who was seen to train is believed to while nothing is heard: rank 0 may be the first to end,
+    # and an operator that starts anew has asked nobody yet.
+    trains = said.phase not in _BEFORE_TRAINING if said else is_true(status, ConditionType.RUNNING)
+    if runs and trains:
         text = f"attempt {attempt.number} trains on {status.nodes.world_size} ranks"
         return Situation(Stage.RUNNING, Reason.TRAINING, text)
     stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING

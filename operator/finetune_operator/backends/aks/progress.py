@@ -72,7 +72,8 @@ class ProgressReader:
             pull.task = asyncio.create_task(work)
             await asyncio.wait({pull.task}, timeout=_PATIENCE_SECONDS)
         if pull.task is not None:
-            return Word(pull.newest, _SOON_SECONDS)
+            # A pod that was silent before will most likely be so until its time is over.
+            return Word(pull.newest, _TIMEOUT_SECONDS if pull.failures else _SOON_SECONDS)
         return Word(pull.newest, max(0.1, pull.due - loop.time()))
 
     def forget(self, uid: str) -> None:
