@@ -107,7 +107,14 @@ CASES: Mapping[str, Case] = {
     ),
     "rdma-packed": Case(
         job={"topology": GPUS, "training__globalBatchSize": 64},
-        profile={"resources": {"rdma": {"name": "rdma/shared_ib"}}},
+        profile={
+            "resources": {
+                "gpu": "nvidia.com/h100",
+                "rdma": {"name": "rdma/shared_ib"},
+                "other": {"hugepages-2Mi": "512Mi"},
+            },
+            "nodes": {"topologyKey": "example.com/infiniband-island"},
+        },
     ),
     "queue-template-identity": Case(
         job={

@@ -15,6 +15,7 @@ from aks_cases import CASES, GOLDENS, JOB, backend, profile
 from backend_contract import planned
 from builders import job, manifest
 from finetune_operator.api.problems import Severity
+from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks import observe
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import AttemptName
@@ -67,6 +68,20 @@ def test_no_pod_holds_a_token_of_the_cluster_or_may_become_root() -> None:
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         added = container["securityContext"]["capabilities"].get("add", [])
         assert added == (["IPC_LOCK"] if name.startswith("rdma") else [])
+
+
+def test_metrics_are_open_to_the_operator_in_the_namespace_it_is_in() -> None:
+    environ = {"FINETUNE_OPERATOR_LEASE_NAMESPACE": "ml-platform"}
+    made = FineTuneProfile.model_validate(
+        {"metadata": {"name": "default"}, "spec": profile().model_dump(by_alias=True)}
+    )
+    context = BackendContext(Path(), environ, profiles={"default": made})
+    policy = AksBackend(context).render(planned(**JOB), Attempt(1)).objects[0]
+    operator = policy["spec"]["ingress"][1]["from"][0]
+    assert operator == {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ml-platform"}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "finetune-operator"}},
+    }
 
 
 def test_a_configuration_that_no_pod_can_hold_is_refused_with_what_to_shorten() -> None:
