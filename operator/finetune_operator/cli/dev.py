@@ -1,27 +1,26 @@
 """`ftctl dev`: a Kubernetes API and the operator on this machine, for kubectl; no cluster needed.
 
 The same operator as in a cluster beside an API in the same process; jobs run as processes of this
-machine. This file listens to signals and shows what happens.
+machine.
 """
 
 import asyncio
-import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from finetune_operator.cli.dev_folder import DevFolder
-
-log = logging.getLogger(__name__)
+from finetune_operator.errors import FineTuneError
 
 
 def dev(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FOLDER]",
+            metavar="FOLDER",
             help="Where file://./x in a manifest begins, and runs/ is written; here, if left out.",
             show_default=False,
         ),
@@ -50,8 +49,16 @@ def dev(
 
     Exit codes with --run: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped.
     """
+    if find_spec("kopf") is None or find_spec("kubernetes") is None:
+        raise FineTuneError(
+            "ftctl dev runs the operator, which is not installed; install it: "
+            'pip install "finetune-operator[operator]"'
+        )
     # Imported here: kopf and the client take half a second that --help need not wait for.
     from finetune_operator.cli.dev_run import RunOptions, run_one
+    from finetune_operator.cli.dev_server import serve
+    from finetune_operator.kernel.logs import set_up
+    from finetune_operator.kernel.settings import LogFormat
 
     if run is not None:
         if folder is not None:
@@ -63,24 +70,5 @@ def dev(
     base = Path(os.path.normpath((folder or Path()).absolute()))
     if not base.is_dir():
         raise typer.BadParameter(f"{folder} is no folder")
-    asyncio.run(_serve(DevFolder(base), port))
-
-
-async def _serve(folder: DevFolder, port: int) -> None:
-    """Serve until told to stop."""
-    from finetune_operator.cli.dev_server import serving
-    from finetune_operator.cli.dev_stop import StopSignals, resume
-    from finetune_operator.kernel.logs import set_up
-    from finetune_operator.kernel.settings import LogFormat
-
     set_up(LogFormat.TEXT, "INFO")
-    signals = StopSignals()
-    with folder.held():
-        async with serving(folder, port, signals) as server:
-            await resume(server.client)
-            print(folder.export, flush=True)
-            log.info("serving", extra={"folder": str(folder.base)})
-            asked = asyncio.create_task(signals.asked.wait())
-            await server.until(asked)
-            log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
-            await server.stop_jobs(log.warning)
+    asyncio.run(serve(DevFolder(base), port))

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.validate import check_start
 from finetune_operator.cli.target import Target
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.jobs import KnownJob, read_job
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
-from finetune_operator.kube.resources import FINE_TUNE_JOBS
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES
 from finetune_operator.reconcile.conditions import is_finished
 from finetune_operator.reconcile.opening import changes_of_training
 
@@ -47,11 +48,13 @@ async def make_room(client: KubeClient, target: Target, *, fresh: bool) -> str:
         fresh: Delete it though it is not over.
 
     Raises:
-        InvalidJobError: it is not over, and the manifest asks for another training.
+        InvalidJobError: it is not over, and the manifest asks for another training; or there is
+            none, and no job can begin with the manifest.
     """
     key = key_of_job(target.job)
     there = await look_up(client, key)
     if there is None:
+        target.refuse(check_start(target.job))  # with its line; the API tells the field alone
         return ""
     if not fresh and not is_finished(there.status):
         _refuse_another_training(there, target)
@@ -71,6 +74,7 @@ async def apply(client: KubeClient, target: Target, kubeconfig: Path) -> str:
         ApplyError: kubectl cannot apply it.
         ApiError: the API refuses it.
     """
+    await _make_namespace(client, target.job.metadata.namespace)
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         return await _apply(client, target)
@@ -86,6 +90,13 @@ async def apply(client: KubeClient, target: Target, kubeconfig: Path) -> str:
     if process.returncode:
         raise ApplyError(f"kubectl apply -f {target.manifest.path} failed: {text}")
     return text
+
+
+async def _make_namespace(client: KubeClient, name: str) -> None:
+    try:
+        await client.create(NAMESPACES, {"metadata": {"name": name}})
+    except AlreadyExistsError:
+        return
 
 
 async def _apply(client: KubeClient, target: Target) -> str:

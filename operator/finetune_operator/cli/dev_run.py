@@ -75,16 +75,18 @@ async def _run(
                 console.print(Text(note), soft_wrap=True)
             console.print(Text(await apply(server.client, target, folder.kubeconfig)))
             console.print(Text(f"kubectl sees it, too: {folder.export}"), soft_wrap=True)
-            await resume(server.client, key_of_job(target.job))
-            with make_screen(console, look(target.job, None), plain=options.plain) as screen:
-                return await _follow(server, target, screen)
+            first = look(await _read(server, target), None)
+            if not target.job.spec.suspend:
+                await resume(server.client, key_of_job(target.job))
+            with make_screen(console, first, plain=options.plain) as screen:
+                return await _follow(server, target, screen, first)
 
 
 async def _follow(
-    server: DevServer, target: Target, screen: LiveScreen | PlainScreen
+    server: DevServer, target: Target, screen: LiveScreen | PlainScreen, first: View
 ) -> tuple[FineTuneJob, View]:
     """Show the job until it is over, or until the user has stopped it."""
-    over = asyncio.create_task(_until_over(server, target, screen))
+    over = asyncio.create_task(_until_over(server, target, screen, first))
     asked = asyncio.create_task(server.signals.asked.wait())
     try:
         await server.until(over, asked)
@@ -98,28 +100,28 @@ async def _follow(
 
 
 async def _until_over(
-    server: DevServer, target: Target, screen: LiveScreen | PlainScreen
+    server: DevServer, target: Target, screen: LiveScreen | PlainScreen, last: View
 ) -> tuple[FineTuneJob, View]:
-    key, last = key_of_job(target.job), look(target.job, None)
     while True:
-        known = await look_up(server.client, key)
-        if known is None or known.job is None:
-            raise ApplyError(f"{key} was deleted before its end")
-        job = known.job
-        last = look(job, await _seen(server, job), last)
-        screen.show(last)
-        if _is_over(job):
-            return job, last
-        stalled = find(job.status, ConditionType.STALLED)
-        if stalled is not None and stalled.status == "True":
-            raise ApplyError(stalled.message)
+        job = await _read(server, target)
+        # What was said of an older spec, such as that it is suspended, is not true any more.
+        if is_finished(job.status) or job.status.observed_generation >= job.metadata.generation:
+            last = look(job, await _seen(server, job), last)
+            screen.show(last)
+            if is_settled(job.status):
+                return job, last
+            stalled = find(job.status, ConditionType.STALLED)
+            if stalled is not None and stalled.status == "True":
+                raise ApplyError(stalled.message)
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _is_over(job: FineTuneJob) -> bool:
-    """Say whether nothing happens any more; of a job just resumed the status is the old one."""
-    is_current = job.status.observed_generation >= job.metadata.generation
-    return is_finished(job.status) or (is_settled(job.status) and is_current)
+async def _read(server: DevServer, target: Target) -> FineTuneJob:
+    key = key_of_job(target.job)
+    known = await look_up(server.client, key)
+    if known is None or known.job is None:
+        raise ApplyError(f"{key} was deleted before its end")
+    return known.job
 
 
 async def _seen(server: DevServer, job: FineTuneJob) -> Observation | None:

@@ -1,8 +1,9 @@
 """The API and the operator of `ftctl dev`, in this process: started together, ended together."""
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,18 @@ import yaml
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
+from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.cli.dev_backend import DevBackend
 from finetune_operator.cli.dev_folder import DevFolder
-from finetune_operator.cli.dev_stop import StopSignals, suspend_all, until_stopped
+from finetune_operator.cli.dev_stop import StopSignals, resume_all, suspend_all, until_stopped
 from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.client import KubeClient
+
+log = logging.getLogger(__name__)
 
 _KILL_SECONDS = 30
 
@@ -76,49 +80,74 @@ class DevServer:
 
 
 @asynccontextmanager
-async def serving(folder: DevFolder, port: int, signals: StopSignals) -> AsyncIterator[DevServer]:
+async def serving(
+    folder: DevFolder, port: int, signals: StopSignals, *, command: Sequence[str] = TRAINER
+) -> AsyncIterator[DevServer]:
     """Run API and operator inside the block; attempts that run at its end run on.
 
     Args:
         folder: Held by the caller.
         port: Port of the API on the loopback address; 0 takes a free one.
         signals: What the user asks for.
+        command: What a node of a job runs.
 
     Raises:
-        DevServerError: the port is taken.
+        DevServerError: the port is taken, or the stored objects cannot be read.
     """
-    definitions = (custom_resource_definition(), profile_definition())
-    api = EmbeddedApi(definitions, port=port, state=folder.state)
+    api = _api(folder, port)
     try:
         await api.__aenter__()
     except OSError as error:
+        said = os.strerror(error.errno) if error.errno else str(error)
         raise DevServerError(
-            f"--port {port} cannot be used ({error.strerror}); choose another, or 0 for a free one"
+            f"--port {port} cannot be used ({said}); choose another, or 0 for a free one"
         ) from error
     try:
         folder.write_kubeconfig(yaml.safe_dump(api.kubeconfig(), sort_keys=False))
         client = await KubeClient.connect(str(folder.kubeconfig))
-        async with client, _operating(folder, client, signals) as server:
-            yield server
+        context = BackendContext(folder.base, dict(os.environ))
+        backend = DevBackend(context, is_forced=signals.forced.is_set, command=command)
+        surroundings = Surroundings(folder.base, _backends(context, backend))
+        stop = asyncio.Event()
+        operator = asyncio.create_task(operate(_settings(folder), stop, surroundings))
+        try:
+            async with client:
+                yield DevServer(client, backend, operator, signals)
+        finally:
+            stop.set()
+            await operator
+            backend.release_all()
     finally:
         await api.__aexit__(None, None, None)
 
 
-@asynccontextmanager
-async def _operating(
-    folder: DevFolder, client: KubeClient, signals: StopSignals
-) -> AsyncIterator[DevServer]:
-    context = BackendContext(folder.base, dict(os.environ))
-    backend = DevBackend(context, is_forced=signals.forced.is_set)
-    stop = asyncio.Event()
-    surroundings = Surroundings(folder.base, _backends(context, backend))
-    operator = asyncio.create_task(operate(_settings(folder), stop, surroundings))
+def _api(folder: DevFolder, port: int) -> EmbeddedApi:
+    definitions = (custom_resource_definition(), profile_definition())
     try:
-        yield DevServer(client, backend, operator, signals)
-    finally:
-        stop.set()
-        await operator
-        backend.release_all()
+        return EmbeddedApi(definitions, port=port, state=folder.state)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise DevServerError(
+            f"{folder.state} cannot be read ({error}); restore it, or remove it, with which its "
+            "jobs are forgotten, and their files stay"
+        ) from error
+
+
+async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINER) -> None:
+    """Serve a folder until Ctrl-C; its first line on standard output is `DevFolder.export`.
+
+    Raises:
+        DevFolderError: another process serves it, or it cannot be written.
+        DevServerError: as `serving`.
+    """
+    signals = StopSignals()
+    with folder.held():
+        async with serving(folder, port, signals, command=command) as server:
+            await resume_all(server.client)
+            print(folder.export, flush=True)
+            log.info("serving", extra={"folder": str(folder.base)})
+            await server.until(asyncio.create_task(signals.asked.wait()))
+            log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
+            await server.stop_jobs(log.warning)
 
 
 def _backends(context: BackendContext, local: DevBackend) -> dict[str, Backend]:

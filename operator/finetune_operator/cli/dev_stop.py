@@ -42,17 +42,17 @@ class StopSignals:
         (self.forced if self.asked.is_set() else self.asked).set()
 
 
-async def resume(client: KubeClient, only: Key | None = None) -> None:
-    """Let the jobs go on that were suspended because their operator ended.
-
-    Args:
-        client: Access to the API.
-        only: No other job than this one.
-    """
+async def resume_all(client: KubeClient) -> None:
+    """Let the jobs go on that were suspended because their operator ended."""
     for known in await _jobs(client):
-        key, annotations = key_of(known.raw), known.raw["metadata"].get("annotations") or {}
-        if annotations.get(SUSPENDED_BY) == _DEV and only in (None, key):
-            await _mark(client, key, suspend=False, mark=None)
+        annotations = known.raw["metadata"].get("annotations") or {}
+        if annotations.get(SUSPENDED_BY) == _DEV:
+            await resume(client, key_of(known.raw))
+
+
+async def resume(client: KubeClient, key: Key) -> None:
+    """Let one job go on, whoever suspended it."""
+    await _mark(client, key, suspend=False, mark=None)
 
 
 async def suspend_all(client: KubeClient) -> Sequence[Key]:
