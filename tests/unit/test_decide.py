@@ -281,6 +281,13 @@ def test_progress_is_written_at_most_once_an_interval_unless_the_phase_changes()
     assert life.status.progress.step == 7
 
 
+def test_progress_carries_no_digits_that_mean_nothing() -> None:
+    life = started()
+    life.see(running(2, loss=6.1461639404296875, eta_seconds=57.92001718224111, epoch=1 / 3))
+    told = life.status.progress
+    assert (told.loss, told.eta_seconds, told.epoch) == (6.1462, 58.0, 0.33333)
+
+
 def test_the_last_progress_is_never_lost() -> None:
     life = started()
     life.see(running(1))

@@ -39,15 +39,20 @@ def take_over(
 
 
 def _progress(said: Progress) -> ProgressStatus:
+    """Return it without digits that mean nothing, as `kubectl get` prints every one there is."""
     return ProgressStatus(
         step=said.step,
         total_steps=said.total_steps,
-        epoch=said.epoch,
-        loss=said.loss,
-        eval_loss=said.eval_loss,
-        tokens_per_second=said.tokens_per_second,
-        eta_seconds=said.eta_seconds,
+        epoch=float(f"{said.epoch:.5g}"),
+        loss=_short(said.loss),
+        eval_loss=_short(said.eval_loss),
+        tokens_per_second=_short(said.tokens_per_second),
+        eta_seconds=None if said.eta_seconds is None else float(round(said.eta_seconds)),
     )
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
 
 
 def _ledger(ledger: CheckpointLedger, spec: FineTuneJobSpec, said: Progress) -> CheckpointLedger:
