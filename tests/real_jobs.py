@@ -5,17 +5,20 @@ from typing import Any
 from finetune_operator.kube.resources import Object
 from operators import Api, condition, wait_until
 from real_cluster import Given, RealCluster
-from real_volume import CLAIM
+from real_volume import CLAIM, Volume
 
 NAMESPACE = "finetune-e2e"
+ROWS = {"format": "instruction", "columns": {"instruction": "prompt", "output": "completion"}}
+_ENDS = ("Complete", "Failed")
 
 
 class Jobs:
     """The jobs of this session: applied with kubectl, looked at through the API."""
 
-    def __init__(self, cluster: RealCluster, api: Api) -> None:
+    def __init__(self, cluster: RealCluster, api: Api, volume: Volume) -> None:
         self.cluster = cluster
         self.api = api
+        self.volume = volume
 
     def kubectl(self, *arguments: str) -> str:
         """Run kubectl in the jobs' namespace."""
@@ -25,7 +28,7 @@ class Jobs:
         """Apply a job that trains an adapter of the tiny model on two nodes, changed in `spec`."""
         made = {
             "model": {"source": f"pvc://{CLAIM}/model", "baseName": "tests/tiny"},
-            "dataset": {"source": f"pvc://{CLAIM}/train.jsonl", "format": "instruction"},
+            "dataset": {"source": f"pvc://{CLAIM}/train.jsonl"} | ROWS,
             "method": {"type": "lora", "lora": {"r": 4, "alpha": 8}},
             "training": {"globalBatchSize": 4, "maxSeqLength": 64, "learningRate": 1e-3}
             | spec.pop("training", {"maxSteps": 1_000_000}),
@@ -45,14 +48,27 @@ class Jobs:
         assert made is not None, f"{name} is gone"
         return made
 
-    def wait(self, name: str, kind: str, seconds: int = 400) -> Object:
-        """Run `kubectl wait` for a condition; return the job."""
-        job = f"finetunejob/{name}"
-        try:
-            self.kubectl("wait", job, f"--for=condition={kind}", f"--timeout={seconds}s")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.kubectl('describe', job)}") from None
-        return self.get(name)
+    def wait(self, name: str, kind: str, seconds: float = 400) -> Object:
+        """Wait for a condition to be True; return the job.
+
+        Raises:
+            AssertionError: it was not in time, or the job ended otherwise.
+        """
+
+        def look() -> Object | None:
+            made = self.get(name)
+            if condition(made, kind)["status"] == "True":
+                return made
+            assert not self._is_over(name), self.kubectl("describe", f"finetunejob/{name}")
+            return None
+
+        return wait_until(look, seconds, f"{name} to be {kind}")
+
+    def wait_for_checkpoint(self, name: str) -> None:
+        """Return as soon as the volume holds a committed checkpoint of a job that goes on."""
+        pattern = f"checkpoints/{name}/step-*/manifest.json"
+        wait_until(lambda: self.volume.has(pattern) or self._is_over(name), 400)
+        assert not self._is_over(name), self.kubectl("describe", f"finetunejob/{name}")
 
     def wait_for_reason(self, name: str, kind: str, reason: str, seconds: float) -> Object:
         """Return the condition as soon as it gives that reason."""
@@ -81,6 +97,9 @@ class Jobs:
         found = self.cluster.list("events", "--field-selector", about, "--namespace", NAMESPACE)
         in_order = sorted(found, key=lambda one: int(one["metadata"]["resourceVersion"]))
         return [one["reason"] for one in in_order]
+
+    def _is_over(self, name: str) -> bool:
+        return any(condition(self.get(name), one)["status"] == "True" for one in _ENDS)
 
     def delete(self, name: str) -> None:
         """Delete the job and wait until nothing of it is there."""

@@ -74,5 +74,5 @@ def volume(
 def jobs(cluster: RealCluster, volume: Volume) -> Iterator[Jobs]:
     """The jobs of this session."""
     api = Api(cluster.given.kubeconfig)
-    yield Jobs(cluster, api)
+    yield Jobs(cluster, api, volume)
     api.close()

@@ -3,16 +3,15 @@
 import pytest
 
 from real_jobs import NAMESPACE, Jobs, profile
-from real_volume import Volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ONE_NODE = {"nodes": 1, "gpusPerNode": 0}
 
 
-def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs, volume: Volume) -> None:
+def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs) -> None:
     jobs.apply("lost", training={"maxSteps": 400})
-    volume.wait_for("checkpoints/lost/step-*/manifest.json")
+    jobs.wait_for_checkpoint("lost")
     _, second = jobs.pods("lost", 1)
     jobs.kubectl("delete", "pod", second["metadata"]["name"], "--wait=false")
     status = jobs.wait("lost", "Complete")["status"]
@@ -25,11 +24,9 @@ def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs, volume: 
     assert jobs.events("lost")[-1] == "Completed"
 
 
-def test_a_pod_that_is_killed_without_a_word_goes_on_from_the_last_checkpoint(
-    jobs: Jobs, volume: Volume
-) -> None:
+def test_a_pod_that_is_killed_without_a_word_goes_on_from_the_last_checkpoint(jobs: Jobs) -> None:
     jobs.apply("killed", training={"maxSteps": 400}, topology=ONE_NODE | {"processesPerNode": 1})
-    volume.wait_for("checkpoints/killed/step-*/manifest.json")
+    jobs.wait_for_checkpoint("killed")
     (pod,) = jobs.pods("killed", 1)
     jobs.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")
     status = jobs.wait("killed", "Complete")["status"]

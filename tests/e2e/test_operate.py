@@ -8,7 +8,6 @@ from finetune_operator.kube.resources import Object
 from operators import condition, wait_until
 from real_cluster import RealCluster, Release
 from real_jobs import NAMESPACE, Jobs, profile
-from real_volume import Volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -16,12 +15,12 @@ JOB = "stays"
 
 
 @pytest.fixture
-def running(jobs: Jobs, volume: Volume) -> Object:
+def running(jobs: Jobs) -> Object:
     """A job of two nodes that trains and has a checkpoint; the one of the last test if it does."""
     if jobs.api.job(NAMESPACE, JOB) is None:
         jobs.apply(JOB)
     made = jobs.wait(JOB, "Running")
-    volume.wait_for(f"checkpoints/{JOB}/step-*/manifest.json")
+    jobs.wait_for_checkpoint(JOB)
     return made
 
 

@@ -20,7 +20,9 @@ STEPS = 200
 def ddp(jobs: Jobs) -> Object:
     """A job that trained with DDP on two nodes, and is Complete."""
     jobs.apply("ddp", strategy={"type": "ddp"}, training={"maxSteps": STEPS})
-    return jobs.wait("ddp", "Complete")
+    jobs.wait("ddp", "Complete")
+    jobs.kubectl("wait", "ftj/ddp", "--for=condition=Complete", "--timeout=1s")
+    return jobs.get("ddp")
 
 
 @pytest.fixture(scope="module")
