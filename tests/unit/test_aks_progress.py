@@ -1,12 +1,22 @@
 """Progress is pulled beside the work: a pod that is silent keeps nobody waiting."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
+from aks_cases import JOB, profile
+from backend_contract import planned
+from fake_api import FakeApi
+from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.progress import ProgressReader
+from finetune_operator.backends.base import Attempt, BackendContext, Handle
+from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, PODS, Object
 from finetune_trainer.config import Phase, Progress
 
 INTERVAL = 15.0
@@ -148,3 +158,60 @@ def test_a_pod_cannot_send_the_operator_elsewhere() -> None:
 
     assert asyncio.run(look()) is None
     assert asked == []
+
+
+def running_pod(batch_job: Object) -> Object:
+    """Return the pod of a batch Job, on this machine."""
+    owner = {"uid": batch_job["metadata"]["uid"], "controller": True}
+    state = {"name": "trainer", "state": {"running": {}}}
+    labels = {"finetune.dev/job": "tiny", "batch.kubernetes.io/job-completion-index": "0"}
+    return {
+        "metadata": {
+            "name": "tiny-1-0-x",
+            "namespace": "default",
+            "uid": "p",
+            "resourceVersion": "1",
+            "labels": labels,
+            "ownerReferences": [owner],
+        },
+        "spec": {},
+        "status": {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": [state]},
+    }
+
+
+def test_what_a_deleted_job_reported_is_forgotten() -> None:
+    step = 71_717_171
+    caches = {kind: ObjectCache(kind) for kind in (FINE_TUNE_PROFILES, JOBS, PODS)}
+    spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
+    metadata = {"name": "default", "resourceVersion": "1"}
+    caches[FINE_TUNE_PROFILES].replace([{"metadata": metadata, "spec": spec}], "1")
+    for kind in (JOBS, PODS):
+        caches[kind].replace([], "0")
+
+    def is_kept() -> bool:
+        gc.collect()
+        return any(isinstance(one, Progress) and one.step == step for one in gc.get_objects())
+
+    async def tell(backend: AksBackend, handle: Handle) -> None:
+        seen = await backend.observe(handle)
+        while seen.progress is None:  # a slow machine: it comes in a moment
+            await asyncio.sleep(seen.look_again_seconds or 0.1)
+            seen = await backend.observe(handle)
+
+    async def story() -> None:
+        backend = AksBackend(BackendContext(Path(), cluster=Cluster(FakeApi(), caches.__getitem__)))
+        async with served(Progress(phase=Phase.TRAINING, step=step), []) as port:
+            plan = planned(**{**JOB, "observability__metricsPort": port})
+            handle = await backend.submit(backend.render(plan, Attempt(1)))
+            made = caches[JOBS].get(Key("default", "tiny-1"))
+            assert made is not None
+            caches[PODS].put(running_pod(made))
+            await tell(backend, handle)
+        assert is_kept()
+        caches[JOBS].replace([], "100")
+        caches[PODS].replace([], "100")
+        other = planned("uid-2", **{**JOB, "metadata.name": "other"})
+        await backend.submit(backend.render(other, Attempt(1)))
+        assert not is_kept()
+
+    asyncio.run(story())

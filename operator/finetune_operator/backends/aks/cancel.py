@@ -28,7 +28,7 @@ class Canceller:
     """Cancels attempts of one cluster; remembers which pods were told to hurry."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._told: dict[str, dict[str, float]] = {}  # by the attempt's uid, then the pod's
 
     async def cancel(
         self, children: Children, name: AttemptName, uid: str, grace_seconds: float
@@ -43,7 +43,8 @@ class Canceller:
         if batch_job is not None and batch_job["metadata"]["uid"] == uid:
             await self._stop(children, name, batch_job)
         pods = [pod for pod in await children.pods(name, uid) if is_alive(pod)]
-        await self._hurry(client, pods, max(MIN_GRACE_SECONDS, grace_seconds))
+        told = self._told.setdefault(uid, {})
+        await _hurry(client, pods, max(MIN_GRACE_SECONDS, grace_seconds), told)
 
     async def _stop(self, children: Children, name: AttemptName, batch_job: Object) -> None:
         kinds = ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")
@@ -68,28 +69,30 @@ class Canceller:
             if there is not None and there["metadata"]["uid"] == batch_job["metadata"]["uid"]:
                 raise
 
-    async def _hurry(self, client: KubeClient, pods: Iterable[Object], grace: float) -> None:
-        """Delete pods that were told of a longer grace; the API server counts from the first."""
-        for pod in pods:
-            metadata = pod["metadata"]
-            if self._told.get(metadata["uid"], _own_grace(metadata)) <= grace:
-                continue
-            try:
-                await client.delete(
-                    PODS,
-                    metadata["name"],
-                    metadata["namespace"],
-                    uid=metadata["uid"],
-                    grace_seconds=grace,
-                )
-            except (ConflictError, NotFoundError):
-                continue  # gone meanwhile
-            self._told[metadata["uid"]] = grace
+    def forget(self, uid: str) -> None:
+        """Drop what is known of an attempt that is over."""
+        self._told.pop(uid, None)
 
-    def forget(self, pods: Iterable[Object]) -> None:
-        """Drop what is known of pods of an attempt that is over."""
-        for pod in pods:
-            self._told.pop(pod["metadata"]["uid"], None)
+
+async def _hurry(
+    client: KubeClient, pods: Iterable[Object], grace: float, told: dict[str, float]
+) -> None:
+    """Delete pods that were told of a longer grace; the API server counts from the first."""
+    for pod in pods:
+        metadata = pod["metadata"]
+        if told.get(metadata["uid"], _own_grace(metadata)) <= grace:
+            continue
+        try:
+            await client.delete(
+                PODS,
+                metadata["name"],
+                metadata["namespace"],
+                uid=metadata["uid"],
+                grace_seconds=grace,
+            )
+        except (ConflictError, NotFoundError):
+            continue  # gone meanwhile
+        told[metadata["uid"]] = grace
 
 
 def _own_grace(metadata: Mapping[str, Any]) -> float:

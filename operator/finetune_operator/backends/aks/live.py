@@ -19,7 +19,7 @@ from finetune_operator.backends.aks.stuck import StuckGangs
 from finetune_operator.backends.aks.submit import submit
 from finetune_operator.backends.base import AttemptPhase, Handle, Observation, Request
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.resources import Object
+from finetune_operator.kube.resources import JOBS, Object
 
 
 class LiveAttempts:
@@ -35,9 +35,11 @@ class LiveAttempts:
         self._names = RankZeroNames()
         self._stuck = StuckGangs()
         self._canceller = Canceller()
+        self._known: set[str] = set()
 
     async def submit(self, request: Request) -> Handle:
         """Create or adopt the attempt's objects."""
+        self._forget_deleted()
         return await submit(request, self._children)
 
     async def observe(self, handle: Handle) -> Observation:
@@ -49,8 +51,9 @@ class LiveAttempts:
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
             await keep_last_lines(self._children, name, batch_job, pods)
         if seen.all_gone:
-            self._forget(handle.uid, pods)
+            self._forget(handle.uid)
         elif batch_job is not None:
+            self._known.add(handle.uid)
             facts = facts_of(batch_job)
             if facts.service and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
                 seen = await self._with_rank_zero(seen, name, batch_job, pods)
@@ -129,8 +132,18 @@ class LiveAttempts:
         told, again = await self._stuck.ask(client, name.namespace, uid, pods)
         return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
 
-    def _forget(self, uid: str, pods: Sequence[Object]) -> None:
+    def _forget(self, uid: str) -> None:
+        self._known.discard(uid)
         self._progress.forget(uid)
         self._stuck.forget(uid)
         self._names.forget(uid)
-        self._canceller.forget(pods)
+        self._canceller.forget(uid)
+
+    def _forget_deleted(self) -> None:
+        """Drop what is known of attempts that went with their job: nobody looks at those again."""
+        batch_jobs = self._children.cluster.cache(JOBS)
+        if not batch_jobs.is_synced or len(self._known) <= len(batch_jobs):
+            return
+        there = {one["metadata"]["uid"] for one in batch_jobs}
+        for uid in self._known - there:
+            self._forget(uid)
