@@ -1,7 +1,7 @@
 """Ask the cluster's Events why a gang does not start, where its objects do not say.
 
-Only about a gang that has said nothing for some seconds, and seldom: Events are many. Gangs of one
-namespace share a list: in a burst each would else read the Events of all.
+Only about a gang that has said nothing for some seconds, and seldom once they told why: Events are
+many. Gangs of one namespace share a list: in a burst each would else read the Events of all.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from finetune_operator.kube.resources import EVENTS, Object
 
 log = logging.getLogger(__name__)
 
-FIRST_SECONDS = 3.0
+SILENT_SECONDS = 3.0  # a node may be slow to find out, and is to be heard within five seconds
 AGAIN_SECONDS = 10.0
 SHARED_SECONDS = 2.0
 _KEPT = ("metadata", "reason", "message", "involvedObject", "lastTimestamp", "eventTime")
@@ -46,7 +46,7 @@ class StuckGangs:
         Where they may not be read, the log says so.
         """
         now = asyncio.get_running_loop().time()
-        wait = self._waits.setdefault(uid, _Wait(now + FIRST_SECONDS, Obstacle()))
+        wait = self._waits.setdefault(uid, _Wait(now + SILENT_SECONDS, Obstacle()))
         if now >= wait.due:
             uids = frozenset({uid, *(pod["metadata"]["uid"] for pod in pods)})
             try:
@@ -56,7 +56,7 @@ class StuckGangs:
                 )
             except ApiError as error:
                 log.warning("Events of namespace %s cannot be read (%s)", namespace, error)
-            wait.due = now + AGAIN_SECONDS
+            wait.due = now + (AGAIN_SECONDS if wait.said else SILENT_SECONDS)
         return wait.said, max(0.1, wait.due - now)
 
     def forget(self, uid: str) -> None:
