@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finetune_operator.kube.resources import Object
+from finetune_operator.kube.resources import EVENTS, Object
 from operators import Api, condition, wait_until
 from real_cluster import Given, RealCluster
 from real_volume import CLAIM, Volume
@@ -78,6 +78,16 @@ class Jobs:
             return found if found.get("reason") == reason else None
 
         return wait_until(look, seconds, f"{kind} {reason} of {name}")
+
+    def wait_for_warning_about_a_pod(self, name: str) -> None:
+        """Return as soon as an Event of the cluster tells of trouble with a pod of the job."""
+
+        def look() -> bool:
+            listed = self.api.run(self.api.client.list(EVENTS, NAMESPACE)).items
+            about = [one["involvedObject"]["name"] for one in listed if one["type"] == "Warning"]
+            return any(one.startswith(f"{name}-1-") for one in about)
+
+        wait_until(look, 120, f"a warning about a pod of {name}")
 
     def children(self, name: str) -> list[Object]:
         """Return everything that belongs to a job, pods included."""

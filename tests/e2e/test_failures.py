@@ -86,6 +86,7 @@ def test_what_keeps_a_job_from_starting_is_told_in_words_within_five_seconds(
     name = reason.lower()
     jobs.cluster.apply(profile(jobs.cluster.given, name, **changes))
     jobs.apply(name, name, topology=ONE_NODE)
+    jobs.wait_for_warning_about_a_pod(name)  # from here on the operator can know
     told = jobs.wait_for_reason(name, "ResourcesReady", reason, 5)
     assert words in told["message"]
     assert told["message"].startswith((f"pod {name}-1-0-", f"Pod {name}-1-0-"))
