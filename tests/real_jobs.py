@@ -9,7 +9,6 @@ from real_volume import CLAIM, Volume
 
 NAMESPACE = "finetune-e2e"
 ROWS = {"format": "instruction", "columns": {"instruction": "prompt", "output": "completion"}}
-_ENDS = ("Complete", "Failed")
 
 
 class Jobs:
@@ -59,7 +58,7 @@ class Jobs:
             made = self.get(name)
             if condition(made, kind)["status"] == "True":
                 return made
-            assert not self._is_over(name), self.kubectl("describe", f"finetunejob/{name}")
+            assert not is_over(made), self.kubectl("describe", f"finetunejob/{name}")
             return None
 
         return wait_until(look, seconds, f"{name} to be {kind}")
@@ -67,8 +66,8 @@ class Jobs:
     def wait_for_checkpoint(self, name: str) -> None:
         """Return as soon as the volume holds a committed checkpoint of a job that goes on."""
         pattern = f"checkpoints/{name}/step-*/manifest.json"
-        wait_until(lambda: self.volume.has(pattern) or self._is_over(name), 400)
-        assert not self._is_over(name), self.kubectl("describe", f"finetunejob/{name}")
+        wait_until(lambda: self.volume.has(pattern) or is_over(self.get(name)), 400)
+        assert not is_over(self.get(name)), self.kubectl("describe", f"finetunejob/{name}")
 
     def wait_for_reason(self, name: str, kind: str, reason: str, seconds: float) -> Object:
         """Return the condition as soon as it gives that reason."""
@@ -108,13 +107,15 @@ class Jobs:
         in_order = sorted(found, key=lambda one: int(one["metadata"]["resourceVersion"]))
         return [one["reason"] for one in in_order]
 
-    def _is_over(self, name: str) -> bool:
-        return any(condition(self.get(name), one)["status"] == "True" for one in _ENDS)
-
     def delete(self, name: str) -> None:
         """Delete the job and wait until nothing of it is there."""
         self.kubectl("delete", "finetunejob", name, "--ignore-not-found")
         wait_until(lambda: not self.children(name), 60, f"{name} to leave nothing behind")
+
+
+def is_over(made: Object) -> bool:
+    """Say whether a job is Complete or Failed."""
+    return any(condition(made, one)["status"] == "True" for one in ("Complete", "Failed"))
 
 
 def profile(given: Given, name: str = "default", **changes: Any) -> Object:
