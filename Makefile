@@ -17,7 +17,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test e2e kill-series check format crd quickstart-assets clean bench-trainer
+.PHONY: help install run test e2e kill-series check format crd quickstart-assets clean bench-trainer bench-operator
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,14 @@ quickstart-assets: install  ## Convert the quickstart's model and write its data
 bench-trainer: install quickstart-assets  ## Measure the trainer beside HF Trainer and TRL (15 min)
 	$(BIN)/python -m pip install -qq -e ".[bench]"
 	$(OFFLINE) $(BIN)/python tests/benchmarks/trainer.py $(BENCH_ARGS)
+
+# A folder of programs that make a Kubernetes control plane, where one lies beside the checkout.
+KUBE_KIT ?= $(patsubst %/up,%,$(firstword $(wildcard ../*/kube/up)))
+
+# Compares speeds, too. Another cluster is named by variables: tests/benchmarks/bench_cluster.py.
+bench-operator: install  ## Measure the operator beside plain batch Jobs (12 min; KUBE_KIT=FOLDER)
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_operator.py \
+	  $(if $(KUBE_KIT),--kit $(KUBE_KIT)) $(BENCH_ARGS)
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

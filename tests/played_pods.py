@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import AlreadyExistsError
 from finetune_operator.kube.resources import LEASES, NODES, PODS, Object, Resource
 from finetune_trainer.config import Progress
 
@@ -63,11 +62,11 @@ class ProgressServer:
 
 
 async def make_node(client: KubeClient, name: str) -> None:
-    """Make a node that takes the pods of jobs with `profile_nodes()`, and no others."""
+    """Make a node that takes the pods of jobs with `profile_nodes(name)`, and no others."""
     size = {"cpu": "4k", "memory": "4Ti", "pods": "10k"}
     ready = {"type": "Ready", "status": "True", "reason": "Played", "message": ""}
     made = {
-        "metadata": {"name": name, "labels": {LABEL: "true", "kubernetes.io/hostname": name}},
+        "metadata": {"name": name, "labels": {LABEL: name, "kubernetes.io/hostname": name}},
         "spec": {"taints": [{"key": LABEL, "effect": "NoSchedule"}]},
     }
     await client.create(NODES, made)
@@ -93,16 +92,16 @@ async def delete_node(client: KubeClient, name: str) -> None:
     await client.delete(LEASES, name, "kube-node-lease")
 
 
-def profile_nodes() -> dict[str, Any]:
-    """Return `spec.nodes` of a profile whose pods go to the played node."""
+def profile_nodes(name: str) -> dict[str, Any]:
+    """Return `spec.nodes` of a profile whose pods go to the played node of that name."""
     return {
-        "selector": {LABEL: "true"},
+        "selector": {LABEL: name},
         "tolerations": [{"key": LABEL, "operator": "Exists", "effect": "NoSchedule"}],
     }
 
 
 async def make_claim(client: KubeClient, name: str, namespace: str) -> None:
-    """Make a claim that is bound at once, by a volume of its own that nobody mounts."""
+    """Make a claim, bound to a volume of its own that nobody mounts."""
     volume = f"{namespace}-{name}"
     size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
     spec: dict[str, Any] = {
@@ -112,13 +111,13 @@ async def make_claim(client: KubeClient, name: str, namespace: str) -> None:
         "persistentVolumeReclaimPolicy": "Retain",
         "claimRef": {"namespace": namespace, "name": name},
     }
-    try:
-        await client.create(_PERSISTENT_VOLUMES, {"metadata": {"name": volume}, "spec": spec})
-    except AlreadyExistsError:
-        return
+    await client.create(_PERSISTENT_VOLUMES, {"metadata": {"name": volume}, "spec": spec})
     wanted = {"accessModes": modes, "resources": {"requests": size}}
     claim = {"volumeName": volume, "storageClassName": "", **wanted}
-    await client.create(_CLAIMS, {"metadata": {"name": name}, "spec": claim}, namespace)
+    made = await client.create(_CLAIMS, {"metadata": {"name": name}, "spec": claim}, namespace)
+    while made["status"].get("phase") != "Bound":
+        await asyncio.sleep(0.1)
+        made = await client.get(_CLAIMS, name, namespace)
 
 
 async def delete_volume(client: KubeClient, name: str, namespace: str) -> None:

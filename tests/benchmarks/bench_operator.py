@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import operator_lives as lives
-from clusters import BenchCluster, bench_cluster
+from bench_cluster import BenchCluster, bench_cluster
 from operator_lives import Bench, Result, shown
 from operator_page import page
 

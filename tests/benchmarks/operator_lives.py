@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from bench_cluster import BenchCluster, cpu_seconds, peak_mib
 from bursts import (
     Sightings,
     count_surplus,
@@ -21,7 +22,6 @@ from bursts import (
     fresh_namespace,
     watching,
 )
-from clusters import BenchCluster, cpu_seconds, peak_mib
 
 from audit import AuditLog, counted
 from builders import manifest
@@ -89,7 +89,7 @@ class Bench:
         """Run one replica that has seen everything once."""
         process = await asyncio.to_thread(self.start, identity)
         try:
-            await asyncio.to_thread(process.wait_for, "synced")
+            await asyncio.to_thread(process.wait_for, "synced", 60)
             yield process
         finally:
             await asyncio.to_thread(process.end, signal.SIGTERM)
@@ -132,7 +132,7 @@ async def prepare(client: KubeClient, folder: Path, server: str, authority: str)
     role = {"apiGroup": _RBAC, "kind": "ClusterRole", "name": HOME}
     wanted: list[tuple[Resource, Object, str | None]] = [
         (FINE_TUNE_PROFILES, _profile("simulated", spec), None),
-        (FINE_TUNE_PROFILES, _profile(_PLAYED, {**spec, "nodes": profile_nodes()}), None),
+        (FINE_TUNE_PROFILES, _profile(_PLAYED, {**spec, "nodes": profile_nodes(_PLAYED)}), None),
         (NAMESPACES, {"metadata": {"name": HOME}}, None),
         (_core("serviceaccounts"), {"metadata": {"name": HOME}}, HOME),
         (_rbac("clusterroles"), {"metadata": {"name": HOME}, "rules": rules}, None),
@@ -262,7 +262,7 @@ async def killed_burst(bench: Bench, count: int) -> Result:
     loop = asyncio.get_running_loop()
     async with bench.place("killed") as namespace, watching(bench.client, namespace) as seen:
         first = await asyncio.to_thread(bench.start)
-        await asyncio.to_thread(first.wait_for, "synced")
+        await asyncio.to_thread(first.wait_for, "synced", 60)
         creating = asyncio.create_task(
             create_all(bench.client, FINE_TUNE_JOBS, fine_tune_jobs(count), namespace)
         )
@@ -331,7 +331,7 @@ async def takeover(bench: Bench) -> float:
     loop = asyncio.get_running_loop()
     first = await asyncio.to_thread(bench.start, "first")
     try:
-        await asyncio.to_thread(first.wait_for, "synced")
+        await asyncio.to_thread(first.wait_for, "synced", 60)
         second = await asyncio.to_thread(bench.start, "second")
         try:
             await asyncio.to_thread(second.wait_for, "started")

@@ -66,7 +66,7 @@ def bench_cluster(kit: Path | None, nodes: int) -> Iterator[BenchCluster]:
         sys.exit(
             "bench-operator needs a cluster: a control plane on this machine, as FINETUNE_BENCH_"
             "KUBECONFIG, FINETUNE_BENCH_AUDIT_LOG and FINETUNE_BENCH_PROCESSES name it (see "
-            "tests/benchmarks/clusters.py), or KUBE_KIT=FOLDER with programs that make one"
+            "tests/benchmarks/bench_cluster.py), or KUBE_KIT=FOLDER with programs that make one"
         )
 
 
