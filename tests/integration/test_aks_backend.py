@@ -320,6 +320,19 @@ def pods_of(api: Api, namespace: str) -> list[Object]:
     return api.run(api.client.list(PODS, namespace)).items
 
 
+def test_everything_of_a_job_goes_with_it(api: Api, harness: AksHarness, namespace: str) -> None:
+    backend, handle = gang_of_two(api, harness, namespace)
+    address(api, namespace, 0, "10.1.2.3")
+    api.run(backend.observe(handle))
+    kinds = (*KINDS, PODS)
+    owned = {kind: api.run(api.client.list(kind, namespace)).items for kind in kinds}
+    assert {kind.kind: len(found) for kind, found in owned.items()} == {
+        "Job": 1, "Service": 1, "NetworkPolicy": 1, "EndpointSlice": 1, "Pod": 2,
+    }  # fmt: skip
+    api.run(api.client.delete(FINE_TUNE_JOBS, "owner-uid-2", namespace))
+    wait_until(lambda: not any(api.run(api.client.list(one, namespace)).items for one in kinds), 20)
+
+
 def test_the_longest_name_a_job_may_have_is_short_enough_for_its_pods(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:

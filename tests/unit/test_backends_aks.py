@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks import observe
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import AttemptName
+from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.aks.reasons import from_events
 from finetune_operator.backends.aks.volumes import claim_uri
 from finetune_operator.backends.base import Attempt, AttemptPhase, BackendContext, Observation
@@ -272,6 +274,33 @@ def test_a_pod_template_says_only_what_is_its_own_business(spec: dict[str, Any],
     assert found.severity is Severity.ERROR
 
 
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"hostNetwork": True},
+         "spec.podTemplate.spec.hostNetwork cannot be set by a job; remove it, or use one of "
+         "affinity, containers, imagePullSecrets, nodeSelector, tolerations, volumes"),
+        ({"toleration": []},
+         "spec.podTemplate.spec.toleration cannot be set by a job; did you mean tolerations?"),
+        ({"volumes": "v"}, 'spec.podTemplate.spec.volumes "v" must be a list'),
+        (container(env=[{"name": "HTTPS_PROXY", "value": "x"}]),
+         "spec.podTemplate.spec.containers[0].env[0].name HTTPS_PROXY is a variable that the "
+         "profile does not allow (allowed: OF_*, HF_*, LD_*, NVIDIA_*, PYTHON*); name another"),
+        (asked(memory="9Gi"),
+         "spec.podTemplate.spec.containers[0].resources.requests.memory 9Gi is more than the 8Gi "
+         "that the profile allows; use less"),
+        (mounted(mountPath="/usr"),
+         "spec.podTemplate.spec.containers[0].volumeMounts[0].mountPath /usr is not below /extra; "
+         "write /extra/NAME"),
+    ],
+)  # fmt: skip
+def test_what_a_pod_template_may_not_say_is_told_with_what_to_do(
+    spec: dict[str, Any], says: str
+) -> None:
+    (found,) = limited().validate(job(**{**JOB, "podTemplate": {"spec": spec}}))
+    assert str(found) == says
+
+
 def test_a_pod_template_adds_what_the_profile_leaves_to_it() -> None:
     spec = mounted(mountPath="/extra/x", subPath="a", readOnly=True)
     (trainer,) = spec["containers"]
@@ -312,6 +341,24 @@ def test_a_variable_that_is_ours_by_default_is_replaced_and_not_named_twice() ->
     assert [one["value"] for one in env if one["name"] == "NCCL_SOCKET_IFNAME"] == ["ib0"]
 
 
+def test_variables_of_a_profile_replace_defaults_but_nothing_that_a_gang_or_a_job_needs() -> None:
+    given = {"HF_HOME": "/hub", "NCCL_SOCKET_IFNAME": "ib0", "HF_TOKEN": "of all",
+             "FINETUNE_RDZV_ENDPOINT": "elsewhere:1"}  # fmt: skip
+    topology = {"nodes": 2, "gpusPerNode": 2, "processesPerNode": None}
+    token = {"model__tokenSecretRef": {"name": "hub", "key": "token"}}
+    plan = planned(**{**JOB, "topology": topology, **token})
+    made = backend(profile(env=given, allow={"secrets": ["hub"]})).render(plan, Attempt(1))
+    env = made.objects[-1]["spec"]["template"]["spec"]["containers"][0]["env"]
+    named = {one["name"]: one.get("value", "a secret's") for one in env}
+    assert len(named) == len(env)
+    assert {name: named[name] for name in given} == {
+        "HF_HOME": "/hub",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "HF_TOKEN": "a secret's",
+        "FINETUNE_RDZV_ENDPOINT": "tiny-1-0.tiny-finetune.default.svc:29500",
+    }
+
+
 @pytest.mark.parametrize(
     ("cpu", "asks", "threads"),
     [("4", None, 2), ("4500m", None, 2), ("1k", None, 500), (None, "8", 4), (None, None, 1)],
@@ -325,6 +372,31 @@ def test_ranks_share_the_cores_that_their_pod_asks_for(
     made = backend(allowing).render(plan, Attempt(1)).objects[-1]["spec"]["template"]
     text = made["metadata"]["annotations"]["finetune.dev/config"]
     assert TrainConfig.model_validate_json(text).world.threads_per_process == threads
+
+
+def test_amounts_are_compared_as_kubernetes_does() -> None:
+    rising = [
+        "1m",
+        ".5",
+        "1",
+        "1k",
+        "1Ki",
+        "1M",
+        "1Mi",
+        "1G",
+        "1.5G",
+        "2Gi",
+        "1T",
+        "1Ti",
+        "1P",
+        "1E",
+    ]
+    amounts = [amount(text) for text in rising]
+    assert amounts == sorted(set(amounts))
+    assert [amount(text) for text in ("500m", "16Gi", 2)] == [Decimal("0.5"), 16 * 2**30, 2]
+    for text in ("", "1K", "1e3", "-1", "1 Gi", "Gi"):
+        with pytest.raises(ValueError, match="is no amount; write such as 8, 500m or 16Gi"):
+            amount(text)
 
 
 def heartbeat(folder: Path) -> list[str]:

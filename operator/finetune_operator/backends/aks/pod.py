@@ -27,6 +27,7 @@ STAY_ANNOTATIONS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
 }
+HUB_TOKEN = "HF_TOKEN"
 EXTRA_GRACE_SECONDS = 10
 """The main process ends its ranks at the end of the grace, and needs a moment for last words."""
 
@@ -132,27 +133,30 @@ def _container(inputs: PodInputs) -> Json:
 
 
 def _environment(inputs: PodInputs) -> list[Json]:
-    """Return the variables; the node's rank comes as JOB_COMPLETION_INDEX from the controller."""
+    """Return the variables; the node's rank comes as JOB_COMPLETION_INDEX from the controller.
+
+    What the profile sets takes the place of our defaults, but not of how a pod finds its gang.
+    """
     job, profile = inputs.job, inputs.profile
-    made: Json = {
+    defaults = {
         "HOME": str(volumes.SCRATCH),
         "USER": "trainer",  # torch names its compile cache by it, and no passwd knows the user id
         "TMPDIR": "/tmp",
         "HF_HOME": f"{profile.cache_directory}/huggingface",
-        ENV_TERMINATION_PATH: volumes.TERMINATION_PATH,
     }
-    if inputs.rendezvous_host:
-        made[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
-    nccl = {}
     if job.spec.topology.nodes > 1 and job.spec.topology.gpus_per_node:
         has_rdma = scheduling.uses_rdma(job.spec, profile)
-        nccl = {"NCCL_IB_DISABLE": "0" if has_rdma else "1", "NCCL_SOCKET_IFNAME": "eth0"}
-    values = nccl | profile.env | made
-    variables: list[Json] = [{"name": name, "value": text} for name, text in values.items()]
+        defaults |= {"NCCL_IB_DISABLE": "0" if has_rdma else "1", "NCCL_SOCKET_IFNAME": "eth0"}
+    owned = {ENV_TERMINATION_PATH: volumes.TERMINATION_PATH}
+    if inputs.rendezvous_host:
+        owned[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
+    values = defaults | profile.env | owned
+    secrets: list[Json] = []
     if (token := job.spec.model.token_secret_ref) is not None:
+        values.pop(HUB_TOKEN, None)
         secret = {"secretKeyRef": {"name": token.name, "key": token.key}}
-        variables.append({"name": "HF_TOKEN", "valueFrom": secret})
-    return variables
+        secrets.append({"name": HUB_TOKEN, "valueFrom": secret})
+    return [*({"name": name, "value": text} for name, text in values.items()), *secrets]
 
 
 def _resources(job: FineTuneJob, profile: FineTuneProfileSpec) -> Json:

@@ -164,7 +164,9 @@ def _fits(name: str, patterns: Collection[str]) -> bool:
 
 
 def _problem(finding: Finding) -> Problem:
-    text = "cannot be set by a job; remove it" if finding.is_unknown else finding.message
+    text = finding.message
+    if finding.is_unknown:  # here; Kubernetes may well know it
+        text = f"cannot be set by a job; {text.partition('; ')[2]}"
     return Problem(show_path(finding.path), text)
 
 
