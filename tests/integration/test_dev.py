@@ -1,0 +1,262 @@
+"""`ftctl dev` as a process: jobs come and go, and so does it, at moments that nobody chose."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from builders import job as model_of
+from builders import manifest
+from finetune_operator.backends.local import proc
+from finetune_operator.backends.local.environment import ENV_MARK
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
+from finetune_operator.reconcile.store import JobStore
+from local_runs import is_running, starts
+from operators import Api, condition, phase_of, wait_until
+
+FTCTL = [sys.executable, "-m", "finetune_operator"]
+STAND_IN = [sys.executable, str(Path(__file__).parents[1] / "dev_stand_in.py")]
+ENDLESS = {"steps": 100_000, "step_seconds": 0.02, "save_every": 50}
+
+
+class Dev:
+    """One `ftctl dev`, whose jobs run the stand-in trainer."""
+
+    def __init__(self, folder: Path, plays: dict[str, Any]) -> None:
+        self.folder = folder
+        with (folder / "dev.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [*STAND_IN, str(folder)],
+                env={**os.environ, "FINETUNE_STAND_IN": json.dumps(plays)},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.process.stdout.close()
+        assert line == f"export KUBECONFIG={folder}/runs/.dev/kubeconfig\n", self.log
+        self.api = Api(f"{folder}/runs/.dev/kubeconfig")
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "dev.log").read_text()
+
+    def apply(self, name: str = "tiny", **overrides: Any) -> None:
+        made = manifest(name=name, **overrides)
+        self.api.run(self.api.client.create(FINE_TUNE_JOBS, made, "default"))
+
+    def job(self, name: str = "tiny") -> Object:
+        made = self.api.job("default", name)
+        assert made is not None
+        return made
+
+    def wait_for(self, phase: str, name: str = "tiny") -> Object:
+        wait_until(lambda: phase_of(self.job(name)) == phase, 30, phase)
+        return self.job(name)
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: step_of(self.folder) >= step, 30)
+
+    def end(self, *numbers: signal.Signals) -> int:
+        """Send signals, one after the other has been heard, and return the exit code."""
+        self.api.close()
+        for number in numbers:
+            self.process.send_signal(number)
+            wait_until(lambda: "stopping all jobs" in self.log or self.has_ended, 30)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+def step_of(folder: Path) -> int:
+    try:
+        return int(json.loads((run_dir(folder) / "progress.json").read_text())["step"])
+    except FileNotFoundError:
+        return -1
+
+
+def run_dir(folder: Path) -> Path:
+    return folder / "runs" / "default" / "tiny"
+
+
+def attempts_of(made: Object) -> list[tuple[int, int | None]]:
+    """Return number and first checkpoint of every attempt."""
+    return [(one["number"], one.get("resumedStep")) for one in made["status"]["attempts"]]
+
+
+Serve = Callable[..., Dev]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with all that a job names."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+@pytest.fixture
+def serve(folder: Path) -> Iterator[Serve]:
+    """Start `ftctl dev`; whatever a failed test leaves is ended."""
+    started: list[Dev] = []
+
+    def start(**plays: dict[str, Any]) -> Dev:
+        named = {key.removeprefix("attempt_"): play for key, play in plays.items()}
+        started.append(Dev(folder, named))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if not one.has_ended:
+            one.end(signal.SIGTERM, signal.SIGTERM)
+    for process in proc.marked(ENV_MARK, ""):
+        if str(folder) in Path(f"/proc/{process.pid}/cmdline").read_text():
+            process.send(signal.SIGKILL)
+
+
+def ftctl(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*FTCTL, *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_job_runs_to_its_end_and_its_log_is_found_by_its_name(serve: Serve, folder: Path) -> None:
+    dev = serve(attempt_1={"steps": 3})
+    dev.apply()
+    done = dev.wait_for("Succeeded")
+    assert condition(done, "Complete")["status"] == "True"
+    assert done["status"]["artifacts"] == [f"file://{run_dir(folder)}/output"]
+    assert "finalizers" in done["metadata"]
+    wait_until(lambda: len(dev.api.events("default")) == 3, 5)
+    assert dev.api.events("default") == ["AttemptCreated", "Completed", "Training"]
+    said = ftctl("logs", "tiny", folder=folder)
+    assert "starts at step 0" in said.stdout
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_the_next_start_goes_on_from_it(serve: Serve) -> None:
+    dev = serve(attempt_1=ENDLESS)
+    dev.apply()
+    dev.apply("by-hand", suspend=True)
+    dev.wait_for_step(5)
+    assert dev.end(signal.SIGINT) == 0
+    stopped = step_of(dev.folder)
+    again = serve(attempt_2={"steps": stopped + 2})
+    done = again.wait_for("Succeeded")
+    assert attempts_of(done) == [(1, None), (2, stopped)]
+    assert done["status"]["restarts"] == {"counted": 0, "disruptions": 0}
+    assert done["spec"]["suspend"] is False
+    assert again.wait_for("Suspended", "by-hand")["spec"]["suspend"] is True
+
+
+def test_ctrl_c_twice_kills_what_does_not_listen(serve: Serve) -> None:
+    dev = serve(attempt_1=ENDLESS | {"is_deaf": True}, attempt_2={"steps": 51})
+    dev.apply()
+    dev.wait_for_step(50)
+    assert dev.end(signal.SIGINT, signal.SIGINT) == 0
+    done = serve(attempt_2={"steps": 51}).wait_for("Succeeded")
+    assert [one["exitCode"] for one in done["status"]["attempts"]] == [137, 0]
+    assert done["status"]["restarts"]["counted"] == 0
+
+
+def test_what_a_killed_process_started_is_adopted_by_the_next(serve: Serve) -> None:
+    dev = serve(attempt_1={"steps": 150, "step_seconds": 0.05})
+    dev.apply()
+    dev.wait_for_step(3)
+    wait_until(lambda: dev.job()["status"].get("backendRef"), 10)
+    wait_until(lambda: "backendRef" in (dev.folder / "runs/.dev/state.json").read_text(), 10)
+    assert dev.end(signal.SIGKILL) == -signal.SIGKILL
+    done = serve().wait_for("Succeeded")
+    assert attempts_of(done) == [(1, None)]
+    assert starts(dev.folder) == [(1, 0)]
+
+
+def test_a_job_applied_again_after_its_deletion_starts_anew(serve: Serve, folder: Path) -> None:
+    dev = serve(attempt_1=ENDLESS)
+    dev.apply()
+    dev.wait_for_step(3)
+    [first] = (run_dir(folder) / "starts.txt").read_text().splitlines()
+    dev.api.delete("default")
+    wait_until(lambda: dev.api.job("default") is None, 20)
+    assert not is_running(int(first.split()[2]))
+    dev.apply()
+    wait_until((run_dir(folder).with_name("tiny.1") / "checkpoints").is_dir, 20)
+    dev.wait_for_step(1)
+    assert attempts_of(dev.job()) == [(1, None)]
+
+
+def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, folder: Path) -> None:
+    dev = serve(attempt_1={"steps": 1})
+    with JobStore(run_dir(folder)) as theirs:
+        theirs.save(model_of())
+        dev.apply()
+        wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", 10)
+        message = condition(dev.job(), "Stalled")["message"]
+        assert f"{run_dir(folder)} is in use by process {os.getpid()}" in message
+        dev.api.delete("default")
+        wait_until(lambda: dev.api.job("default") is None, 20)
+    dev.apply()
+    dev.wait_for("Succeeded")
+
+
+def test_a_missing_model_is_told_with_where_it_was_looked_for(serve: Serve, folder: Path) -> None:
+    dev = serve()
+    dev.apply(model__source="file://./nowhere")
+    wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", 10)
+    sentence = f"spec.model.source file://./nowhere: {folder}/nowhere does not exist"
+    assert sentence in condition(dev.job(), "Accepted")["message"]
+    assert dev.end(signal.SIGTERM) == 0
+
+
+def test_a_second_process_is_told_of_the_first(serve: Serve, folder: Path) -> None:
+    dev = serve()
+    for arguments in (["dev"], ["dev", "--run", write(folder)]):
+        refused = ftctl(*arguments, folder=folder)
+        assert refused.returncode == 1
+        assert f"{folder} is served by process {dev.process.pid}" in refused.stderr
+
+
+def write(folder: Path, **overrides: Any) -> Path:
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(manifest(**overrides)))
+    return file
+
+
+def test_what_keeps_it_from_starting_is_one_sentence(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = ftctl("dev", "--port", port, folder=folder)
+    expected = f"--port {port} cannot be used (Address already in use); choose another"
+    assert refused.stderr.startswith(expected)
+    (folder / "runs" / ".dev" / "state.json").write_text("{")
+    damaged = ftctl("dev", folder=folder)
+    assert re.match(r"\S+/runs/.dev/state.json cannot be read \(.*restore it", damaged.stderr)
+    (folder / "file").mkdir()
+    (folder / "file" / "runs").write_text("")
+    refused = ftctl("dev", "file", folder=folder)
+    assert "runs/.dev cannot be written (Not a directory)" in refused.stderr
+    assert len(damaged.stderr.splitlines()) == len(refused.stderr.splitlines()) == 1
+
+
+def test_a_manifest_is_refused_with_its_line_before_anything_starts(folder: Path) -> None:
+    file = write(folder, model__source="file://./nowhere")
+    refused = ftctl("dev", "--run", file.name, folder=folder)
+    assert refused.returncode == 1
+    line = file.read_text().splitlines().index("    source: file://./nowhere") + 1
+    assert refused.stderr.startswith(f"job.yaml:{line}: spec.model.source file://./nowhere: ")
+    assert not (folder / "runs").exists()
