@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.names import AttemptName, owner_of
+from finetune_operator.backends.aks.words import is_alive
 from finetune_operator.backends.base import Handle, Request
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.client import KubeClient
@@ -18,6 +19,7 @@ from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     JOBS,
     NETWORK_POLICIES,
+    PODS,
     SERVICES,
     Object,
     Resource,
@@ -32,11 +34,13 @@ async def submit(request: Request, children: Children) -> Handle:
 
     Raises:
         AlreadyOwnedError: a name is taken by something the job does not own.
+        TransientError: pods live that no attempt may be started beside.
         ApiError: the API server refuses, or does not answer.
     """
     name = AttemptName.parse(request.name)
     there = await children.batch_job(name)
     if there is None or owner_of(there).get("uid") != request.job_uid:
+        _demand_quiet(children, name)
         # A cache may be late, so that a foreign one is asked for again when it is in the way.
         *once, batch_job = request.objects
         client = children.cluster.client
@@ -45,6 +49,19 @@ async def submit(request: Request, children: Children) -> Handle:
         children.note(there)
         await _delete_old(client, name, request.job_uid)
     return Handle(kind="Job", name=request.name, uid=there["metadata"]["uid"])
+
+
+def _demand_quiet(children: Children, name: AttemptName) -> None:
+    """Refuse to start an attempt beside pods of the job, or of the job of this name before it.
+
+    Their batch Job may have been deleted while nobody looked; they still write the checkpoint.
+    """
+    alive = [pod for pod in children.cluster.cache(PODS).of_job(name.key) if is_alive(pod)]
+    if alive:
+        raise TransientError(
+            f"pod {alive[0]['metadata']['name']} is still there, and two attempts must not write "
+            "one checkpoint; waiting until it is gone"
+        )
 
 
 async def create_or_adopt(client: KubeClient, wanted: Mapping[str, Any], job_uid: str) -> Object:
