@@ -3,6 +3,7 @@
 Every sentence starts with the field. `AksBackend.validate` calls it before an attempt is opened.
 """
 
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -16,10 +17,13 @@ from finetune_operator.backends.aks.pod_template import refused
 from finetune_operator.backends.aks.profiles import FIELD, Snapshot, aks_of
 from finetune_operator.backends.aks.volumes import CLAIM, HUB, BadUriError
 
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+
 
 def impossible(job: FineTuneJob) -> list[Problem]:
     """Return what no profile could make possible."""
-    return [*_uris(job), *_folders(job), *_port(job)]
+    return [*_uris(job), *_folders(job), *_port(job), *_forms(job)]
 
 
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
@@ -70,6 +74,32 @@ def _port(job: FineTuneJob) -> Iterator[Problem]:
     if job.spec.topology.nodes > 1 and port == RENDEZVOUS_PORT:
         text = f"{port} is where the ranks of several nodes meet; use another port"
         yield Problem("spec.observability.metricsPort", text)
+
+
+def _forms(job: FineTuneJob) -> Iterator[Problem]:
+    """What the API server would refuse in a batch Job, where nobody knows whose field it was."""
+    spec, token = job.spec, job.spec.model.token_secret_ref
+    labels = {"spec.topology.instanceType": spec.topology.instance_type}
+    if spec.queue is not None:
+        labels["spec.queue.name"] = spec.queue.name
+        labels["spec.queue.priorityClass"] = spec.queue.priority_class
+    objects = {"spec.backend.aks.serviceAccountName": aks_of(job).service_account_name}
+    if token is not None:
+        objects["spec.model.tokenSecretRef.name"] = token.name
+    for path, name in labels.items():
+        if name is not None and not _LABEL_VALUE.fullmatch(name):
+            text = (
+                f"{name} cannot be the value of a label; use at most 63 letters, digits, hyphens, "
+                "underscores and dots, with a letter or digit at both ends"
+            )
+            yield Problem(path, text)
+    for path, name in objects.items():
+        if name is not None and not _OBJECT_NAME.fullmatch(name):
+            text = (
+                f"{name} cannot be the name of an object; use lower-case letters, digits, hyphens "
+                "and dots, with a letter or digit at both ends"
+            )
+            yield Problem(path, text)
 
 
 def _namespace(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
