@@ -221,21 +221,21 @@ def describe(
 ) -> FineTuneJobStatus:
     """Return the status with the phase and the conditions of `situation`."""
     row = _TABLE[situation.stage]
-    conditions = list(status.conditions)
-    told = {(one.type, *_gist(one)) for one in conditions}
+    conditions = {one.type: one for one in status.conditions}
 
     def say(kind: ConditionType, value: bool, reason: str, message: str) -> None:
-        nonlocal conditions
-        if (kind, str(value), reason, message, generation) in told:
-            return  # nearly always, and models are dear to make
-        new = Condition(
+        old, told = conditions.get(kind), str(value)
+        if old is not None and _gist(old) == (told, reason, message, generation):
+            return
+        since = old.last_transition_time if old is not None and old.status == told else None
+        conditions[kind] = Condition(
             type=kind,
-            status=str(value),
+            status=told,
             reason=reason,
             message=message,
+            last_transition_time=since or rfc3339(now),
             observed_generation=generation,
         )
-        conditions = set_condition(conditions, new, now)
 
     if ConditionType.ACCEPTED not in row.says and not is_true(status, ConditionType.ACCEPTED):
         say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
@@ -259,7 +259,7 @@ def describe(
     return status.model_copy(
         update={
             "phase": row.phase,
-            "conditions": conditions,
+            "conditions": list(conditions.values()),
             "observed_generation": generation,
         }
     )
