@@ -218,6 +218,38 @@ def test_a_quota_is_told_in_the_conditions_and_the_attempt_created_once_it_allow
     run(work())
 
 
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ("pendingSeconds", "PendingDeadlineExceeded"),
+        ("activeSeconds", "ActiveDeadlineExceeded"),
+    ],
+)
+def test_an_attempt_that_can_never_be_created_is_given_up_at_the_deadline(
+    limit: str, reason: str
+) -> None:
+    def quota(verb: str, resource: Resource, name: str) -> None:
+        if (verb, resource) == ("create", CONFIG_MAPS):
+            raise ForbiddenError(403, "Forbidden", "exceeded quota: team")
+
+    async def work() -> None:
+        world = World()
+        world.api.before = quota
+        await world.apply(deadlines={limit: 60})
+        await world.settle()
+        assert world.condition("Stalled")["status"] == "True"
+        world.now += timedelta(seconds=61)
+        await world.settle()
+        failed = world.condition("Failed")
+        assert (failed["status"], failed["reason"]) == ("True", reason)
+        assert failed["message"].endswith(f"deadlines.{limit} 60: exceeded quota: team")
+        world.api.before = nothing
+        await world.settle()
+        assert world.attempts == []
+
+    run(work())
+
+
 def test_a_fault_of_a_backend_is_told_in_the_conditions() -> None:
     async def work() -> None:
         world = World()

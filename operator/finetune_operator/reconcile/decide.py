@@ -169,8 +169,19 @@ def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
     """Return the status of a job whose open attempt cannot be created now.
 
     For what others can mend: a quota, a missing right, an object of somebody else in the way. The
-    attempt stays open; look again after MENDED_SECONDS.
+    attempt stays open, until a deadline of the job has passed; look again after MENDED_SECONDS.
     """
+    status, attempt = job.status, attempts.current(job.status)
+    waits = Observation(AttemptPhase.PENDING, message=message)
+    limits = [deadlines.active(job.spec.deadlines, status)]
+    if attempt is not None:
+        limits.append(deadlines.pending(job.spec.deadlines, attempt, waits))
+    passed = next((limit for limit in limits if limit and limit.at <= now), None)
+    if attempt is not None and passed is not None:
+        plan = Refusal(Reason.CREATION_FAILED, message)
+        view = _View(job.spec, job.metadata.generation, status, now, plan)
+        status = attempts.close(status, failures.verdict(waits), "", now)
+        return _fail(view, status, passed.reason, f"{passed.message}: {message}").status
     situation = Situation(Stage.BLOCKED, Reason.CREATION_FAILED, message)
     return describe(job.status, situation, now, job.metadata.generation)
 
