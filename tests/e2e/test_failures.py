@@ -10,22 +10,22 @@ ONE_NODE = {"nodes": 1, "gpusPerNode": 0}
 
 
 def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs) -> None:
-    jobs.apply("lost", training={"maxSteps": 400})
+    jobs.apply("lost", training={"maxSteps": 200})
     jobs.wait_for_checkpoint("lost")
     _, second = jobs.pods("lost", 1)
     jobs.kubectl("delete", "pod", second["metadata"]["name"], "--wait=false")
     status = jobs.wait("lost", "Complete")["status"]
     first, last = sorted(status["attempts"], key=lambda one: int(one["number"]))
     assert (first["failureClass"], first["exitCode"]) == ("Preempted", 75)
-    assert 10 <= last["resumedStep"] < 400
+    assert 10 <= last["resumedStep"] < 200
     assert last["failureClass"] == "Completed"
     assert status["restarts"] == {"counted": 0, "disruptions": 1}
-    assert status["progress"]["step"] == 400
+    assert status["progress"]["step"] == 200
     assert jobs.events("lost")[-1] == "Completed"
 
 
 def test_a_pod_that_is_killed_without_a_word_goes_on_from_the_last_checkpoint(jobs: Jobs) -> None:
-    jobs.apply("killed", training={"maxSteps": 400}, topology=ONE_NODE | {"processesPerNode": 1})
+    jobs.apply("killed", training={"maxSteps": 200}, topology=ONE_NODE | {"processesPerNode": 1})
     jobs.wait_for_checkpoint("killed")
     (pod,) = jobs.pods("killed", 1)
     jobs.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")

@@ -107,6 +107,7 @@ def test_jobs_outlive_the_release_and_the_next_one_takes_them_over(
     before = written(jobs.children(JOB))
     release.uninstall()
     wait_until(lambda: not release.pods(), 60, "the operator's pods to be gone")
+    assert release.leader() == ""
     assert jobs.get(JOB)["metadata"]["uid"] == running["metadata"]["uid"]
     roles = jobs.cluster.list("clusterroles,clusterrolebindings,deployments", "--all-namespaces")
     ours = [one["metadata"]["name"] for one in roles if "finetune" in one["metadata"]["name"]]
