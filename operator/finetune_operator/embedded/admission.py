@@ -73,9 +73,6 @@ def admit_new(
         metadata["namespace"] = namespace
     if kind.has_status or kind.is_custom:
         metadata["generation"] = 1
-    if kind.resource == NAMESPACES and metadata.get("name"):
-        labels = {"kubernetes.io/metadata.name": metadata["name"]}
-        metadata["labels"] = {**metadata.get("labels", {}), **labels}
     made = {**body, "metadata": metadata}
     if not metadata.get("name"):
         missing = "Required value: name or generateName is required"
@@ -85,6 +82,8 @@ def admit_new(
         made.pop("status", None)
     made = _checked(kind, made)
     if kind.resource == NAMESPACES:
+        named = {"kubernetes.io/metadata.name": made["metadata"]["name"]}
+        made["metadata"]["labels"] = {**made["metadata"].get("labels", {}), **named}
         made["status"] = {"phase": "Active"}
     return Admitted(accepted(made) if str(kind.resource) == CRDS else made, warnings)
 
@@ -107,10 +106,6 @@ def admit_change(
         metadata = dict(made["metadata"])
         metadata |= {key: old[key] for key in (*_KEPT, "namespace", "generation") if key in old}
         metadata["name"] = old["name"]
-        added = set(metadata.get("finalizers") or ()) - set(old.get("finalizers") or ())
-        if "deletionTimestamp" in old and added:
-            why = "no new finalizers can be added if the object is being deleted"
-            raise invalid(kind.resource, made, [Finding(("metadata", "finalizers"), why)])
         made["metadata"] = {
             key: value for key, value in metadata.items() if value not in (None, [], {})
         }
@@ -119,6 +114,10 @@ def admit_change(
             made |= {"status": before["status"]} if "status" in before else {}
     made["metadata"] = {**made["metadata"], "resourceVersion": old["resourceVersion"]}
     made = _checked(kind, made, before)
+    added = set(made["metadata"].get("finalizers", ())) - set(old.get("finalizers", ()))
+    if "deletionTimestamp" in old and added:
+        why = "no new finalizers can be added if the object is being deleted"
+        raise invalid(kind.resource, made, [Finding(("metadata", "finalizers"), why)])
     if str(kind.resource) == CRDS:
         made = accepted(made)
     if made == before:
@@ -130,8 +129,6 @@ def admit_change(
 
 def _typed(kind: Kind, body: Object) -> Object:
     resource = kind.resource
-    if not isinstance(body, dict):
-        raise bad_request("the body is no object")
     sent = body.get("apiVersion", resource.api_version)
     if sent != resource.api_version:
         raise bad_request(
@@ -141,8 +138,6 @@ def _typed(kind: Kind, body: Object) -> Object:
     if body.get("kind", resource.kind) != resource.kind:
         wrong = Finding(("kind",), f"must be {resource.kind}")
         raise invalid(resource, {"metadata": {}, **body}, [wrong])
-    if not isinstance(body.get("metadata") or {}, dict):
-        raise unreadable(resource, "metadata must be an object")
     return {"apiVersion": resource.api_version, "kind": resource.kind, **body}
 
 

@@ -186,22 +186,12 @@ def _groups(kinds: Iterable[Kind]) -> dict[str, dict[str, list[Kind]]]:
 
 def group_list(kinds: Iterable[Kind]) -> Object:
     """Return the answer to `/apis`."""
-    groups = [group for name, group in _named_groups(kinds).items() if name]
-    return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
-
-
-def group(kinds: Iterable[Kind], name: str) -> Object | None:
-    """Return the answer to `/apis/GROUP`, or None where it is not served."""
-    found = _named_groups(kinds).get(name)
-    return {"kind": "APIGroup", "apiVersion": "v1", **found} if found else None
-
-
-def _named_groups(kinds: Iterable[Kind]) -> dict[str, Object]:
-    made = {}
+    groups = []
     for name, versions in _groups(kinds).items():
         listed = [{"groupVersion": f"{name}/{one}", "version": one} for one in versions]
-        made[name] = {"name": name, "versions": listed, "preferredVersion": listed[0]}
-    return made
+        if name:
+            groups.append({"name": name, "versions": listed, "preferredVersion": listed[0]})
+    return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
 
 
 def resource_list(kinds: Iterable[Kind], group: str, version: str) -> Object | None:

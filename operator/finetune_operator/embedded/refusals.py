@@ -108,6 +108,8 @@ def _cause(found: Finding, made: Object) -> Object:
     field, shown = show_path(found.path), show_value(_at(made, found.path))
     if found.message.startswith("is missing"):
         return {"reason": "FieldValueRequired", "message": "Required value", "field": field}
+    if found.message.startswith("Required value"):
+        return {"reason": "FieldValueRequired", "message": found.message, "field": field}
     why = found.message.removeprefix(f"{shown} ")
     message = f"Invalid value: {shown}: {why}"
     return {"reason": "FieldValueInvalid", "message": message, "field": field}

@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,8 +17,9 @@ import orjson
 from aiohttp import web
 
 from finetune_operator.embedded import openapi, verbs
+from finetune_operator.embedded.admission import admit_change, admit_new
 from finetune_operator.embedded.faults import Fault, Faults
-from finetune_operator.embedded.kinds import group, group_list, resource_list
+from finetune_operator.embedded.kinds import group_list, resource_list
 from finetune_operator.embedded.refusals import RefusalError
 from finetune_operator.embedded.selectors import selects
 from finetune_operator.embedded.store import CRDS, Store
@@ -128,13 +128,12 @@ class EmbeddedApi:
         self._store.save()
 
     def _ensure(self, plural: str, body: Object) -> None:
-        kind, name = self._store.kinds[plural], body["metadata"]["name"]
-        asked = Asked(kind, "", name, "", {}, "application/json", orjson.dumps(body))
-        is_there = self._store.get(kind, Key("", name)) is not None
-        if plural == CRDS and is_there:
-            verbs.update(self._store, asked)
-        elif not is_there:
-            verbs.create(self._store, replace(asked, name=""))
+        kind = self._store.kinds[plural]
+        before = self._store.get(kind, Key("", body["metadata"]["name"]))
+        if before is None:
+            self._store.put(kind, admit_new(kind, body, "", "Strict").made)
+        elif plural == CRDS:
+            self._store.put(kind, admit_change(kind, body, before, "Strict").made)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -145,7 +144,7 @@ class EmbeddedApi:
             return _json(refusal.status, refusal.code, headers)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if not secrets.compare_digest(request.match_info["secret"], self._secret):
+        if not secrets.compare_digest(request.match_info["secret"].encode(), self._secret.encode()):
             raise _no_page()
         parts = request.match_info["path"].strip("/").split("/")
         if parts[0] in ("healthz", "livez", "readyz"):
@@ -182,8 +181,6 @@ class EmbeddedApi:
                 made = {"kind": "APIVersions", "versions": ["v1"]}
             case ["apis"]:
                 made = group_list(kinds)
-            case ["apis", name]:
-                made = group(kinds, name)
             case ["api", version]:
                 made = resource_list(kinds, "", version)
             case ["apis", name, version]:
@@ -252,11 +249,11 @@ class EmbeddedApi:
         """Yield the events of a watch until its time is over, it is dropped, or the server ends."""
         store, kind, query = self._store, asked.kind, asked.query
         clock = asyncio.get_running_loop().time
-        end = clock() + float(query.get("timeoutSeconds") or _WATCH_SECONDS)
+        end = clock() + (verbs.whole_number(query, "timeoutSeconds") or _WATCH_SECONDS)
         has_bookmarks = query.get("allowWatchBookmarks") == "true"
         matches = selects(kind, query.get("labelSelector", ""), query.get("fieldSelector", ""))
         bookmark_at = clock() + _BOOKMARK_SECONDS
-        at = int(query.get("resourceVersion") or 0)
+        at = verbs.whole_number(query, "resourceVersion")
         if at == 0 or query.get("sendInitialEvents") == "true":
             at = store.version
             for made in filter(matches, store.objects(kind, asked.namespace or None)):

@@ -18,6 +18,7 @@ import orjson
 
 from finetune_operator.embedded.kinds import Kind, builtin_kinds, custom_kind
 from finetune_operator.embedded.refusals import expired
+from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import EVENTS, NAMESPACES, Object
 
@@ -46,11 +47,18 @@ class Change:
     made: Object
 
 
+class StateError(FineTuneError):
+    """The file that keeps the objects cannot be understood."""
+
+
 class Store:
     """All objects of all kinds.
 
     Args:
         file: Where objects are kept between runs; None keeps them in memory only.
+
+    Raises:
+        StateError: the file cannot be understood.
 
     Attributes:
         version: Number of the last change.
@@ -69,7 +77,13 @@ class Store:
         self._needs_sweep = asyncio.Event()
         self._needs_save = asyncio.Event()
         if file is not None and file.exists():
-            self._load(orjson.loads(file.read_bytes()))
+            try:
+                self._load(orjson.loads(file.read_bytes()))
+            except (ValueError, KeyError, TypeError) as error:
+                raise StateError(
+                    f"{file} holds no objects of an embedded API server ({error!r}); move it away "
+                    "to start with none"
+                ) from error
 
     def get(self, kind: Kind, key: Key) -> Object | None:
         """Return one object."""
@@ -94,8 +108,9 @@ class Store:
         if str(kind.resource) == CRDS:
             added = custom_kind(made)
             self.kinds[str(added.resource)] = added
-        if metadata.get("ownerReferences") or "deletionTimestamp" in metadata:
-            self._needs_sweep.set()
+        known = before["metadata"].get("ownerReferences") if before else None
+        if metadata.get("ownerReferences") != known:
+            self._needs_sweep.set()  # its owners may be gone already
         return made
 
     def remove(self, kind: Kind, made: Object) -> Object:
@@ -139,7 +154,10 @@ class Store:
             owners = made["metadata"].get("ownerReferences", ())
             rest = [one for one in owners if one["uid"] != uid]
             if len(rest) < len(owners):
-                self.put(kind, {**made, "metadata": {**made["metadata"], "ownerReferences": rest}})
+                metadata = {**made["metadata"], "ownerReferences": rest}
+                if not rest:
+                    del metadata["ownerReferences"]
+                self.put(kind, {**made, "metadata": metadata})
 
     def since(self, version: int, plural: str) -> list[Change]:
         """Return the changes of a kind after `version`.
@@ -237,7 +255,8 @@ class Store:
         for kind, made in self._everything():
             metadata = made["metadata"]
             uids.add(metadata["uid"])
-            held |= {one["uid"] for one in metadata.get("ownerReferences", ())}
+            owners = metadata.get("ownerReferences", ())
+            held |= {one["uid"] for one in owners if one.get("blockOwnerDeletion")}
             used.add(metadata.get("namespace"))
             if "deletionTimestamp" in metadata:
                 if kind.resource == NAMESPACES:

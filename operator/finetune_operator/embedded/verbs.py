@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from finetune_operator.api.paths import Finding
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.yaml_documents import read_yaml
 from finetune_operator.embedded import patches
@@ -17,6 +18,7 @@ from finetune_operator.embedded.refusals import (
     already_exists,
     bad_request,
     expired,
+    invalid,
     not_found,
     terminating,
 )
@@ -96,14 +98,14 @@ def list_page(store: Store, asked: Asked) -> tuple[list[Object], Object]:
     query = asked.query
     matches = selects(asked.kind, query.get("labelSelector", ""), query.get("fieldSelector", ""))
     items = [one for one in store.objects(asked.kind, asked.namespace or None) if matches(one)]
-    version, after = store.version, None
+    version = store.version
     if token := query.get("continue"):
-        version, *after = orjson.loads(base64.urlsafe_b64decode(token))
+        version, *after = _decoded(token)
         if version < store.oldest:
             raise expired(version, store.oldest)
         items = [one for one in items if key_of(one) > Key(*after)]
     metadata: Object = {"resourceVersion": str(version)}
-    limit = int(query.get("limit") or 0)
+    limit = whole_number(query, "limit")
     if 0 < limit < len(items):
         last = key_of(items[limit - 1])
         metadata["continue"] = base64.urlsafe_b64encode(orjson.dumps([version, *last])).decode()
@@ -136,6 +138,9 @@ def _create(store: Store, asked: Asked, body: Object) -> Answer:
 def update(store: Store, asked: Asked) -> Answer:
     """Replace an object, its status or its scale."""
     before, body = _found(store, asked), _read(asked)
+    if asked.kind.is_custom and not (body.get("metadata") or {}).get("resourceVersion"):
+        must = Finding(("metadata", "resourceVersion"), "must be specified for an update")
+        raise invalid(asked.kind.resource, before, [must])
     return _change(store, asked, before, body)
 
 
@@ -161,7 +166,7 @@ def patch(store: Store, asked: Asked) -> Answer:
             made = _applied(asked, target, body)
         case _:
             raise _unsupported(asked)
-    return _change(store, asked, before, made)
+    return _change(store, asked, before, _object(made))
 
 
 def _applied(asked: Asked, live: Object, body: Object) -> Object:
@@ -237,22 +242,47 @@ def _read(asked: Asked) -> Any:
         RefusalError: it is neither JSON nor YAML, or of a kind that is not taken.
     """
     if asked.content_type in (_YAML, patches.APPLY):
-        documents = list(read_yaml(asked.body.decode(), "the request"))
+        documents = list(read_yaml(asked.body.decode(errors="replace"), "the request"))
         for one in documents:
             problems = [one] if isinstance(one, Problem) else one.problems
             if problems:
                 said = f"{problems[0].path} {problems[0].message}".strip()
                 raise bad_request(f"error decoding YAML: {said}")
         values = [one.value for one in documents if not isinstance(one, Problem)]
-        if len(values) != 1:
-            raise bad_request(f"the body holds {len(values)} documents; send one")
-        return values[0]
+        return _object(values[0] if len(values) == 1 else values)
     if not asked.content_type.endswith("json"):
         raise _unsupported(asked)
     try:
-        return orjson.loads(asked.body)
+        value = orjson.loads(asked.body)
     except orjson.JSONDecodeError as error:
         raise bad_request(f"error decoding JSON: {error}") from error
+    return value if asked.content_type == patches.JSON_PATCH else _object(value)
+
+
+def _object(value: Any) -> Any:
+    if not isinstance(value, dict) or not isinstance(value.get("metadata") or {}, dict):
+        raise bad_request("the body is not one object with metadata")
+    return value
+
+
+def whole_number(query: Mapping[str, str], key: str) -> int:
+    """Return a parameter of the URL; 0 where it is absent.
+
+    Raises:
+        RefusalError: it is no whole number.
+    """
+    text = query.get(key) or "0"
+    if not text.isdecimal():
+        raise bad_request(f"{key}: Invalid value: {text}: must be a whole number")
+    return int(text)
+
+
+def _decoded(token: str) -> list[Any]:
+    try:
+        version, namespace, name = orjson.loads(base64.urlsafe_b64decode(token))
+    except ValueError as error:
+        raise bad_request("continue key is not valid") from error
+    return [version, namespace, name]
 
 
 def _unsupported(asked: Asked) -> RefusalError:
