@@ -111,7 +111,7 @@ CASES: Mapping[str, Case] = {
             "resources": {
                 "gpu": "nvidia.com/h100",
                 "rdma": {"name": "rdma/shared_ib"},
-                "other": {"hugepages-2Mi": "512Mi"},
+                "other": {"example.com/nic": "1"},
             },
             "nodes": {"topologyKey": "example.com/infiniband-island"},
         },
