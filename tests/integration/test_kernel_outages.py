@@ -88,7 +88,7 @@ class Story:
         names = [f"{self.round}-{what}" for what in ("runs", "fails", "ends", "goes", "vanishes")]
         for name in (*names, f"{self.round}-pauses"):
             self.api.apply(self.namespace, name, restart_policy=NO_BACKOFF)
-            wait_until(lambda name=name: f"{name}-1" in self.api.attempts(self.namespace), 20, name)
+            self._await_attempt(name)
         for name in (f"{self.round}-fails", f"{self.round}-vanishes"):
             self.api.play(self.namespace, f"{name}-1", phase="Running", ready="1", step="2")
             self._await_running(name)

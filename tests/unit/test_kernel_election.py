@@ -112,7 +112,7 @@ def test_a_leader_without_an_answer_stops_by_the_renew_deadline() -> None:
             await asyncio.sleep(0.1)
         stopped = now() - hung_at
         await hold
-        assert now() - hung_at <= DEADLINE + DEADLINE / 2
+        assert now() - hung_at <= DEADLINE + 0.1  # though a renewal was under way
         return stopped
 
     assert run(work()) <= DEADLINE + 0.1

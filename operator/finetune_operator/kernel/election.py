@@ -7,6 +7,7 @@ another replica's clock says is never compared with ours, only whether its renew
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -86,7 +87,7 @@ class Election:
                 log.warning("lost the lease", extra={"identity": self._options.identity})
                 return
             asked = self._loop.time()
-            wait = await self._try()
+            wait = await self._try(self.seconds_left())
             if wait is None:
                 self._leads_until = asked + self._options.renew_deadline_seconds
             elif self.holder not in ("", self._options.identity):
@@ -109,13 +110,14 @@ class Election:
             return
         log.info("released the lease", extra={"identity": self._options.identity})
 
-    async def _try(self) -> float | None:
+    async def _try(self, longest_seconds: float = math.inf) -> float | None:
         """Try once to become or stay the leader; return None on success, else when to try again.
 
         A hung API server may not take more than a part of the renew deadline for itself.
         """
         try:
-            async with asyncio.timeout(self._options.renew_deadline_seconds / 2):
+            seconds = min(longest_seconds, self._options.renew_deadline_seconds / 2)
+            async with asyncio.timeout(seconds):
                 return await self._take_or_renew()
         except (AlreadyExistsError, ConflictError):
             return _STANDBY_SECONDS  # another replica was faster
