@@ -1,0 +1,175 @@
+"""Jobs of the aks backend that cannot work: what is told, and that they go on once it is mended."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from aks_cases import JOB, profile
+from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.resources import (
+    CONFIG_MAPS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    NETWORK_POLICIES,
+    SERVICES,
+    Object,
+    Resource,
+)
+from operators import Api, OperatorProcess, condition, wait_until
+
+QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
+
+
+@dataclass
+class Place:
+    """A namespace, the operator that serves it, and profiles of its own."""
+
+    api: Api
+    namespace: str
+    operator: OperatorProcess
+    profile: str
+
+    def apply(self, name: str, **overrides: Any) -> None:
+        backend = {"type": "aks", "aks": {"profile": self.profile}}
+        self.api.apply(self.namespace, name, **{**JOB, "backend": backend, **overrides})
+
+    def put_profile(self, name: str, **changes: Any) -> None:
+        """Create a profile, or change what it allows."""
+        spec = profile(**changes).model_dump(by_alias=True, exclude_none=True, mode="json")
+        client = self.api.client
+        try:
+            self.api.run(client.patch(FINE_TUNE_PROFILES, name, None, {"spec": spec}))
+        except NotFoundError:
+            kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
+            made = {**kind, "metadata": {"name": name}, "spec": spec}
+            self.api.run(client.create(FINE_TUNE_PROFILES, made))
+
+    def refusal(self, name: str, kind: str = "Accepted") -> Object:
+        """Wait until a condition is False and the job stalled, and return that condition."""
+
+        def told() -> Object | None:
+            job = self.api.job(self.namespace, name)
+            found: Object = condition(job, kind)
+            is_told = found["status"] == "False" and condition(job, "Stalled")["status"] == "True"
+            return found if is_told else None
+
+        found = wait_until(told, 5, f"{kind} of {name}")
+        assert found is not None
+        return found
+
+    def started(self, name: str, seconds: float = 5.0) -> None:
+        """Wait until the job has its batch Job, and says nothing bad of itself any more."""
+        wait_until(lambda: self.api.get(JOBS, self.namespace, f"{name}-1"), seconds, name)
+        wait_until(
+            lambda: condition(self.api.job(self.namespace, name), "Stalled")["status"] == "False", 5
+        )
+
+
+@pytest.fixture(scope="module")
+def place(api: Api) -> Iterator[Place]:
+    name = f"bad-input-{uuid4().hex[:8]}"
+    with (
+        api.namespace("bad-input") as namespace,
+        OperatorProcess(api.kubeconfig, namespace) as operator,
+    ):
+        operator.wait_for("synced")
+        made = Place(api, namespace, operator, name)
+        made.put_profile(name)
+        yield made
+        api.run(api.client.delete(FINE_TUNE_PROFILES, name))
+
+
+def test_a_job_whose_profile_is_missing_waits_for_it(place: Place) -> None:
+    missing = f"{place.profile}-later"
+    place.apply("early", backend={"type": "aks", "aks": {"profile": missing}})
+    told = place.refusal("early")
+    assert told["message"].startswith(f"spec.backend.aks.profile {missing} does not exist; create")
+    place.put_profile(missing)
+    place.started("early")
+    place.api.run(place.api.client.delete(FINE_TUNE_PROFILES, missing))
+
+
+def test_more_nodes_than_the_profile_allows_are_refused_until_it_allows_them(place: Place) -> None:
+    place.apply("large", topology__nodes=5, training__globalBatchSize=5)
+    assert place.refusal("large")["message"] == (
+        f"spec.topology.nodes 5 is more than the 4 that profile {place.profile} allows; "
+        "use at most 4"
+    )
+    place.put_profile(place.profile, allow={"maxNodes": 5})
+    place.started("large")
+
+
+def test_a_variable_that_the_operator_sets_is_refused_by_its_field(place: Place) -> None:
+    variable = {"name": "MASTER_ADDR", "value": "elsewhere"}
+    template = {"spec": {"containers": [{"name": "trainer", "env": [variable]}]}}
+    place.apply("reserved", pod_template=template)
+    assert place.refusal("reserved")["message"] == (
+        "spec.podTemplate.spec.containers[0].env[0].name MASTER_ADDR is set by the operator; "
+        "remove it"
+    )
+    place.api.change(place.namespace, "reserved", suspend=True)
+    place.api.change(place.namespace, "reserved", suspend=False, podTemplate=None)
+    place.started("reserved")
+
+
+def test_a_backend_that_nobody_has_installed_is_named_with_those_that_are(place: Place) -> None:
+    place.apply("unknown", backend={"type": "nowhere"})
+    told = place.refusal("unknown")
+    assert told["reason"] == "BackendNotFound"
+    assert told["message"].startswith("spec.backend.type nowhere is not installed (available: aks,")
+
+
+@pytest.mark.parametrize("kind", [JOBS, SERVICES, NETWORK_POLICIES], ids=str)
+def test_a_child_of_somebody_else_in_the_way_is_named_with_its_owner_and_left_alone(
+    place: Place, kind: Resource
+) -> None:
+    api, name = place.api, f"taken-{kind.plural}"
+    place.apply(f"{name}-model", topology__nodes=2)
+    place.started(f"{name}-model")
+    (model,) = (
+        one
+        for one in api.run(api.client.list(kind, place.namespace)).items
+        if one["metadata"]["name"].startswith(f"{name}-model")
+    )
+    owner = api.run(api.client.create(CONFIG_MAPS, {"metadata": {"name": name}}, place.namespace))
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": name,
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+    }
+    taken = model["metadata"]["name"].replace(f"{name}-model", name)
+    chosen = ("clusterIP", "clusterIPs", "ipFamilies", "ipFamilyPolicy", "selector")
+    spec = {key: value for key, value in model["spec"].items() if key not in chosen}
+    if kind is JOBS:
+        del spec["template"]["metadata"]["labels"]
+    body = {"metadata": {"name": taken, "ownerReferences": [theirs]}, "spec": spec}
+    before = api.run(api.client.create(kind, body, place.namespace))
+    place.apply(name, topology__nodes=2)
+    told = place.refusal(name, "ResourcesReady")
+    assert told["reason"] == "CreationFailed"
+    for word in (f"{kind.kind} {place.namespace}/{taken}", f"ConfigMap {name}"):
+        assert word in told["message"]
+    there = api.get(kind, place.namespace, taken)
+    assert there is not None
+    assert there["metadata"]["ownerReferences"] == before["metadata"]["ownerReferences"]
+    assert there["spec"] == before["spec"]
+
+
+def test_a_profile_that_comes_is_taken_up_within_a_second(place: Place) -> None:
+    waits = []
+    for number in range(3):
+        missing = f"{place.profile}-{number}"
+        place.apply(f"timed-{number}", backend={"type": "aks", "aks": {"profile": missing}})
+        place.refusal(f"timed-{number}")
+        place.put_profile(missing)
+        start = time.monotonic()
+        place.started(f"timed-{number}")
+        waits.append(time.monotonic() - start)
+        place.api.run(place.api.client.delete(FINE_TUNE_PROFILES, missing))
+    assert min(waits) < 1, waits
