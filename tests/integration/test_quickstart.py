@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "examples" / ".quickstart"
+FTCTL = [sys.executable, "-m", "finetune_operator"]
 GIB = 1024**3
 
 pytestmark = [
@@ -36,7 +37,7 @@ def finished(tmp_path_factory) -> tuple[Path, str, int]:
     )
     (folder / "examples" / ".quickstart").symlink_to(ASSETS)
     process = subprocess.Popen(
-        [sys.executable, "-m", "finetune_operator", "run", "examples/00-quickstart.yaml"],
+        [*FTCTL, "dev", "--run", "examples/00-quickstart.yaml"],
         cwd=folder,
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")},
         stdout=subprocess.PIPE,
