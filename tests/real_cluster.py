@@ -92,8 +92,9 @@ class RealCluster:
         self.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects).encode())
 
     def list(self, kinds: str, *arguments: str) -> list[Object]:
-        """Return what `kubectl get` finds."""
-        found = json.loads(self.kubectl("get", kinds, *arguments, "-o", "json"))
+        """Return what `kubectl get` finds, with who wrote which field."""
+        how = ("-o", "json", "--show-managed-fields")
+        found = json.loads(self.kubectl("get", kinds, *arguments, *how))
         items: list[Object] = found["items"]
         return items
 
