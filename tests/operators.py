@@ -99,7 +99,7 @@ class Api:
 
     def apply(self, namespace: str, name: str = "tiny", **overrides: Any) -> Object:
         """Create a job of the backend `configmap`, changed in `overrides` as `manifest` does."""
-        fields = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+        fields: dict[str, Any] = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
         fields |= {"backend": {"type": "configmap"}, **overrides}
         made = manifest(name=name, **fields)
         made["metadata"].pop("namespace")
@@ -156,11 +156,18 @@ class OperatorProcess:
         kubeconfig: Its cluster.
         namespace: The one it serves, and that of its Lease.
         identity: Its name.
+        source: Where its code is, if not in this checkout.
         settings: Further settings.
     """
 
     def __init__(
-        self, kubeconfig: str | Path, namespace: str, identity: str = "one", **settings: object
+        self,
+        kubeconfig: str | Path,
+        namespace: str,
+        identity: str = "one",
+        *,
+        source: Path | None = None,
+        **settings: object,
     ) -> None:
         given = {
             "kubeconfig": kubeconfig,
@@ -175,10 +182,11 @@ class OperatorProcess:
             **settings,
         }
         variables = {f"FINETUNE_OPERATOR_{key.upper()}": str(one) for key, one in given.items()}
+        path = os.pathsep.join(str(one) for one in (source, ROOT / "tests") if one)
         self._lines: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "finetune_operator.kernel"],
-            env={**os.environ, **variables, "PYTHONPATH": str(ROOT / "tests")},
+            env={**os.environ, **variables, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
         )
