@@ -77,6 +77,8 @@ class Server:
             session.request(method, access.host + path, params=query, data=data) as answer,
         ):
             text = await answer.text()
+            if "watch" in query and answer.status == 200:
+                return Said(200, {"events": list(map(json.loads, text.splitlines()))}, None)
             made = json.loads(text) if answer.content_type == JSON else {"message": text}
             return Said(answer.status, made, answer.headers.get("Warning"))
 
@@ -99,6 +101,8 @@ REFUSALS = [
                  id="no such object"),
     pytest.param("GET", FINE_TUNE_JOBS, ("none",), None, 404,
                  'finetunejobs.finetune.dev "none" not found', id="no such custom object"),
+    pytest.param("POST", CRDS, (), {"metadata": {"name": "a.b.c"}, "spec": {"group": "b.c"}}, 422,
+                 None, id="an incomplete definition"),
     pytest.param("GET", Resource("finetune.dev", "v1alpha1", "nothings", "Nothing"), (), None, 404,
                  "404 page not found\n", id="no such kind"),
     pytest.param("POST", CONFIG_MAPS, (), {"metadata": {}}, 422,
@@ -213,6 +217,16 @@ def test_a_watch_without_a_version_begins_with_what_is_there(labelled: Server) -
         return [one.object["metadata"]["name"] async for one in events if one.type == "ADDED"]
 
     assert sorted(labelled.api.run(work())) == ["one", "two"]
+
+
+def test_a_watch_that_asks_for_it_says_where_the_first_objects_end(labelled: Server) -> None:
+    asked = {"watch": "1", "sendInitialEvents": "true", "allowWatchBookmarks": "true"}
+    asked |= {"resourceVersionMatch": "NotOlderThan", "timeoutSeconds": "1"}
+    events = labelled.send("GET", CONFIG_MAPS, labelSelector="tier", **asked).body["events"]
+    kinds = [one["type"] for one in events]
+    assert kinds[:3] == ["ADDED", "ADDED", "BOOKMARK"]
+    annotations = events[2]["object"]["metadata"]["annotations"]
+    assert annotations == {"k8s.io/initial-events-end": "true"}
 
 
 def test_a_change_that_changes_nothing_makes_no_version(server: Server) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from finetune_operator.api.metadata import OBJECT_METADATA
 from finetune_operator.api.openapi import Schema
+from finetune_operator.api.paths import Finding
+from finetune_operator.embedded.refusals import invalid
 from finetune_operator.kube.resources import Object, Resource
 
 VERBS = ("delete", "deletecollection", "get", "list", "patch", "create", "update", "watch")
@@ -18,6 +20,9 @@ _ANY: Schema = {"x-kubernetes-preserve-unknown-fields": True, "items": _ITEM}
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _TYPED = {"ConfigMap": {"data": _TEXTS, "binaryData": _TEXTS}, "Secret": {"data": _TEXTS}}
 _AGE: Object = {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}
+_DEFINITIONS = Resource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,16 @@ def _with_metadata(schema: Schema) -> Schema:
 
 
 def accepted(definition: Object) -> Object:
-    """Return the CRD with what the API server fills in once it serves the kind."""
+    """Return the CRD with what the API server fills in once it serves the kind.
+
+    Raises:
+        RefusalError: it lacks what a kind needs.
+    """
+    try:
+        custom_kind(definition)
+    except (KeyError, TypeError, StopIteration) as error:
+        lacks = Finding(("spec",), f"is incomplete: {error!r}")
+        raise invalid(_DEFINITIONS, definition, [lacks]) from error
     spec = definition["spec"]
     names = {"singular": spec["names"]["kind"].lower(), **spec["names"]}
     names = {"listKind": f"{names['kind']}List", **names}

@@ -7,7 +7,7 @@ and every user of this machine could start jobs; clients send no token over plai
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,17 +21,15 @@ from finetune_operator.embedded.admission import admit_change, admit_new
 from finetune_operator.embedded.faults import Fault, Faults
 from finetune_operator.embedded.kinds import group_list, resource_list
 from finetune_operator.embedded.refusals import RefusalError
-from finetune_operator.embedded.selectors import selects
 from finetune_operator.embedded.store import CRDS, Store
 from finetune_operator.embedded.tables import table
 from finetune_operator.embedded.verbs import Answer, Asked
+from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import NAMESPACES, Object
 
 _VERSION = {"major": "1", "minor": "34", "gitVersion": "v1.34.0-embedded", "platform": "embedded"}
 _BODY_BYTES = 3 * 2**20
-_WATCH_SECONDS = 1800
-_BOOKMARK_SECONDS = 10.0
 _VERBS: dict[str, Callable[[Store, Asked], Answer]] = {
     "get": verbs.get,
     "create": verbs.create,
@@ -70,7 +68,6 @@ class EmbeddedApi:
         self._secret = secrets.token_urlsafe(24)
         self._crds = crds
         self._port = port
-        self._is_closing = False
         self._tasks: list[asyncio.Task[None]] = []
         app = web.Application(client_max_size=_BODY_BYTES)
         app.router.add_route("*", "/{secret}/{path:.*}", self._handle)
@@ -119,8 +116,7 @@ class EmbeddedApi:
         traceback: TracebackType | None,
     ) -> None:
         """End every watch, stop listening, and write the state."""
-        self._is_closing = True
-        self._store.wake()
+        self._store.close()
         for task in self._tasks:
             task.cancel()
         await self._runner.cleanup()
@@ -198,7 +194,9 @@ class EmbeddedApi:
         return _json(made)
 
     async def _asked(self, request: web.Request, parts: list[str]) -> Asked:
-        group, rest = ("", parts[1:]) if parts[0] == "api" else (parts[1], parts[2:])
+        group, *rest = ["", *parts[1:]] if parts[0] == "api" else parts[1:]
+        if len(rest) < 2:
+            raise _no_page()
         version, *rest = rest
         namespace = ""
         if rest[0] == "namespaces" and len(rest) > 2 and rest[2] != "status":
@@ -225,12 +223,11 @@ class EmbeddedApi:
 
     async def _watch(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        number = self.faults.new_watch()
-        events = self._events(asked, number)
+        watch = Watch(self._store, self.faults, asked)
         with suppress(ConnectionResetError):  # the client has gone
             await response.prepare(request)
             shape, is_first = _shape(request), True
-            async for event in events:
+            async for event in watch.events():
                 made = event["object"]
                 if shape and event["type"] != "ERROR":
                     metadata = {"resourceVersion": made["metadata"]["resourceVersion"]}
@@ -240,61 +237,10 @@ class EmbeddedApi:
                         made["columnDefinitions"] = None
                     is_first = False
                 await response.write(orjson.dumps({**event, "object": made}) + b"\n")
-            if number <= self.faults.dropped and request.transport is not None:
+            if watch.is_dropped and request.transport is not None:
                 request.transport.abort()
             await response.write_eof()
         return response
-
-    async def _events(self, asked: Asked, number: int) -> AsyncIterator[Object]:
-        """Yield the events of a watch until its time is over, it is dropped, or the server ends."""
-        store, kind, query = self._store, asked.kind, asked.query
-        clock = asyncio.get_running_loop().time
-        end = clock() + (verbs.whole_number(query, "timeoutSeconds") or _WATCH_SECONDS)
-        has_bookmarks = query.get("allowWatchBookmarks") == "true"
-        matches = selects(kind, query.get("labelSelector", ""), query.get("fieldSelector", ""))
-        bookmark_at = clock() + _BOOKMARK_SECONDS
-        at = verbs.whole_number(query, "resourceVersion")
-        if at == 0 or query.get("sendInitialEvents") == "true":
-            at = store.version
-            for made in filter(matches, store.objects(kind, asked.namespace or None)):
-                yield {"type": "ADDED", "object": made}
-            if query.get("sendInitialEvents") == "true":
-                yield _bookmark(asked, at, {"k8s.io/initial-events-end": "true"})
-        while not self._is_closing and number > self.faults.dropped and clock() < end:
-            if number <= self.faults.silenced:
-                await store.changed()
-                continue
-            try:
-                changes = store.since(at, str(kind.resource))
-            except RefusalError as refusal:
-                yield {"type": "ERROR", "object": refusal.status}
-                return
-            for change in changes:
-                at = change.version
-                key = change.made["metadata"].get("namespace", "")
-                was = change.before is not None and matches(change.before)
-                is_now = change.type != "DELETED" and matches(change.made)
-                if asked.namespace in ("", key) and (was or is_now):
-                    word = "MODIFIED" if was and is_now else "ADDED" if is_now else "DELETED"
-                    yield {"type": word, "object": change.made}
-            if changes:
-                continue
-            at = max(at, store.version)
-            if has_bookmarks and clock() >= bookmark_at:
-                bookmark_at = clock() + _BOOKMARK_SECONDS
-                yield _bookmark(asked, at)
-                continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(end, bookmark_at) if has_bookmarks else end):
-                    await store.changed()
-
-
-def _bookmark(asked: Asked, version: int, annotations: Object | None = None) -> Object:
-    resource = asked.kind.resource
-    metadata: Object = {"resourceVersion": str(version), "creationTimestamp": None}
-    metadata |= {"annotations": annotations} if annotations else {}
-    made = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
-    return {"type": "BOOKMARK", "object": made}
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

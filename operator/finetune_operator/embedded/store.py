@@ -64,11 +64,13 @@ class Store:
         version: Number of the last change.
         oldest: Version before which nothing is remembered.
         kinds: What is served, by full name.
+        is_closed: Watches are to end.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self.version = 1
         self.oldest = 1
+        self.is_closed = False
         self.kinds: dict[str, Kind] = {str(one.resource): one for one in builtin_kinds()}
         self._file = file
         self._objects: dict[str, dict[Key, Object]] = {}
@@ -165,7 +167,7 @@ class Store:
         Raises:
             RefusalError: they are not all remembered.
         """
-        if version < self.oldest:
+        if not self.oldest <= version <= self.version:
             raise expired(version, self.oldest)
         first = bisect_right(self._history, version, key=lambda change: change.version)
         return [change for change in self._history[first:] if change.plural == plural]
@@ -182,6 +184,11 @@ class Store:
         if self._news is None or self._news.done():
             self._news = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._news)
+
+    def close(self) -> None:
+        """Let every watch end."""
+        self.is_closed = True
+        self.wake()
 
     def wake(self) -> None:
         """Let everybody who waits for a change look again."""

@@ -28,7 +28,6 @@ from finetune_operator.embedded.tables import find
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import NAMESPACES, Object
 
-_JSON = "application/json"
 _YAML = "application/yaml"
 
 

@@ -1,0 +1,108 @@
+"""One watch: what is there, what changes, and how it ends.
+
+`server.py` sends what it yields. A watch waits for the store, and for nothing else.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+
+from finetune_operator.embedded.faults import Faults
+from finetune_operator.embedded.refusals import RefusalError
+from finetune_operator.embedded.selectors import selects
+from finetune_operator.embedded.store import Change, Store
+from finetune_operator.embedded.verbs import Asked, whole_number
+from finetune_operator.kube.resources import Object
+
+_SECONDS = 1800  # where the client names no end
+_BOOKMARK_SECONDS = 10.0
+
+
+class Watch:
+    """The events of one request.
+
+    Args:
+        store: What is watched.
+        faults: What goes wrong.
+        asked: The request.
+
+    Raises:
+        RefusalError: a parameter is no good.
+    """
+
+    def __init__(self, store: Store, faults: Faults, asked: Asked) -> None:
+        self._store = store
+        self._faults = faults
+        self._asked = asked
+        self._number = faults.new_watch()
+        self._plural = str(asked.kind.resource)
+        query = asked.query
+        self._at = whole_number(query, "resourceVersion")
+        self._seconds = whole_number(query, "timeoutSeconds") or _SECONDS
+        self._has_bookmarks = query.get("allowWatchBookmarks") == "true"
+        self._sends_first = query.get("sendInitialEvents") == "true"
+        self._matches = selects(
+            asked.kind, query.get("labelSelector", ""), query.get("fieldSelector", "")
+        )
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether its connection is to break."""
+        return self._number <= self._faults.dropped
+
+    async def events(self) -> AsyncIterator[Object]:
+        """Yield events until the time is over, the watch is dropped, or the server ends."""
+        clock = asyncio.get_running_loop().time
+        end, bookmark_at = clock() + self._seconds, clock() + _BOOKMARK_SECONDS
+        for event in self._first():
+            yield event
+        while not (self._store.is_closed or self.is_dropped) and clock() < end:
+            if self._number <= self._faults.silenced:
+                await self._store.changed()
+                continue
+            try:
+                changes = self._store.since(self._at, self._plural)
+            except RefusalError as refusal:
+                yield {"type": "ERROR", "object": refusal.status}
+                return
+            for change in changes:
+                self._at = change.version
+                if (seen := self._event(change)) is not None:
+                    yield seen
+            if changes:
+                continue
+            self._at = self._store.version
+            if self._has_bookmarks and clock() >= bookmark_at:
+                bookmark_at = clock() + _BOOKMARK_SECONDS
+                yield self._bookmark({})
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(end, bookmark_at)):
+                    await self._store.changed()
+
+    def _first(self) -> Iterator[Object]:
+        """Yield what is there, where the client does not know it yet."""
+        if self._at and not self._sends_first:
+            return
+        self._at = self._store.version
+        there = self._store.objects(self._asked.kind, self._asked.namespace or None)
+        yield from ({"type": "ADDED", "object": made} for made in there if self._matches(made))
+        if self._sends_first:
+            yield self._bookmark({"annotations": {"k8s.io/initial-events-end": "true"}})
+
+    def _event(self, change: Change) -> Object | None:
+        """Return a change as it is to somebody who sees what is selected only."""
+        if self._asked.namespace not in ("", change.made["metadata"].get("namespace")):
+            return None
+        was = change.before is not None and self._matches(change.before)
+        is_now = change.type != "DELETED" and self._matches(change.made)
+        if not was and not is_now:
+            return None
+        kind = "DELETED" if not is_now else "MODIFIED" if was else "ADDED"
+        return {"type": kind, "object": change.made}
+
+    def _bookmark(self, more: Object) -> Object:
+        resource = self._asked.kind.resource
+        metadata = {"resourceVersion": str(self._at), "creationTimestamp": None, **more}
+        kind = {"kind": resource.kind, "apiVersion": resource.api_version}
+        return {"type": "BOOKMARK", "object": {**kind, "metadata": metadata}}
