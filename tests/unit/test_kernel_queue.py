@@ -105,6 +105,22 @@ def test_the_echo_of_a_failure_does_not_shorten_its_wait() -> None:
     assert run(work()) == 3
 
 
+def test_an_event_wakes_a_key_that_failed_but_not_before_the_time_the_server_asked_for() -> None:
+    async def work(asked: float) -> float:
+        made = queue()
+        made.add(A)
+        await made.take()
+        made.failed(A, at_least_seconds=asked)
+        start = now()
+        await asyncio.sleep(0.5)
+        made.add(A)
+        await made.take()
+        return now() - start
+
+    assert run(work(0.0)) == 0.5
+    assert run(work(3.0)) == 3
+
+
 def test_the_oldest_key_tells_its_age_also_while_it_is_worked_on() -> None:
     async def work() -> list[float]:
         made = queue()

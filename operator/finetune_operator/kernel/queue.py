@@ -26,6 +26,7 @@ class WorkQueue:
         self._again: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
+        self._not_before: dict[Key, float] = {}
 
     def __len__(self) -> int:
         """Count the keys that wait for a worker or are in its hands, not those that sleep."""
@@ -38,9 +39,11 @@ class WorkQueue:
         return self._loop.time() - min(since) if since else 0.0
 
     def add(self, key: Key) -> None:
-        """Have the key looked at, now or after the look that is under way."""
+        """Have the key looked at, now or after the look or the wait that is under way."""
         if key in self._taken:
             self._again.add(key)
+        elif self._not_before.get(key, 0.0) > self._loop.time():
+            return  # its timer runs
         elif key not in self._ready:
             self._ready[key] = self._loop.time()
             self._filled.set()
@@ -78,12 +81,19 @@ class WorkQueue:
     def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
         """Give a key back after a failure; return how long it sleeps.
 
-        Events that came meanwhile wait with it: they may be the failure's own echo.
+        Events that came meanwhile wait with it: they may be the failure's own echo. Those that come
+        later wake it, but not in the time that the API server has asked for.
+
+        Args:
+            key: What was taken.
+            at_least_seconds: Time that the API server has asked for.
         """
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         self._again.discard(key)
         self._give_back(key)
         seconds = max(self._backoff.seconds(failures), at_least_seconds)
+        if at_least_seconds > 0:
+            self._not_before[key] = self._loop.time() + at_least_seconds
         self.add_after(key, seconds)
         return seconds
 
@@ -105,6 +115,7 @@ class WorkQueue:
 
     def _ring(self, key: Key) -> None:
         self._timers.pop(key, None)
+        self._not_before.pop(key, None)
         self.add(key)
 
     def _stop_timer(self, key: Key) -> None:
