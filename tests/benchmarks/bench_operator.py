@@ -12,8 +12,10 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -44,6 +46,8 @@ def main() -> None:
     parser.add_argument("--kit", type=Path, help="folder of programs that make a control plane")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args()
+    # So that what was started is ended then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-operator was told to end"))
     with bench_cluster(options.kit, options.nodes) as cluster:
         api = Api(str(cluster.kubeconfig))
         api.install_crds()

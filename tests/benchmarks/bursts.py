@@ -132,7 +132,7 @@ async def fresh_namespace(client: KubeClient, start: str) -> AsyncIterator[str]:
         yield name
     finally:
         await client.delete(NAMESPACES, name)
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(600):
             while await _exists(client, NAMESPACES, name):
                 await asyncio.sleep(0.25)
 
