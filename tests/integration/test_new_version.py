@@ -1,0 +1,181 @@
+"""An operator whose rendering has changed takes over running attempts and touches none of them.
+
+Pods are played on a node that is only an object; the controllers are real.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from aks_cases import JOB, profile
+from builders import manifest
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICES,
+    Object,
+)
+from finetune_trainer.config import Phase, Progress
+from operators import KUBECONFIG, ROOT, Api, OperatorProcess, phase_of, wait_until
+from played_pods import (
+    ProgressServer,
+    delete_node,
+    delete_volume,
+    make_claim,
+    make_node,
+    own_address,
+    profile_nodes,
+    run_pod,
+)
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
+]
+RUNNING = 20
+CHILDREN = (JOBS, PODS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
+CLAIMS = ("data", "models", "checkpoints")
+NEW_RENDERING = """
+
+_before = render
+
+
+def render(*given, **named):  # type: ignore
+    made = _before(*given, **named)
+    for one in made.objects:
+        one["metadata"].setdefault("annotations", {})["newer"] = "yes"
+        if "template" in one["spec"]:
+            one["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 77
+    return made
+"""
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    assert KUBECONFIG is not None
+    made = Api(KUBECONFIG)
+    made.install_crds()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def newer(tmp_path: Path) -> Path:
+    """A copy of the operator that makes other objects of the same job."""
+    package = tmp_path / "finetune_operator"
+    shutil.copytree(ROOT / "operator" / "finetune_operator", package)
+    with (package / "backends" / "aks" / "render.py").open("a") as source:
+        source.write(NEW_RENDERING)
+    return tmp_path
+
+
+@asynccontextmanager
+async def training(client: KubeClient, namespace: str, name: str, port: int) -> AsyncIterator[None]:
+    """Have jobs whose pods run on a played node; their profile is called as the node."""
+    spec = profile(nodes=profile_nodes(name)).model_dump(
+        by_alias=True, exclude_none=True, mode="json"
+    )
+    kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
+    await make_node(client, name)
+    await client.create(FINE_TUNE_PROFILES, {**kind, "metadata": {"name": name}, "spec": spec})
+    for claim in CLAIMS:
+        await make_claim(client, claim, namespace)
+    try:
+        for number in range(RUNNING):
+            await client.create(FINE_TUNE_JOBS, body(f"job-{number}", name, port), namespace)
+        placed: set[str] = set()
+        async with asyncio.timeout(120):
+            while len(placed) < RUNNING:
+                await asyncio.sleep(0.2)
+                for pod in (await client.list(PODS, namespace)).items:
+                    if pod["spec"].get("nodeName") and pod["metadata"]["name"] not in placed:
+                        await run_pod(client, pod, own_address())
+                        placed.add(pod["metadata"]["name"])
+        yield
+    finally:
+        await client.delete(FINE_TUNE_PROFILES, name)
+        await delete_node(client, name)
+        for claim in CLAIMS:
+            await delete_volume(client, claim, namespace)
+
+
+def body(name: str, profile_name: str, port: int) -> Object:
+    fields = {
+        **JOB,
+        "backend": {"type": "aks", "aks": {"profile": profile_name}},
+        "observability": {"metricsPort": port},
+    }
+    made: Object = manifest(name=name, **fields)
+    del made["metadata"]["namespace"]
+    return made
+
+
+async def children(client: KubeClient, namespace: str) -> dict[str, str]:
+    """Return the uid of every child of every job."""
+    return {
+        f"{kind} {one['metadata']['name']}": one["metadata"]["uid"]
+        for kind in CHILDREN
+        for one in (await client.list(kind, namespace)).items
+    }
+
+
+async def jobs(client: KubeClient, namespace: str) -> list[tuple[str, int]]:
+    found = (await client.list(FINE_TUNE_JOBS, namespace)).items
+    return [(phase_of(one), one["status"]["attempt"]) for one in found]
+
+
+async def upgrade(namespace: str, first: OperatorProcess, newer: Path) -> None:
+    name = f"newer-{uuid4().hex[:8]}"
+    assert KUBECONFIG is not None
+    async with (
+        await KubeClient.connect(KUBECONFIG) as client,
+        ProgressServer(Progress(phase=Phase.TRAINING, step=1, total_steps=10)).serving(
+            own_address()
+        ) as rank_zero,
+        training(client, namespace, name, rank_zero.port),
+    ):
+        running = [("Running", 1)] * RUNNING
+        async with asyncio.timeout(120):
+            while await jobs(client, namespace) != running:
+                await asyncio.sleep(0.2)
+        before = await children(client, namespace)
+        assert len(before) >= 3 * RUNNING
+        await asyncio.to_thread(first.end)
+        asked = rank_zero.asked
+        with OperatorProcess(KUBECONFIG, namespace, source=newer) as second:
+            await asyncio.to_thread(second.wait_for, "synced")
+            async with asyncio.timeout(30):
+                while rank_zero.asked < asked + RUNNING:  # each attempt has been looked at
+                    await asyncio.sleep(0.1)
+            await asyncio.to_thread(
+                wait_until, lambda: second.health()["queue"] == 0, 10, "the queue is empty"
+            )
+            written = await asyncio.to_thread(second.calls, "create", "update", "patch", "delete")
+            assert {kind.split()[1] for kind in written} <= {"finetunejobs", "events"}
+            assert await children(client, namespace) == before
+            assert await jobs(client, namespace) == running
+            # It is another version indeed.
+            await client.create(FINE_TUNE_JOBS, body("late", name, rank_zero.port), namespace)
+            async with asyncio.timeout(20):
+                while "jobs.batch late-1" not in await children(client, namespace):
+                    await asyncio.sleep(0.1)
+            late = await client.get(JOBS, "late-1", namespace)
+            assert late["metadata"]["annotations"]["newer"] == "yes"
+
+
+def test_a_new_version_of_the_operator_writes_to_no_child_of_twenty_running_jobs(
+    api: Api, newer: Path
+) -> None:
+    with api.namespace("newer") as namespace, OperatorProcess(api.kubeconfig, namespace) as first:
+        first.wait_for("synced")
+        asyncio.run(upgrade(namespace, first, newer))
