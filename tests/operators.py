@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -157,6 +157,7 @@ class OperatorProcess:
         namespace: The one it serves, and that of its Lease.
         identity: Its name.
         source: Where its code is, if not in this checkout.
+        run_by: Command that runs it, given as its last arguments.
         settings: Further settings.
     """
 
@@ -167,6 +168,7 @@ class OperatorProcess:
         identity: str = "one",
         *,
         source: Path | None = None,
+        run_by: Sequence[str] = (),
         **settings: object,
     ) -> None:
         given = {
@@ -185,7 +187,7 @@ class OperatorProcess:
         path = os.pathsep.join(str(one) for one in (source, ROOT / "tests") if one)
         self._lines: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "finetune_operator.kernel"],
+            [*run_by, sys.executable, "-m", "finetune_operator.kernel"],
             env={**os.environ, **variables, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,

@@ -1,5 +1,6 @@
 """The operator as a real process on an API server: from apply to Complete, and its budget."""
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -164,6 +165,29 @@ def test_a_job_of_another_namespace_is_left_alone(
         api.apply(namespace, "near")
         wait_until(lambda: api.get(CONFIG_MAPS, namespace, "near-1"), 10)
         assert api.job(elsewhere, "far") == there
+
+
+NAMELESS = ("unshare", "--map-user=54321", "env", "-u", "USER", "-u", "LOGNAME", "-u", "USERNAME")
+"""Runs a command under a uid that has no line in /etc/passwd, as a container's user has none."""
+
+
+def may_be_nameless() -> bool:
+    try:
+        return subprocess.run([*NAMELESS, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not may_be_nameless(), reason="unshare --map-user does not work here")
+def test_a_user_without_a_name_hears_of_new_jobs_as_any_other(api: Api) -> None:
+    with (
+        api.namespace("nameless") as namespace,
+        OperatorProcess(api.kubeconfig, namespace, run_by=NAMELESS) as operator,
+    ):
+        operator.wait_for("synced")
+        api.apply(namespace, "late")  # only kopf tells of it
+        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "late-1"), 10)
+        assert operator.said("kopf failed") == []
 
 
 def test_deleting_a_running_job_leaves_nothing_behind(
