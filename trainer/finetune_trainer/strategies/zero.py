@@ -4,12 +4,14 @@ The only file that starts the engine; `zero_state` reads and writes what the eng
 configures the trainer says nothing to DeepSpeed itself: every setting follows from `TrainConfig`.
 """
 
+import fcntl
 import importlib.util
 import logging
 import os
 import tempfile
 import warnings
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -250,8 +252,6 @@ def _refuse_here(config: TrainConfig) -> None:
     if config.strategy.offload != "nvme":
         return
 
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
     path = str(config.strategy.nvme_path)
     try:
         os.makedirs(path, exist_ok=True)
@@ -262,9 +262,27 @@ def _refuse_here(config: TrainConfig) -> None:
             "folder that this process may write into"
         ) from error
     try:
-        AsyncIOBuilder().load(verbose=False)  # compiled at the first use, for about two minutes
+        _load_async_io()
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             "spec.strategy.offload nvme: DeepSpeed cannot build its asynchronous input and output "
             f"({str(error).splitlines()[0]}); install libaio-dev, g++ and ninja, or use offload cpu"
         ) from error
+
+
+def _load_async_io() -> None:
+    """Load what DeepSpeed compiles at its first use, for minutes; one process after the other.
+
+    The lock that PyTorch builds under is a file, which outlives a builder that was killed, and
+    everybody after it waits for ever. Ours ends with its holder, who may thus clear that file away.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "async_io.flock").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        for left in root.rglob("async_io/lock"):
+            left.unlink()
+        AsyncIOBuilder().load(verbose=False)
