@@ -81,11 +81,11 @@ class Running:
 
 
 @contextmanager
-def started(*arguments: object, folder: Path) -> Iterator[Running]:
+def started(*arguments: object, folder: Path, **variables: str) -> Iterator[Running]:
     process = subprocess.Popen(
         [*FTCTL, *map(str, arguments)],
         cwd=folder,
-        env=environment(folder),
+        env=environment(folder) | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -218,9 +218,19 @@ def test_preview_gives_the_trainers_own_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        pytest.param("run", {}, id="alone"),
+        pytest.param("dev --run", {"PATH": "/nowhere"}, id="through the operator, without kubectl"),
+    ],
+)
+def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(
+    tmp_path: Path, command: str, variables: dict[str, str]
+) -> None:
     file = write_project(tmp_path, **{"training.maxSteps": ENDLESS, "checkpoint.keep": 1})
-    with started("run", file.name, folder=tmp_path) as run:
+    words = [*command.split(), file.name]
+    with started(*words, folder=tmp_path, **variables) as run:
         run.read_until(r"checkpoint of step \d+ committed")
         run.interrupt()
         code = run.wait()
@@ -228,13 +238,13 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_pat
 
     assert code == 130
     assert kept is not None
-    assert "Go on with: ftctl run job.yaml" in run.lines
-    with started("run", file.name, folder=tmp_path) as again:
+    assert f"Go on with: ftctl {command} job.yaml" in run.lines
+    with started(*words, folder=tmp_path, **variables) as again:
         again.read_until(rf"goes on from the checkpoint of step {kept[1]}$")
         again.interrupt()
         again.interrupt()
         assert again.wait() == 130
-    with started("run", file.name, folder=tmp_path) as third:
+    with started(*words, folder=tmp_path, **variables) as third:
         third.read_until(r"  (Res|S)tarting$")  # before the attempt has said anything
         third.interrupt()
         third.interrupt()
