@@ -145,6 +145,33 @@ def test_a_refusal_has_the_words_of_the_real_server(
     assert message in (None, said.body["message"])
 
 
+JSON_PATCH = "application/json-patch+json"
+APPLY = "application/apply-patch+yaml"
+NONSENSE = [
+    ("POST", (), [], JSON),
+    ("POST", (), {"metadata": [1]}, JSON),
+    ("PUT", ("there",), None, JSON),
+    ("PUT", ("there",), {"metadata": {"name": "there", "finalizers": 5}}, JSON),
+    ("PATCH", ("there",), "x", JSON_PATCH),
+    ("PATCH", ("there",), [{"op": "add"}], JSON_PATCH),
+    ("PATCH", ("there",), [{"op": "replace", "path": "/metadata", "value": 1}], JSON_PATCH),
+    ("PATCH", ("there",), 5, MERGE),
+    ("PATCH", ("there",), {"metadata": 1.5}, APPLY),
+    ("DELETE", ("there",), {"preconditions": ["x"]}, JSON),
+]
+
+
+def test_nonsense_is_answered_by_a_refusal_that_clients_can_read(server: Server) -> None:
+    if server.api.get(CONFIG_MAPS, server.namespace, "there") is None:
+        server.config_map("there")
+    for method, parts, body, kind in NONSENSE:
+        said = server.send(method, CONFIG_MAPS, *parts, body=body, kind=kind)
+        assert (said.body.get("kind"), said.status < 400) == ("Status", False), (body, said)
+    for query in ({"continue": "x"}, {"labelSelector": "a b"}, {"fieldSelector": "a"}):
+        said = server.send("GET", CONFIG_MAPS, **query)
+        assert (said.status, said.body["reason"]) == (400, "BadRequest")
+
+
 SELECTORS = [
     ("tier=a", ["one"]),
     ("tier!=a", ["three", "two"]),

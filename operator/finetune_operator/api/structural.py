@@ -42,7 +42,7 @@ def _check(value: Any, schema: Schema, path: FieldPath, owners: Owners) -> Itera
         yield from _check_list(value, schema, path, owners)
     elif isinstance(value, str):
         yield from _check_text(value, schema, path)
-    elif not isinstance(value, bool):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield from _check_number(value, schema, path)
 
 

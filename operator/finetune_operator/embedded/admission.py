@@ -58,7 +58,7 @@ def admit_new(
     """
     body = _typed(kind, body)
     metadata: Object = {"name": name} if name else {}
-    metadata |= {key: value for key, value in (body.get("metadata") or {}).items() if value}
+    metadata |= {key: value for key, value in body["metadata"].items() if value}
     if metadata.get("namespace", namespace) != namespace:
         raise bad_request(
             "the namespace of the provided object does not match the namespace sent on the request"
@@ -137,7 +137,7 @@ def _typed(kind: Kind, body: Object) -> Object:
         )
     if body.get("kind", resource.kind) != resource.kind:
         wrong = Finding(("kind",), f"must be {resource.kind}")
-        raise invalid(resource, {"metadata": {}, **body}, [wrong])
+        raise invalid(resource, body, [wrong])
     return {"apiVersion": resource.api_version, "kind": resource.kind, **body}
 
 
@@ -185,7 +185,7 @@ def _checked(kind: Kind, made: Object, before: Object | None = None) -> Object:
 
 def _check_preconditions(kind: Kind, body: Object, before: Object) -> None:
     resource, old = kind.resource, before["metadata"]
-    metadata = body.get("metadata") or {}
+    metadata = body["metadata"]
     if metadata.get("name", old["name"]) != old["name"]:
         raise bad_request(
             f"the name of the object ({metadata['name']}) does not match the name on the URL "

@@ -50,7 +50,12 @@ def json_patch(target: Object, patch: Any) -> Object:
 
     try:
         made: Object = jsonpatch.apply_patch(target, patch)
-    except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException, TypeError) as error:
+    except (
+        jsonpatch.JsonPatchException,
+        jsonpatch.JsonPointerException,
+        TypeError,
+        ValueError,  # a patch that is text is read as JSON
+    ) as error:
         message = "the server rejected our request due to an error in our request"
         raise RefusalError(422, "Invalid", message) from error
     return made
@@ -58,8 +63,10 @@ def json_patch(target: Object, patch: Any) -> Object:
 
 def strategic(target: Any, patch: Any, field: str = "") -> Any:
     """Return `target` after a strategic merge patch."""
-    if isinstance(patch, list) and field in _MERGE_KEYS and isinstance(target, list):
-        return _strategic_list(target, patch, _MERGE_KEYS[field])
+    if isinstance(patch, list) and field in _MERGE_KEYS:
+        there = target if isinstance(target, list) else []
+        if all(isinstance(one, dict) for one in (*there, *patch)):
+            return _strategic_list(there, patch, _MERGE_KEYS[field])
     if not isinstance(patch, dict):
         return patch
     if patch.get("$patch") == "replace":
@@ -98,10 +105,11 @@ def apply(live: Object, wanted: Object, manager: str, *, force: bool, time: str)
     """
     if not manager:
         raise bad_request("fieldManager: Required value: is required for apply patch")
-    metadata = {k: v for k, v in wanted.get("metadata", {}).items() if k not in _NAMING}
+    metadata = {k: v for k, v in wanted["metadata"].items() if k not in _NAMING}
     said = {k: v for k, v in wanted.items() if k not in ("apiVersion", "kind", "metadata")}
     said |= {"metadata": metadata} if metadata else {}
-    entries = live.get("metadata", {}).get("managedFields", [])
+    known = live.get("metadata", {}).get("managedFields", [])
+    entries = [one for one in known if one.get("manager") and "fieldsV1" in one]
     others = [dict(one) for one in entries if one["manager"] != manager]
     mine = [one for one in entries if one["manager"] == manager]
     fields = _fields(said)
@@ -170,6 +178,8 @@ def _drop(value: Any, path: _Path) -> None:
         if not isinstance(places[-1], dict) or part not in places[-1]:
             return
         places.append(places[-1][part])
+    if not isinstance(places[-1], dict):
+        return
     places[-1].pop(path[-1], None)
     for part, place in zip(reversed(path[:-1]), reversed(places[:-1]), strict=True):
         if not place[part]:

@@ -125,7 +125,7 @@ def _create(store: Store, asked: Asked, body: Object) -> Answer:
         if home is None:
             raise not_found(NAMESPACES, asked.namespace)
         if "deletionTimestamp" in home["metadata"]:
-            name = str((body.get("metadata") or {}).get("name", ""))
+            name = str(body["metadata"].get("name", ""))
             raise terminating(resource, name, asked.namespace)
     admitted = admit_new(kind, body, asked.namespace, asked.validation, asked.name or None)
     made = admitted.made
@@ -137,7 +137,7 @@ def _create(store: Store, asked: Asked, body: Object) -> Answer:
 def update(store: Store, asked: Asked) -> Answer:
     """Replace an object, its status or its scale."""
     before, body = _found(store, asked), _read(asked)
-    if asked.kind.is_custom and not (body.get("metadata") or {}).get("resourceVersion"):
+    if asked.kind.is_custom and not body["metadata"].get("resourceVersion"):
         must = Finding(("metadata", "resourceVersion"), "must be specified for an update")
         raise invalid(asked.kind.resource, before, [must])
     return _change(store, asked, before, body)
@@ -212,7 +212,7 @@ def _delete(
     store: Store, asked: Asked, made: Object, options: Object, policy: str | None
 ) -> Answer:
     kind, metadata = asked.kind, made["metadata"]
-    check_delete(kind.resource, made, options.get("preconditions") or {})
+    check_delete(kind.resource, made, _part(options, "preconditions"))
     if not asked.is_dry:
         if policy == "Orphan":
             store.orphan(metadata["uid"])
@@ -258,10 +258,18 @@ def _read(asked: Asked) -> Any:
     return value if asked.content_type == patches.JSON_PATCH else _object(value)
 
 
-def _object(value: Any) -> Any:
-    if not isinstance(value, dict) or not isinstance(value.get("metadata") or {}, dict):
-        raise bad_request("the body is not one object with metadata")
-    return value
+def _object(value: Any) -> Object:
+    """Return what was sent as an object with metadata, be they empty."""
+    if not isinstance(value, dict):
+        raise bad_request("the body is not one object")
+    return {**value, "metadata": _part(value, "metadata")}
+
+
+def _part(value: Object, key: str) -> Object:
+    part = value.get(key) or {}
+    if not isinstance(part, dict):
+        raise bad_request(f"{key} is not an object")
+    return part
 
 
 def whole_number(query: Mapping[str, str], key: str) -> int:
@@ -308,10 +316,10 @@ def _scale(kind: Kind, made: Object) -> Object:
 
 def _rescaled(kind: Kind, before: Object, scale: Object) -> Object:
     assert kind.scale is not None, "a request for a scale is refused where there is none"
-    change: Any = (scale.get("spec") or {}).get("replicas")
+    change: Any = _part(scale, "spec").get("replicas")
     for part in reversed(kind.scale["specReplicasPath"].strip(".").split(".")):
         change = {part: change}
-    version = (scale.get("metadata") or {}).get("resourceVersion")
+    version = _part(scale, "metadata").get("resourceVersion")
     wanted = {"metadata": {"resourceVersion": version}} if version else {}
     made: Object = patches.merge(before, change | wanted)
     return made
