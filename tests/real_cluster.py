@@ -29,6 +29,7 @@ CHART = ROOT / "charts" / "finetune-operator"
 OPERATOR_NAMESPACE = "finetune-operator"
 RELEASE = "finetune-operator"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+FTCTL = (sys.executable, "-m", "finetune_operator")
 _START = "FINETUNE_E2E_"
 
 
@@ -46,8 +47,12 @@ class Given:
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Given | None":
         """Return it, or None where no cluster is named."""
-        found = {key.removeprefix(_START): one for key, one in environ.items() if one}
-        if f"{_START}KUBECONFIG" not in environ:
+        found = {
+            key.removeprefix(_START): one
+            for key, one in environ.items()
+            if one and key.startswith(_START)
+        }
+        if "KUBECONFIG" not in found:
             return None
         image = found.get("IMAGE", "")
         return cls(
@@ -85,7 +90,12 @@ class RealCluster:
 
     def ftctl(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run ftctl."""
-        return self.run(sys.executable, "-m", "finetune_operator", *arguments)
+        return self.run(*FTCTL, *arguments)
+
+    def start_ftctl(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Start ftctl, and read what it prints while it runs."""
+        command = [*FTCTL, *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environ)
 
     def apply(self, *objects: Object) -> None:
         """Run `kubectl apply` on these."""

@@ -9,7 +9,7 @@ import pytest
 from finetune_operator.kube.resources import Object
 from operators import condition, wait_until
 from real_jobs import NAMESPACE, Jobs, profile
-from real_volume import Volume
+from real_volume import CLAIM, Volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -112,16 +112,18 @@ def test_two_nodes_with_fsdp_find_each_other_through_a_service_with_a_selector(
 @pytest.fixture(scope="module")
 def training(jobs: Jobs) -> Object:
     """A job that trains and does not come to an end by itself."""
-    jobs.apply("trains", topology={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 2})
+    jobs.apply(
+        "trains",
+        model={"source": f"pvc://{CLAIM}/model"},  # without a baseName, which is warned of
+        topology={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 2},
+    )
     return jobs.wait("trains", "Running")
 
 
-def test_a_running_job_says_so_and_its_log_can_be_followed(training: Object, jobs: Jobs) -> None:
+def test_a_running_job_says_so_and_counts_its_checkpoints(training: Object, jobs: Jobs) -> None:
     assert condition(training, "ResourcesReady")["status"] == "True"
     assert training["status"]["nodes"] == {"desired": 1, "ready": 1, "worldSize": 2}
-    wait_until(lambda: jobs.get("trains")["status"]["checkpoint"].get("last"), 30)
-    log = jobs.cluster.ftctl("logs", "trains", "-n", NAMESPACE, "--rank", "1")
-    assert log.returncode == 0, log.stderr
+    wait_until(lambda: jobs.get("trains")["status"]["checkpoint"].get("last"), 90)
 
 
 def test_its_pod_is_a_user_who_can_write_nothing_and_knows_no_secret(
@@ -151,8 +153,18 @@ def test_its_pod_is_a_user_who_can_write_nothing_and_knows_no_secret(
     assert not [name for name in names if "TOKEN" in name or "SECRET" in name or "KEY" in name]
 
 
-def test_a_job_that_is_deleted_while_it_trains_leaves_nothing(training: Object, jobs: Jobs) -> None:
+def test_a_job_that_is_deleted_while_its_log_is_followed_leaves_nothing(
+    training: Object, jobs: Jobs
+) -> None:
+    where = ("trains", "-n", NAMESPACE, "--rank", "1")
+    so_far = jobs.cluster.ftctl("logs", *where)
+    assert "set spec.model.baseName" in so_far.stdout, so_far.stderr
     kinds = {one["kind"] for one in jobs.children("trains")}
     assert kinds == {"Job", "Pod", "NetworkPolicy"}
-    jobs.delete("trains")
+    with jobs.cluster.start_ftctl("logs", *where, "--follow") as following:
+        assert following.stdout is not None
+        assert following.stdout.readline()
+        jobs.delete("trains")
+        assert "Preempted: " in following.stdout.read()
+    assert following.returncode == 0
     assert jobs.api.job(NAMESPACE, "trains") is None
