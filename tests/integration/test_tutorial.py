@@ -139,8 +139,13 @@ def served(terminal: Terminal, shown: Shown) -> Iterator[None]:
     with process:
         assert process.stdout is not None
         try:
-            line = process.stdout.readline()
-            assert shown.matches(line), line + process.stdout.read()
+            said = []
+            for line in process.stdout:  # the log is beside it
+                said.append(line)
+                if shown.matches(line):
+                    break
+            else:
+                raise AssertionError("".join(said))
             yield
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=120)
