@@ -168,5 +168,5 @@ def test_the_job_is_watched_suspended_and_mended_by_kubectl(terminal: Terminal) 
 
 
 def test_the_page_shows_both_ways() -> None:
-    assert {shown.command for shown in COMMANDS} > ELSEWHERE
+    assert ELSEWHERE in [shown.command for shown in COMMANDS[:SERVED]]
     assert sum("kubectl" in shown.command for shown in COMMANDS[SERVED:]) > 10
