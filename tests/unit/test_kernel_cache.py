@@ -43,6 +43,15 @@ def test_an_answer_older_than_a_deletion_does_not_bring_the_object_back(
     assert cache.put(pod("a", 10))
 
 
+def test_a_deletion_is_remembered_until_no_older_answer_may_come(cache: ObjectCache) -> None:
+    for name, version in (("a", 5), ("b", 6)):
+        cache.put(pod(name, version))
+        cache.remove(pod(name, version + 4))
+    cache.forget_deletions(9)
+    assert cache.put(pod("a", 7))
+    assert not cache.put(pod("b", 7))
+
+
 def test_the_deletion_of_an_earlier_object_does_not_remove_its_successor(
     cache: ObjectCache,
 ) -> None:

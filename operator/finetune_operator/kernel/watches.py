@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kube.cache import Key, ObjectCache, job_key_of
+from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, version_of
 from finetune_operator.kube.client import KubeClient, Trim
 from finetune_operator.kube.errors import ApiError, GoneError, NotFoundError
 from finetune_operator.kube.labels import JOB_UID_LABEL
@@ -145,6 +145,7 @@ class KindWatch:
         self._on_gap = on_gap
         self._backoff = backoff
         self._version: str | None = None
+        self._bookmark = -1
 
     async def run(self) -> None:
         """List and watch until cancelled; a failure is followed by another try."""
@@ -200,6 +201,9 @@ class KindWatch:
     def _take_in(self, kind: str, made: Object) -> None:
         self._version = made["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
+            # Of the one before, as an answer may be under way, though not for a minute.
+            self._cache.forget_deletions(self._bookmark)
+            self._bookmark = version_of(made)
             return
         kept = self.watched.trim(made)
         changed = self._cache.remove(kept) if kind == "DELETED" else self._cache.put(kept)

@@ -107,6 +107,10 @@ class ObjectCache:
         self._deleted[key] = max(version, self._deleted.get(key, -1))
         return self._forget(key)
 
+    def forget_deletions(self, version: int) -> None:
+        """Forget what was deleted up to a version; no answer older than that may still come."""
+        self._deleted = {key: seen for key, seen in self._deleted.items() if seen > version}
+
     def replace(
         self, items: Iterable[Object], version: str, namespace: str | None = None
     ) -> list[Object]:
@@ -131,7 +135,7 @@ class ObjectCache:
         ]
         for one in gone:
             self._forget(key_of(one))
-        self._deleted = {key: seen for key, seen in self._deleted.items() if seen > at}
+        self.forget_deletions(at)
         self.is_synced = True
         return gone + [one for one in listed.values() if self.put(one)]
 
