@@ -11,6 +11,7 @@ from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from gates import Gate
 from operators import Api, OperatorProcess, wait_until
 
+WRITES = ("create", "update", "patch", "delete")
 QUICK = {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1}
 
 
@@ -66,6 +67,30 @@ def test_a_standby_takes_over_from_a_killed_leader_within_the_lease_and_two_seco
         assert time.monotonic() - killed_at > 1
         started(api, namespace, "after")
         assert api.attempts(namespace) == ["after-1", "before-1"]
+
+
+def test_a_leader_that_stood_still_past_its_lease_writes_nothing_when_it_goes_on(
+    api: Api, namespace: str
+) -> None:
+    with (
+        OperatorProcess(api.kubeconfig, namespace, "one", **QUICK) as one,
+        OperatorProcess(api.kubeconfig, namespace, "two", **QUICK) as two,
+    ):
+        wait_until(lambda: one.said("synced") or two.said("synced"), 30)
+        leader, standby = (one, two) if one.said("synced") else (two, one)
+        api.apply(namespace, "before")
+        started(api, namespace, "before")
+        wait_until(lambda: leader.health()["queue"] == 0, 10)
+        before = leader.calls(*WRITES)
+        leader.send(signal.SIGSTOP)
+        api.apply(namespace, "meanwhile")
+        started(api, namespace, "meanwhile")
+        api.play(namespace, "before-1", phase="Failed", code="137", gone="yes")
+        leader.send(signal.SIGCONT)
+        leader.wait_for("lost the lease")
+        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "before-2"), 30)
+        assert leader.calls(*WRITES) == before
+        assert len(standby.said("leading")) == 1
 
 
 def test_on_sigterm_the_lease_is_given_to_the_standby_at_once(api: Api, namespace: str) -> None:
