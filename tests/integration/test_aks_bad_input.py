@@ -161,6 +161,27 @@ def test_a_child_of_somebody_else_in_the_way_is_named_with_its_owner_and_left_al
     assert there["spec"] == before["spec"]
 
 
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("real", marks=pytest.mark.cluster)], indirect=True
+)
+def test_a_quota_is_told_in_the_conditions_and_is_no_obstacle_once_it_is_gone(
+    place: Place,
+) -> None:
+    api, namespace = place.api, place.namespace
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
+    api.run(api.client.create(QUOTAS, quota, namespace))
+    wait_until(lambda: (api.get(QUOTAS, namespace, "none") or {}).get("status", {}).get("hard"), 20)
+    place.apply("rationed")
+    told = place.refusal("rationed", "ResourcesReady")
+    assert told["reason"] == "CreationFailed"
+    assert "exceeded quota: none" in told["message"]
+    assert condition(api.job(namespace, "rationed"), "Accepted")["status"] == "True"
+    api.run(api.client.delete(QUOTAS, "none", namespace))
+    start = time.monotonic()
+    place.started("rationed", 60)
+    print(f"{time.monotonic() - start:.1f} s after the quota was gone")
+
+
 def test_a_profile_that_comes_is_taken_up_within_a_second(place: Place) -> None:
     waits = []
     for number in range(3):
