@@ -190,6 +190,25 @@ def test_a_user_without_a_name_hears_of_new_jobs_as_any_other(api: Api) -> None:
         assert operator.said("kopf failed") == []
 
 
+def test_of_several_namespaces_each_is_served_and_no_other(api: Api) -> None:
+    with (
+        api.namespace("a") as one,
+        api.namespace("b") as two,
+        api.namespace("c") as three,
+        OperatorProcess(api.kubeconfig, one, namespaces=f"{one},{two}") as operator,
+    ):
+        operator.wait_for("synced")
+        there = api.apply(three, "far")
+        for namespace in (one, two):
+            api.apply(namespace, "near")
+        served = (one, two)
+        wait_until(lambda: all(api.get(CONFIG_MAPS, each, "near-1") for each in served), 10)
+        for namespace in served:
+            api.play(namespace, "near-1", phase="Running", ready="1", step="1")
+        wait_until(lambda: all(api.phase(each, "near") == "Running" for each in served), 10)
+        assert api.job(three, "far") == there
+
+
 def test_deleting_a_running_job_leaves_nothing_behind(
     api: Api, shared: tuple[OperatorProcess, str]
 ) -> None:
