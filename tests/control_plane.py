@@ -45,7 +45,22 @@ class ControlPlane:
         self.kubeconfig = folder / "kubeconfig"
 
     def __enter__(self) -> Self:
-        self._write_files()
+        try:
+            self._write_files()
+            self._start_etcd()
+            self.start_server()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_server()
+        if self._etcd is not None:
+            self._etcd.kill()
+            self._etcd.wait()
+
+    def _start_etcd(self) -> None:
         etcd, peer = (f"http://127.0.0.1:{one}" for one in (self._etcd_port, self._peer_port))
         self._etcd = self._start(
             "etcd",
@@ -58,14 +73,6 @@ class ControlPlane:
             "--unsafe-no-fsync",
             "--log-level=warn",
         )
-        self.start_server()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill_server()
-        if self._etcd is not None:
-            self._etcd.kill()
-            self._etcd.wait()
 
     def start_server(self, *, watch_cache: bool = True) -> None:
         """Start the API server, and return when it is ready.

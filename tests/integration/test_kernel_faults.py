@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from gates import Gate
 from operators import Api, OperatorProcess, wait_until
 
 WRITES = ("create", "update", "patch", "delete")
-QUICK = {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1}
+QUICK: dict[str, Any] = {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1}
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_without_the_api_server_it_stops_leading_and_comes_back_by_itself(
 ) -> None:
     with (
         Gate(api.kubeconfig, tmp_path) as gate,
-        OperatorProcess(gate.kubeconfig, namespace, **QUICK) as operator,
+        OperatorProcess(gate.kubeconfig, namespace, "one", **QUICK) as operator,
     ):
         operator.wait_for("synced")
         for name in ("stays", "goes"):
@@ -145,7 +146,7 @@ def test_it_waits_for_a_cluster_that_is_not_there_yet(
 ) -> None:
     with Gate(api.kubeconfig, tmp_path) as gate:
         gate.shut()
-        with OperatorProcess(gate.kubeconfig, namespace, **QUICK) as operator:
+        with OperatorProcess(gate.kubeconfig, namespace, "one", **QUICK) as operator:
             operator.wait_for("the lease cannot be renewed")
             api.apply(namespace, "early")
             gate.open()

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 IS_FULL = os.environ.get("FINETUNE_TEST_FULL_OUTAGES") == "1"
-LEASE: dict[str, object] = (
+LEASE: dict[str, Any] = (
     {}
     if IS_FULL
     else {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1, "request_seconds": 5}
