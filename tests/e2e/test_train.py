@@ -9,7 +9,7 @@ import pytest
 from finetune_operator.kube.resources import Object
 from operators import condition, wait_until
 from real_jobs import NAMESPACE, Jobs, profile
-from real_volume import CLAIM, Volume
+from real_volume import Volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -112,11 +112,7 @@ def test_two_nodes_with_fsdp_find_each_other_through_a_service_with_a_selector(
 @pytest.fixture(scope="module")
 def training(jobs: Jobs) -> Object:
     """A job that trains and does not come to an end by itself."""
-    jobs.apply(
-        "trains",
-        model={"source": f"pvc://{CLAIM}/model"},  # without a baseName, which is warned of
-        topology={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 2},
-    )
+    jobs.apply("trains", topology={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 2})
     return jobs.wait("trains", "Running")
 
 
@@ -157,8 +153,12 @@ def test_a_job_that_is_deleted_while_its_log_is_followed_leaves_nothing(
     training: Object, jobs: Jobs
 ) -> None:
     where = ("trains", "-n", NAMESPACE, "--rank", "1")
+    (pod,) = jobs.pods("trains", 1)
+    say = "open('/proc/1/fd/1', 'w').write('said by the main process\\n')"
+    python = jobs.cluster.given.python
+    jobs.kubectl("exec", pod["metadata"]["name"], "--", python, "-c", say)
     so_far = jobs.cluster.ftctl("logs", *where)
-    assert "set spec.model.baseName" in so_far.stdout, so_far.stderr
+    assert "said by the main process\n" in so_far.stdout, so_far.stderr
     kinds = {one["kind"] for one in jobs.children("trains")}
     assert kinds == {"Job", "Pod", "NetworkPolicy"}
     with jobs.cluster.start_ftctl("logs", *where, "--follow") as following:
