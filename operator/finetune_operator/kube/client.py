@@ -163,6 +163,7 @@ class KubeClient:
         namespace: str | None = None,
         *,
         label_selector: str | None = None,
+        field_selector: str | None = None,
         trim: Trim | None = None,
     ) -> Listing:
         """Return all objects, read page by page; None as namespace means all.
@@ -175,6 +176,8 @@ class KubeClient:
         asked: dict[str, str] = {"limit": str(self.options.page)}
         if label_selector:
             asked["labelSelector"] = label_selector
+        if field_selector:
+            asked["fieldSelector"] = field_selector
         path = resource.path(namespace)
         while True:
             page = await self._send("list", resource, path, query=asked)

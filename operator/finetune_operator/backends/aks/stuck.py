@@ -76,7 +76,8 @@ class StuckGangs:
 
 
 async def _read(client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:
-    listing = await client.list(EVENTS, namespace, trim=_trim)
+    # In a burst of healthy jobs there are thousands of others.
+    listing = await client.list(EVENTS, namespace, field_selector="type=Warning", trim=_trim)
     found: dict[str, list[Object]] = defaultdict(list)
     for event in listing.items:
         found[event["involvedObject"].get("uid", "")].append(event)
