@@ -302,3 +302,20 @@ def test_skipped_steps_are_counted_over_all_attempts(telemetry: Telemetry) -> No
     telemetry.resumed(5, skipped_steps=2)
     telemetry.step(report(6, grad_norm=math.inf))
     assert telemetry.progress.skipped_steps == 3
+
+
+def test_the_log_of_a_pod_tells_how_training_goes_without_a_line_for_each_step(
+    telemetry: Telemetry, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    telemetry.plan(40)
+    telemetry.phase(Phase.TRAINING)
+    for step in range(1, 41):
+        clock.wait(0.5)
+        telemetry.step(report(step))
+    telemetry.evaluated(40, 1.25, seconds=1.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Training"
+    assert lines[-1] == "held-out loss 1.25 at step 40"
+    steps = [line.split("  ")[0] for line in lines if line.startswith("step ")]
+    assert steps == ["step 1/40", "step 21/40", "step 40/40"]
+    assert "loss 2  grad norm 0.5  learning rate 0.001  tokens/s 200" in lines[1]

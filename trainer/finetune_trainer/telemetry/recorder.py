@@ -24,6 +24,7 @@ from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.exporter import JSON, Answer, Exporter, serve
 from finetune_trainer.telemetry.journal import Journal
 from finetune_trainer.telemetry.metrics import Metrics
+from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.step import StepReport, Throughput
 from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 
@@ -76,6 +77,7 @@ class Telemetry:
         self._written_at = float("-inf")
         self._metrics = Metrics(config, rank=rank) if self._is_main else None
         self._tensorboard: TensorBoardWriter | None = None
+        self._narrator = Narrator() if self._is_main else None
         self._exporter = self._serve(config)
         self.log("started", world_size=world_size)
         self._update(metrics_url=self._exporter.url if self._exporter else None)
@@ -114,6 +116,7 @@ class Telemetry:
                 self._not_start_up_seconds += now - self._phase_since
             self._phase_since = now
             self.log("phase", phase=phase)
+            self._tell(phase.value)
             self._update(phase=phase)
 
     def resumed(
@@ -127,6 +130,7 @@ class Telemetry:
     ) -> None:
         """Say that training goes on after `step`, and what earlier attempts had found out."""
         self.log("resumed", step=step)
+        self._tell(f"goes on from step {step}")
         if (board := self._open_tensorboard()) is not None:
             board.purge(step + 1)
         self._update(
@@ -174,6 +178,8 @@ class Telemetry:
             eta_seconds=self._eta_seconds(report.step),
             first_step_seconds=first,
         )
+        if self._narrator is not None:
+            self._narrator.step(self._progress)
         if self._metrics is not None:
             seconds_per_step = self._throughput.seconds_per_step
             self._metrics.step(report, seconds_per_step=seconds_per_step, now=now)
@@ -190,6 +196,7 @@ class Telemetry:
     def evaluated(self, step: int, loss: float, seconds: float) -> None:
         """Report the held-out loss; the one of step 0 is also `eval_loss_before`."""
         self.log("evaluated", step=step, loss=loss, seconds=seconds)
+        self._tell(f"held-out loss {loss:.4g} at step {step}")
         before = self._progress.eval_loss_before
         if step == 0 and before is None:
             before = loss
@@ -201,6 +208,7 @@ class Telemetry:
     def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
         """Report a checkpoint that is committed, which is when it counts, and the best so far."""
         self.log("checkpointed", checkpoint=checkpoint, best=best)
+        self._tell(f"checkpoint of step {checkpoint.step} committed")
         self._update(checkpoint=checkpoint, best_checkpoint=best)
         if self._metrics is not None:
             self._metrics.checkpointed(checkpoint)
@@ -254,6 +262,10 @@ class Telemetry:
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+
+    def _tell(self, sentence: str) -> None:
+        if self._narrator is not None:
+            self._narrator.tell(sentence)
 
     def _update(self, *, urgent: bool = True, **changes: Any) -> None:
         with self._lock:

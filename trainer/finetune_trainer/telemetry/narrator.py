@@ -1,0 +1,36 @@
+"""What `kubectl logs` and a terminal show of a run: a few lines of rank 0 on standard output."""
+
+from contextlib import suppress
+
+from finetune_trainer.config import Progress
+
+_SECONDS_BETWEEN_STEPS = 10.0
+
+
+class Narrator:
+    """Prints what happens; of the steps only the first, the last, and one every ten seconds."""
+
+    def __init__(self) -> None:
+        self._step_told_at = float("-inf")
+
+    def tell(self, sentence: str) -> None:
+        """Print a line, if it can be printed: a full disk or a reader that left ends no training."""
+        with suppress(OSError):
+            print(sentence, flush=True)
+
+    def step(self, progress: Progress) -> None:
+        """Print where training is, unless it was told a moment ago."""
+        is_last = progress.step == progress.total_steps
+        if progress.time - self._step_told_at < _SECONDS_BETWEEN_STEPS and not is_last:
+            return
+        self._step_told_at = progress.time
+        figures = {
+            "loss": progress.loss,
+            "grad norm": progress.grad_norm,
+            "learning rate": progress.learning_rate,
+            "tokens/s": progress.tokens_per_second,
+        }
+        known = [f"{name} {value:.4g}" for name, value in figures.items() if value is not None]
+        of_all = "" if progress.total_steps is None else f"/{progress.total_steps}"
+        left = "" if progress.eta_seconds is None else f"{progress.eta_seconds:.0f}s left"
+        self.tell("  ".join([f"step {progress.step}{of_all}", *known, *([left] if left else [])]))
