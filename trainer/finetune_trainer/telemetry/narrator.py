@@ -14,7 +14,7 @@ class Narrator:
         self._step_told_at = float("-inf")
 
     def tell(self, sentence: str) -> None:
-        """Print a line, if it can be printed: a full disk or a reader that left ends no training."""
+        """Print a line where it can be printed; a full disk or a lost reader ends no training."""
         with suppress(OSError):
             print(sentence, flush=True)
 
