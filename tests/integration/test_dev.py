@@ -245,7 +245,9 @@ def test_what_keeps_it_from_starting_is_one_sentence(folder: Path) -> None:
     assert refused.stderr.startswith(expected)
     (folder / "runs" / ".dev" / "state.json").write_text("{")
     damaged = ftctl("dev", folder=folder)
-    assert re.match(r"\S+/runs/.dev/state.json cannot be read \(.*restore it", damaged.stderr)
+    assert re.match(
+        r"\S+/runs/.dev/state.json holds no objects of an .*; move it away", damaged.stderr
+    )
     (folder / "file").mkdir()
     (folder / "file" / "runs").write_text("")
     refused = ftctl("dev", "file", folder=folder)

@@ -190,7 +190,7 @@ def test_what_a_deleted_job_reported_is_forgotten() -> None:
 
     def is_kept() -> bool:
         gc.collect()
-        return any(isinstance(one, Progress) and one.step == step for one in gc.get_objects())
+        return any(type(one) is Progress and one.step == step for one in gc.get_objects())
 
     async def tell(backend: AksBackend, handle: Handle) -> None:
         seen = await backend.observe(handle)
