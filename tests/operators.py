@@ -140,6 +140,17 @@ class Api:
         return phase_of(self.job(namespace, name))
 
 
+@contextmanager
+def open_api(kubeconfig: str) -> Iterator[Api]:
+    """Connect to an API server and give it our kinds."""
+    made = Api(kubeconfig)
+    try:
+        made.install_crds()
+        yield made
+    finally:
+        made.close()
+
+
 def phase_of(made: Object | None) -> str:
     return str(made["status"]["phase"]) if made else "gone"
 

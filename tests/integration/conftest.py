@@ -50,9 +50,7 @@ def cluster(
 @pytest.fixture(scope="module")
 def api(cluster: "RunningCluster") -> "Iterator[Api]":
     """The cluster, with our kinds."""
-    from operators import Api
+    from operators import open_api
 
-    made = Api(cluster.kubeconfig)
-    made.install_crds()
-    yield made
-    made.close()
+    with open_api(cluster.kubeconfig) as made:
+        yield made

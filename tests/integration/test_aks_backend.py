@@ -47,7 +47,7 @@ from finetune_operator.kube.resources import (
 )
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import ExitCode, FailureClass, Termination
-from operators import KUBECONFIG, Api, wait_until
+from operators import KUBECONFIG, Api, open_api, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -59,10 +59,8 @@ KINDS = (JOBS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
     assert KUBECONFIG is not None
-    made = Api(KUBECONFIG)
-    made.install_crds()
-    yield made
-    made.close()
+    with open_api(KUBECONFIG) as made:
+        yield made
 
 
 @pytest.fixture

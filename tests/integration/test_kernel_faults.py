@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ def namespace(api: Api) -> Iterator[str]:
 
 def started(api: Api, namespace: str, name: str) -> None:
     wait_until(lambda: f"{name}-1" in api.attempts(namespace), 20, name)
+
+
+@contextmanager
+def leader_and_standby(
+    api: Api, namespace: str
+) -> Iterator[tuple[OperatorProcess, OperatorProcess]]:
+    with (
+        OperatorProcess(api.kubeconfig, namespace, "one", **QUICK) as one,
+        OperatorProcess(api.kubeconfig, namespace, "two", **QUICK) as two,
+    ):
+        wait_until(lambda: one.said("synced") or two.said("synced"), 30)
+        yield (one, two) if one.said("synced") else (two, one)
 
 
 def test_killed_in_a_burst_and_started_again_it_doubles_nothing(api: Api, namespace: str) -> None:
@@ -50,12 +63,7 @@ def test_killed_in_a_burst_and_started_again_it_doubles_nothing(api: Api, namesp
 def test_a_standby_takes_over_from_a_killed_leader_within_the_lease_and_two_seconds(
     api: Api, namespace: str
 ) -> None:
-    with (
-        OperatorProcess(api.kubeconfig, namespace, "one", **QUICK) as one,
-        OperatorProcess(api.kubeconfig, namespace, "two", **QUICK) as two,
-    ):
-        wait_until(lambda: one.said("synced") or two.said("synced"), 30)
-        leader, standby = (one, two) if one.said("synced") else (two, one)
+    with leader_and_standby(api, namespace) as (leader, standby):
         standby.wait_for("started")
         waits = standby.health()
         assert (waits["code"], waits["leading"]) == (200, False)
@@ -73,12 +81,7 @@ def test_a_standby_takes_over_from_a_killed_leader_within_the_lease_and_two_seco
 def test_a_leader_that_stood_still_past_its_lease_writes_nothing_when_it_goes_on(
     api: Api, namespace: str
 ) -> None:
-    with (
-        OperatorProcess(api.kubeconfig, namespace, "one", **QUICK) as one,
-        OperatorProcess(api.kubeconfig, namespace, "two", **QUICK) as two,
-    ):
-        wait_until(lambda: one.said("synced") or two.said("synced"), 30)
-        leader, standby = (one, two) if one.said("synced") else (two, one)
+    with leader_and_standby(api, namespace) as (leader, standby):
         api.apply(namespace, "before")
         started(api, namespace, "before")
         wait_until(lambda: leader.health()["queue"] == 0, 10)

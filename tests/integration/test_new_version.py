@@ -26,7 +26,7 @@ from finetune_operator.kube.resources import (
     Object,
 )
 from finetune_trainer.config import Phase, Progress
-from operators import KUBECONFIG, ROOT, Api, OperatorProcess, phase_of, wait_until
+from operators import KUBECONFIG, ROOT, Api, OperatorProcess, open_api, phase_of, wait_until
 from played_pods import (
     ProgressServer,
     delete_node,
@@ -63,10 +63,8 @@ def render(*given, **named):  # type: ignore
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
     assert KUBECONFIG is not None
-    made = Api(KUBECONFIG)
-    made.install_crds()
-    yield made
-    made.close()
+    with open_api(KUBECONFIG) as made:
+        yield made
 
 
 @pytest.fixture

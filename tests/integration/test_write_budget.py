@@ -19,7 +19,7 @@ from builders import manifest
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, PODS, Object
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
-from operators import KUBECONFIG, Api, OperatorProcess, phase_of
+from operators import KUBECONFIG, Api, OperatorProcess, open_api, phase_of
 from played_pods import (
     ProgressServer,
     delete_node,
@@ -47,10 +47,8 @@ WORDS = Termination(failure_class=FailureClass.COMPLETED, exit_code=0, message="
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
     assert KUBECONFIG is not None
-    made = Api(KUBECONFIG)
-    made.install_crds()
-    yield made
-    made.close()
+    with open_api(KUBECONFIG) as made:
+        yield made
 
 
 Check = Callable[[], Coroutine[Any, Any, bool]]

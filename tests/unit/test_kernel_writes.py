@@ -10,6 +10,7 @@ from decisions import PENDING, Life, running
 from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.fake import ended
+from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
 from finetune_operator.kernel.writes import is_worth_writing, merge_patch
 from finetune_trainer.config import FailureClass, Phase
@@ -63,24 +64,11 @@ JSON = st.recursive(
 OBJECTS = st.dictionaries(st.text(max_size=2), JSON, max_size=4)
 
 
-def merged(target: Any, patch: Any) -> Any:
-    """RFC 7396, section 2."""
-    if not isinstance(patch, dict):
-        return patch
-    made = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            made.pop(key, None)
-        else:
-            made[key] = merged(made.get(key), value)
-    return made
-
-
 @given(old=OBJECTS, new=OBJECTS)
 def test_a_merge_patch_turns_the_one_into_the_other(
     old: dict[str, Any], new: dict[str, Any]
 ) -> None:
-    assert merged(old, merge_patch(old, new)) == new
+    assert merge(old, merge_patch(old, new)) == new
 
 
 @given(value=OBJECTS)
