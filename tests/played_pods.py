@@ -6,7 +6,7 @@ machine, which every played pod has.
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -61,8 +61,9 @@ class ProgressServer:
         writer.close()
 
 
-async def make_node(client: KubeClient, name: str) -> None:
-    """Make a node that takes the pods of jobs with `profile_nodes(name)`, and no others."""
+@asynccontextmanager
+async def played_node(client: KubeClient, name: str) -> AsyncIterator[None]:
+    """Have a node that takes the pods of jobs with `profile_nodes(name)`, and no others."""
     size = {"cpu": "4k", "memory": "4Ti", "pods": "10k"}
     ready = {"type": "Ready", "status": "True", "reason": "Played", "message": ""}
     made = {
@@ -77,19 +78,21 @@ async def make_node(client: KubeClient, name: str) -> None:
     # The controller taints a new node until it has seen it ready.
     taints = {"spec": {"taints": [{"key": LABEL, "effect": "NoSchedule"}]}}
     await client.patch(NODES, name, None, taints)
+    heart = asyncio.create_task(_keep_ready(client, name))
+    try:
+        yield
+    finally:
+        heart.cancel()
+        await asyncio.gather(heart, return_exceptions=True)
+        await client.delete(NODES, name)
+        await client.delete(LEASES, name, "kube-node-lease")
 
 
-async def keep_ready(client: KubeClient, name: str) -> None:
-    """Renew the node's heartbeat until cancelled."""
+async def _keep_ready(client: KubeClient, name: str) -> None:
+    """Renew the node's heartbeat; one that is silent takes no pods, and then loses its own."""
     while True:
         await asyncio.sleep(_LEASE_SECONDS / 4)
         await client.patch(LEASES, name, "kube-node-lease", {"spec": {"renewTime": _now()}})
-
-
-async def delete_node(client: KubeClient, name: str) -> None:
-    """Take the node away; its pods must be gone."""
-    await client.delete(NODES, name)
-    await client.delete(LEASES, name, "kube-node-lease")
 
 
 def profile_nodes(name: str) -> dict[str, Any]:
@@ -100,29 +103,47 @@ def profile_nodes(name: str) -> dict[str, Any]:
     }
 
 
-async def make_claim(client: KubeClient, name: str, namespace: str) -> None:
-    """Make a claim, bound to a volume of its own that nobody mounts."""
-    volume = f"{namespace}-{name}"
+@asynccontextmanager
+async def bound_claims(
+    client: KubeClient, names: Sequence[str], namespace: str
+) -> AsyncIterator[None]:
+    """Have claims, each bound to a volume of its own that nobody mounts.
+
+    The volumes come first and are waited for: a claim that meets an unknown volume is looked at
+    again only when everything is, which the controller does every 15 s.
+    """
     size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
-    spec: dict[str, Any] = {
-        "capacity": size,
-        "accessModes": modes,
-        "hostPath": {"path": "/nowhere"},
-        "persistentVolumeReclaimPolicy": "Retain",
-        "claimRef": {"namespace": namespace, "name": name},
-    }
-    await client.create(_PERSISTENT_VOLUMES, {"metadata": {"name": volume}, "spec": spec})
-    wanted = {"accessModes": modes, "resources": {"requests": size}}
-    claim = {"volumeName": volume, "storageClassName": "", **wanted}
-    made = await client.create(_CLAIMS, {"metadata": {"name": name}, "spec": claim}, namespace)
-    while made["status"].get("phase") != "Bound":
-        await asyncio.sleep(0.1)
-        made = await client.get(_CLAIMS, name, namespace)
+    volumes = {name: f"{namespace}-{name}" for name in names}
+    for name, volume in volumes.items():
+        spec: dict[str, Any] = {
+            "capacity": size,
+            "accessModes": modes,
+            "hostPath": {"path": "/nowhere"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "claimRef": {"namespace": namespace, "name": name},
+        }
+        await client.create(_PERSISTENT_VOLUMES, {"metadata": {"name": volume}, "spec": spec})
+    try:
+        for volume in volumes.values():
+            await _in_phase(client, _PERSISTENT_VOLUMES, volume, None, "Available")
+        for name, volume in volumes.items():
+            wanted = {"accessModes": modes, "resources": {"requests": size}}
+            claim = {"volumeName": volume, "storageClassName": "", **wanted}
+            await client.create(_CLAIMS, {"metadata": {"name": name}, "spec": claim}, namespace)
+        for name in names:
+            await _in_phase(client, _CLAIMS, name, namespace, "Bound")
+        yield
+    finally:
+        for volume in volumes.values():
+            await client.delete(_PERSISTENT_VOLUMES, volume)
 
 
-async def delete_volume(client: KubeClient, name: str, namespace: str) -> None:
-    """Take the volume of a claim away, after its namespace."""
-    await client.delete(_PERSISTENT_VOLUMES, f"{namespace}-{name}")
+async def _in_phase(
+    client: KubeClient, kind: Resource, name: str, namespace: str | None, phase: str
+) -> None:
+    async with asyncio.timeout(60):
+        while (await client.get(kind, name, namespace)).get("status", {}).get("phase") != phase:
+            await asyncio.sleep(0.05)
 
 
 async def run_pod(client: KubeClient, pod: Object, address: str) -> None:

@@ -41,13 +41,10 @@ from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 from operators import OperatorProcess, phase_of
 from played_pods import (
     ProgressServer,
-    delete_node,
-    delete_volume,
+    bound_claims,
     end_pod,
-    keep_ready,
-    make_claim,
-    make_node,
     own_address,
+    played_node,
     profile_nodes,
     run_pod,
 )
@@ -97,10 +94,11 @@ class Bench:
     @asynccontextmanager
     async def place(self, start: str) -> AsyncIterator[str]:
         """Yield a namespace with the claim that the jobs name."""
-        async with fresh_namespace(self.client, start) as namespace:
-            await make_claim(self.client, _CLAIM, namespace)
+        async with (
+            fresh_namespace(self.client, start) as namespace,
+            bound_claims(self.client, [_CLAIM], namespace),
+        ):
             yield namespace
-        await delete_volume(self.client, _CLAIM, namespace)
 
 
 async def prepare(client: KubeClient, folder: Path, server: str, authority: str) -> Path:
@@ -353,36 +351,28 @@ async def whole_lives(bench: Bench, count: int, idle_seconds: float) -> Result:
     Progress is served, and stays the same while they are idle.
     """
     address, client = own_address(), bench.client
-    await make_node(client, _PLAYED)
-    heart = asyncio.create_task(keep_ready(client, _PLAYED))
-    try:
-        async with (
-            ProgressServer().serving(address) as rank_zero,
-            bench.place("lives") as namespace,
-            watching(client, namespace) as seen,
-            bench.operator(),
-        ):
-            port = {"observability": {"metricsPort": rank_zero.port}}
-            jobs = fine_tune_jobs(count, _PLAYED, **port)
-            with AuditLog(bench.cluster.audit_log, ACCOUNT) as audit:
-                await create_all(client, FINE_TUNE_JOBS, jobs, namespace)
-                await _each_pod(client, namespace, seen, count, address)
-                rank_zero.progress = Progress(phase=Phase.TRAINING, step=1, total_steps=10)
-                await _phase(client, namespace, "Running")
-                start = audit.writes()
-                await asyncio.sleep(idle_seconds)
-                idle = audit.writes()
-                words = Termination(
-                    failure_class=FailureClass.COMPLETED, exit_code=0, message="done"
-                )
-                for pod in (await client.list(PODS, namespace)).items:
-                    await end_pod(client, pod, 0, words.to_json())
-                await _phase(client, namespace, "Succeeded")
-                end = audit.writes()
-    finally:
-        heart.cancel()
-        await asyncio.gather(heart, return_exceptions=True)
-        await delete_node(client, _PLAYED)
+    async with (
+        played_node(client, _PLAYED),
+        ProgressServer().serving(address) as rank_zero,
+        bench.place("lives") as namespace,
+        watching(client, namespace) as seen,
+        bench.operator(),
+    ):
+        port = {"observability": {"metricsPort": rank_zero.port}}
+        jobs = fine_tune_jobs(count, _PLAYED, **port)
+        with AuditLog(bench.cluster.audit_log, ACCOUNT) as audit:
+            await create_all(client, FINE_TUNE_JOBS, jobs, namespace)
+            await _each_pod(client, namespace, seen, count, address)
+            rank_zero.progress = Progress(phase=Phase.TRAINING, step=1, total_steps=10)
+            await _phase(client, namespace, "Running")
+            start = audit.writes()
+            await asyncio.sleep(idle_seconds)
+            idle = audit.writes()
+            words = Termination(failure_class=FailureClass.COMPLETED, exit_code=0, message="done")
+            for pod in (await client.list(PODS, namespace)).items:
+                await end_pod(client, pod, 0, words.to_json())
+            await _phase(client, namespace, "Succeeded")
+            end = audit.writes()
     return {
         "jobs": count,
         "start": counted(start),

@@ -29,11 +29,9 @@ from finetune_trainer.config import Phase, Progress
 from operators import KUBECONFIG, ROOT, Api, OperatorProcess, open_api, phase_of, wait_until
 from played_pods import (
     ProgressServer,
-    delete_node,
-    delete_volume,
-    make_claim,
-    make_node,
+    bound_claims,
     own_address,
+    played_node,
     profile_nodes,
     run_pod,
 )
@@ -84,11 +82,9 @@ async def training(client: KubeClient, namespace: str, name: str, port: int) -> 
         by_alias=True, exclude_none=True, mode="json"
     )
     kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
-    await make_node(client, name)
-    await client.create(FINE_TUNE_PROFILES, {**kind, "metadata": {"name": name}, "spec": spec})
-    for claim in CLAIMS:
-        await make_claim(client, claim, namespace)
-    try:
+    made = {**kind, "metadata": {"name": name}, "spec": spec}
+    async with played_node(client, name), bound_claims(client, CLAIMS, namespace):
+        await client.create(FINE_TUNE_PROFILES, made)
         for number in range(RUNNING):
             await client.create(FINE_TUNE_JOBS, body(f"job-{number}", name, port), namespace)
         placed: set[str] = set()
@@ -99,12 +95,10 @@ async def training(client: KubeClient, namespace: str, name: str, port: int) -> 
                     if pod["spec"].get("nodeName") and pod["metadata"]["name"] not in placed:
                         await run_pod(client, pod, own_address())
                         placed.add(pod["metadata"]["name"])
-        yield
-    finally:
-        await client.delete(FINE_TUNE_PROFILES, name)
-        await delete_node(client, name)
-        for claim in CLAIMS:
-            await delete_volume(client, claim, namespace)
+        try:
+            yield
+        finally:
+            await client.delete(FINE_TUNE_PROFILES, name)
 
 
 def body(name: str, profile_name: str, port: int) -> Object:

@@ -22,12 +22,10 @@ from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 from operators import KUBECONFIG, Api, OperatorProcess, open_api, phase_of
 from played_pods import (
     ProgressServer,
-    delete_node,
-    delete_volume,
+    bound_claims,
     end_pod,
-    make_claim,
-    make_node,
     own_address,
+    played_node,
     profile_nodes,
     run_pod,
 )
@@ -117,18 +115,16 @@ async def played(namespace: str) -> AsyncIterator[Play]:
     )
     kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
     made = {**kind, "metadata": {"name": name}, "spec": spec}
-    async with await KubeClient.connect(KUBECONFIG) as client:
-        await make_node(client, name)
+    async with (
+        await KubeClient.connect(KUBECONFIG) as client,
+        played_node(client, name),
+        bound_claims(client, CLAIMS, namespace),
+    ):
         await client.create(FINE_TUNE_PROFILES, made)
-        for claim in CLAIMS:
-            await make_claim(client, claim, namespace)
         try:
             yield Play(client, namespace, name)
         finally:
             await client.delete(FINE_TUNE_PROFILES, name)
-            await delete_node(client, name)
-            for claim in CLAIMS:
-                await delete_volume(client, claim, namespace)
 
 
 async def live(namespace: str, audit: AuditLog) -> list[dict[str, int]]:
