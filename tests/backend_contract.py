@@ -62,6 +62,11 @@ def observed_until_gone(backend: Backend, handle: Handle) -> Observation:
     raise AssertionError(f"still alive after {TRIES_SECONDS} s: {seen}")
 
 
+def _found(backend: Backend, job: FineTuneJob) -> Handle | None:
+    there = wait_for(backend.find(job, Attempt(1)))
+    return there.handle if there else None
+
+
 async def _lines(backend: Backend, handle: Handle, rank: int) -> list[str]:
     return [line async for line in backend.logs(handle, rank)]
 
@@ -94,6 +99,21 @@ class BackendContract:
         assert same == handle
         wait_for(again.cancel(handle, 0.0))
         observed_until_gone(backend, handle)
+
+    def test_an_attempt_is_found_by_its_own_job_alone_and_after_a_restart(
+        self, harness: Harness
+    ) -> None:
+        backend, handle = self.submit(harness)
+        again, own = harness.make(), planned(**harness.overrides).job
+        another = planned("uid-of-another-job", **harness.overrides).job
+        before = harness.state()
+        assert _found(again, own) == handle
+        assert wait_for(again.find(own, Attempt(2))) is None
+        assert wait_for(again.find(another, Attempt(1))) is None
+        assert harness.state() == before
+        wait_for(backend.cancel(handle, 0.0))
+        observed_until_gone(backend, handle)
+        assert _found(again, own) == handle
 
     def test_an_attempt_that_ended_is_not_started_again(self, harness: Harness) -> None:
         backend, handle = self.submit(harness)

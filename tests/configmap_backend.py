@@ -6,6 +6,7 @@ its owner reference), and needs no node: a test writes into the ConfigMap what b
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, ClassVar
 
 from finetune_operator.api.problems import Problem
@@ -15,6 +16,7 @@ from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
     BackendContext,
+    Found,
     Handle,
     Observation,
     Request,
@@ -94,6 +96,15 @@ class ConfigMapBackend:
                 ) from None
         self._cache.put(there)
         return Handle("ConfigMap", f"{namespace}/{request.name}", there["metadata"]["uid"])
+
+    async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        namespace, name = job.metadata.namespace, f"{job.metadata.name}-{attempt.number}"
+        made = self._cache.get(Key(namespace, name))
+        owners = made["metadata"].get("ownerReferences") if made else None
+        if made is None or not owners or owners[0].get("uid") != job.metadata.uid:
+            return None
+        handle = Handle("ConfigMap", f"{namespace}/{name}", made["metadata"]["uid"])
+        return Found(handle, datetime.fromisoformat(made["metadata"]["creationTimestamp"]))
 
     async def observe(self, handle: Handle) -> Observation:
         made = self._cache.get(Key(*handle.name.split("/")))

@@ -9,6 +9,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from copy import deepcopy
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from finetune_operator.kube.cache import Key, key_of
@@ -28,6 +29,7 @@ from finetune_operator.kube.errors import (
     NotFoundError,
 )
 from finetune_operator.kube.resources import Object, Resource
+from finetune_operator.reconcile.conditions import rfc3339
 
 BeforeCall = Callable[[str, Resource, str], None]
 
@@ -42,6 +44,7 @@ class FakeApi(KubeClient):
         is_hung: Requests are never answered.
         answer_lag: Returns how long the answer to a write takes, after it has happened.
         watch_lag: Returns how long a watch waits before it tells of the next change.
+        now: The server's clock.
     """
 
     def __init__(self) -> None:
@@ -52,6 +55,7 @@ class FakeApi(KubeClient):
         self.is_hung = False
         self.answer_lag: Callable[[], float] = lambda: 0.0
         self.watch_lag: Callable[[], float] = lambda: 0.0
+        self.now: Callable[[], datetime] = lambda: datetime.now(UTC)
         self.oldest_version = 0
         self._version = 0
         self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
@@ -94,7 +98,7 @@ class FakeApi(KubeClient):
             raise AlreadyExistsError(409, "AlreadyExists", f"{resource} {name} already exists")
         made = deepcopy(dict(body))
         made["metadata"] |= {"namespace": namespace or "", "uid": str(uuid.uuid4())}
-        made["metadata"] |= {"generation": 1}
+        made["metadata"] |= {"generation": 1, "creationTimestamp": rfc3339(self.now())}
         return await self._answer(self._leave("create", resource, "ADDED", made))
 
     async def replace(

@@ -13,7 +13,7 @@ from finetune_operator.backends.base import BackendContext
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
 from finetune_operator.kernel.jobs import Backends
-from finetune_operator.kernel.reconciler import Look, Reconciler
+from finetune_operator.kernel.reconciler import FIRST_LOOK_SECONDS, Look, Reconciler
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS, Object, Resource
@@ -47,6 +47,7 @@ class World:
 
     def __init__(self) -> None:
         self.api = FakeApi()
+        self.api.now = lambda: self.now
         self.now = START
         self.writes = 0
         self.writes_but_events = 0
@@ -96,7 +97,7 @@ class World:
                 self.crashes += 1
                 self.start_process()
                 continue
-            if self.writes == before and look.again_in_seconds != 0:
+            if self.writes == before and look.again_in_seconds not in (0, FIRST_LOOK_SECONDS):
                 return look
         raise AssertionError("it does not settle")
 

@@ -1,5 +1,7 @@
 """Whatever happens to a job, in any order, with crashes and faults at any write."""
 
+from datetime import timedelta
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +11,7 @@ from kernel_world import HAPPENINGS, Crash, World, at_write, happen, nothing
 from virtual_time import run
 
 AWAY = UnavailableError(0, "Timeout", "no answer in time")
+OPENING = timedelta(seconds=3)
 FAULTS = st.none() | st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([Crash(), AWAY]))
 
 
@@ -36,6 +39,8 @@ def test_attempts_never_overlap_and_every_story_comes_to_rest(
             world.start_process()
             await world.settle()
             assert world.writes_but_events == at_rest
+            world.now += OPENING  # what was opened is told by now
+            await world.settle()
             told = world.job["status"]
             alive = [one for one in world.api.objects(CONFIG_MAPS) if "gone" not in one["data"]]
             assert told["attempt"] == len(told["attempts"])

@@ -101,7 +101,7 @@ def test_the_undisturbed_story_ends_well_with_few_writes() -> None:
     assert world.most_alive == 1
     by_the_user = 2
     patches = world.api.calls.by_kind[("patch", "finetunejobs", 200)]
-    assert patches - by_the_user == 10
+    assert patches - by_the_user == 9
     assert {one["reason"] for one in world.api.objects(EVENTS)} == {
         "AttemptCreated",
         "Training",
@@ -157,13 +157,61 @@ def test_a_change_between_the_look_and_the_write_is_looked_at_first() -> None:
     async def work() -> None:
         world = World()
         await world.apply()
+        await world.settle()
+        await world.play(1, phase="Failed", code="137", gone="yes")
         await world.catch_up()
         await world.change(suspend=True)
         assert (await world.reconciler.reconcile(KEY)).again_in_seconds == 0
-        assert world.attempts == []
+        assert world.attempts == ["tiny-1"]
         await world.settle()
         assert world.job["status"]["phase"] == "Suspended"
-        assert world.attempts == []
+        assert world.attempts == ["tiny-1"]
+
+    run(work())
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_job_that_is_suspended_before_its_first_status_is_written_is_stopped(
+    crashes: bool,
+) -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.settle()
+        assert world.job["status"].get("attempt", 0) == 0
+        if crashes:
+            world.start_process()
+        await world.change(suspend=True)
+        await world.settle()
+        status = world.job["status"]
+        assert (status["phase"], status["attempt"]) == ("Suspended", 1)
+        assert world.api.objects(CONFIG_MAPS)[0]["data"]["gone"]
+
+    run(work())
+
+
+def test_the_first_status_is_told_at_once_where_something_is_in_the_way() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.settle()
+        await world.play(1, phase="Pending", reason="Unschedulable", message="no node")
+        await world.settle()
+        assert world.condition("ResourcesReady")["message"] == "no node"
+
+    run(work())
+
+
+def test_the_first_status_is_told_after_three_seconds_of_nothing_else() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        look = await world.settle()
+        assert look.again_in_seconds is not None
+        assert look.again_in_seconds <= 3
+        world.now += timedelta(seconds=3)
+        await world.settle()
+        assert world.job["status"]["phase"] == "Starting"
 
     run(work())
 

@@ -8,6 +8,7 @@ is what "keeps the contract" means.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -69,6 +70,19 @@ class Handle:
     url: str = ""
 
 
+@dataclass(frozen=True)
+class Found:
+    """An attempt that exists, as its name led to it.
+
+    Attributes:
+        handle: As `submit` returned it.
+        since: When it was created, with a zone; None where nothing tells.
+    """
+
+    handle: Handle
+    since: datetime | None = None
+
+
 class AttemptPhase(StrEnum):
     """How far an attempt is, as the backend sees it."""
 
@@ -128,7 +142,7 @@ class BackendContext:
 
 
 class Backend(Protocol):
-    """Five verbs and two readers; made by `Backend(context)`."""
+    """Five verbs and three readers; made by `Backend(context)`."""
 
     name: ClassVar[str]
     watches: ClassVar[tuple[str, ...]]
@@ -154,6 +168,12 @@ class Backend(Protocol):
         Raises:
             AlreadyOwnedError: something of that name exists and is not the job's.
             BackendError: it cannot be created; `retryable` says whether to try again.
+        """
+
+    async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        """Return the job's own attempt where it exists, however little of it; creates nothing.
+
+        For a caller that died before it could write down what `submit` returned.
         """
 
     async def observe(self, handle: Handle) -> Observation:

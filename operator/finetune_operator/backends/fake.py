@@ -15,6 +15,7 @@ from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
     BackendContext,
+    Found,
     Handle,
     Observation,
     Request,
@@ -129,6 +130,14 @@ class FakeBackend:
             script = list(self._scripts.get(request.attempt, (RUNNING,)))
             self.runs[request.name] = FakeRun(request, script)
         return Handle(kind="Fake", name=request.name, uid=_uid(request))
+
+    async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        """Return the attempt if it was submitted."""
+        for run in self.runs.values():
+            request = run.request
+            if (request.job_uid, request.attempt) == (job.metadata.uid, attempt.number):
+                return Found(Handle(kind="Fake", name=request.name, uid=_uid(request)))
+        return None
 
     async def observe(self, handle: Handle) -> Observation:
         """Return the script's present line and go on to the next one."""

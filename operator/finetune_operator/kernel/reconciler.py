@@ -3,9 +3,10 @@
 Called by the workers, for one key at a time. Nothing here waits for anything to happen, and nothing
 is kept that could not be found again: after a crash at any point the next look goes on.
 
-The order of writes is what makes that safe. An attempt is opened in the status before anything of
-it is created; its children have names that follow from the job and the attempt's number, so
-creating them again adopts them; whatever the status lacks is seen again and written later.
+What makes that safe: an attempt's children have names that follow from the job and the attempt's
+number, so creating them again adopts them; a later attempt is opened in the status before anything
+of it is created, and the first one is found by its name where the status does not tell of it yet;
+whatever else the status lacks is seen again and written later.
 """
 
 import logging
@@ -14,13 +15,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
-from finetune_operator.api.v1alpha1.status import BackendRef
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel.events import EventPoster, EventType, JobEvent, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.watches import trim_metadata
-from finetune_operator.kernel.writes import is_worth_writing, merge_patch
+from finetune_operator.kernel.writes import is_worth_writing, merge_patch, opening_left
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError, ConflictError, NotFoundError
@@ -36,6 +36,7 @@ from finetune_operator.reconcile.decide import (
     Decision,
     Refusal,
     Submit,
+    as_opened,
     block,
     decide,
     hold,
@@ -43,6 +44,9 @@ from finetune_operator.reconcile.decide import (
 from finetune_operator.reconcile.drive import handle_of
 
 log = logging.getLogger(__name__)
+
+FIRST_LOOK_SECONDS = 0.25
+"""How long after an attempt was created it is looked at: most of it is there by then."""
 
 _LOOK_AGAIN_SECONDS = 1.0
 _SHORTEST_WAIT_SECONDS = 0.1  # whatever a backend asks for
@@ -91,8 +95,9 @@ class Reconciler:
         self._events = events
         self._now = now
         self._book = JobBook(cache.get, backends)
-        # Handles that no status holds yet: submitting again would find them, at the cost of calls.
+        # What no status holds yet: it would be found again, at the cost of calls.
         self._handles: dict[Key, tuple[str, int, Handle]] = {}
+        self._opened: dict[Key, tuple[str, FineTuneJobStatus]] = {}
 
     async def reconcile(self, key: Key) -> Look:
         """Look at one job and do what is to be done.
@@ -102,7 +107,7 @@ class Reconciler:
         """
         known = self._book.get(key)
         if known is None:
-            self._handles.pop(key, None)
+            self._forget(key)
             return NEVER
         if not known.is_ours:
             return NEVER
@@ -111,7 +116,7 @@ class Reconciler:
                 return await self._finalize(key, known)
             if known.job is None:
                 return await self._hold(key, known)
-            return await self._look(key, known, self._with_handle(key, known.job))
+            return await self._look(key, known, await self._as_it_is(key, known.job))
         except _StaleError:
             await self._read_again(key)
             return AT_ONCE
@@ -134,9 +139,10 @@ class Reconciler:
         if await self._cancel(job, decision):
             return AT_ONCE
         if is_finished(status):
-            self._handles.pop(key, None)
+            self._forget(key)
             return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
-        return _look_in(decision.requeue_seconds)
+        waits = (decision.requeue_seconds, opening_left(known.status, status, self._now()) or None)
+        return _look_in(min((one for one in waits if one is not None), default=None))
 
     def _plan(
         self, known: KnownJob, job: FineTuneJob, observation: Observation | None
@@ -186,7 +192,7 @@ class Reconciler:
             await self._write(key, known, self._with_handle(key, job).status)
         said = f"attempt {number} is {handle.kind} {handle.name}"
         await self._events.post(known.metadata, JobEvent(EventType.NORMAL, "AttemptCreated", said))
-        return AT_ONCE
+        return Look(FIRST_LOOK_SECONDS)
 
     async def _block(self, key: Key, known: KnownJob, job: FineTuneJob, message: str) -> Look:
         await self._write(key, known, block(job, message, self._now()))
@@ -228,7 +234,7 @@ class Reconciler:
             return NEVER
         if (again := await self._stop(key, known)) is not None:
             return _look_in(again)
-        self._handles.pop(key, None)
+        self._forget(key)
         rest = [one for one in finalizers if one != FINALIZER]
         await self._patch(key, known, {"metadata": {"finalizers": rest}})
         log.info("finalizer removed", extra=_about(key))
@@ -240,32 +246,21 @@ class Reconciler:
         if attempt is None:
             return None
         grace, handle = _UNREADABLE_GRACE_SECONDS, handle_of(known.status)
+        backend = self._backends.get(known.raw["spec"]["backend"]["type"])
         if known.job is not None:
             job = self._with_handle(key, known.job)
             grace = float(job.spec.deadlines.termination_grace_seconds)
-            handle = handle_of(job.status) or await self._find(key, job, attempt.number)
+            handle = handle_of(job.status)
+            if handle is None and (found := await backend.find(job, Attempt(attempt.number))):
+                handle = found.handle
         if handle is None:
             log.warning("nothing is known of its attempt", extra=_about(key))
             return None
-        backend = self._backends.get(known.raw["spec"]["backend"]["type"])
         seen = await backend.observe(handle)
         if seen.all_gone:
             return None
         await backend.cancel(handle, grace)
         return seen.look_again_seconds or _LOOK_AGAIN_SECONDS
-
-    async def _find(self, key: Key, job: FineTuneJob, number: int) -> Handle | None:
-        """Return an attempt that may have been created, with its handle lost, by its name.
-
-        What can never be created is not there.
-        """
-        try:
-            return await self._create(job, number)
-        except FineTuneError as error:
-            if error.retryable:
-                raise
-            log.warning("attempt not created", extra=_about(key, attempt=number, error=error))
-            return None
 
     async def _clean_up(self, key: Key, known: KnownJob, ttl_seconds: int | None) -> Look:
         """Delete a finished job when its time is over."""
@@ -294,6 +289,9 @@ class Reconciler:
     async def _write(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> KnownJob:
         """Write the status if that is worth a write, and tell what has become true by it."""
         with_handle = known.job is not None and self._is_outside(known.job)
+        if not with_handle and opening_left(known.status, status, self._now()):
+            self._opened[key] = (known.raw["metadata"]["uid"], status)
+            return known
         if not is_worth_writing(known.status, status, with_handle=with_handle):
             return known
         change = merge_patch(_dumped(known.status), _dumped(status))
@@ -334,6 +332,20 @@ class Reconciler:
         else:
             self._cache.put(trim_metadata(made))
 
+    async def _as_it_is(self, key: Key, job: FineTuneJob) -> FineTuneJob:
+        """Return the job with the attempt and the handle that its status does not hold yet."""
+        uid, status = self._opened.get(key, ("", job.status))
+        if job.status.attempt:
+            self._opened.pop(key, None)
+        elif uid == job.metadata.uid:
+            job = job.model_copy(update={"status": status})
+        elif self._is_inside(job):
+            found = await self._backend(job).find(job, Attempt(1))
+            if found is not None:
+                status = as_opened(job, found, self._now(), self._book.plan(job))
+                job = job.model_copy(update={"status": status})
+        return self._with_handle(key, job)
+
     def _with_handle(self, key: Key, job: FineTuneJob) -> FineTuneJob:
         """Return the job with the handle that its status does not hold yet."""
         uid, number, handle = self._handles.get(key, ("", 0, None))
@@ -342,19 +354,29 @@ class Reconciler:
             return job
         if (uid, number) != (job.metadata.uid, attempt.number):
             return job
-        ref = BackendRef(kind=handle.kind, name=handle.name, uid=handle.uid, url=handle.url)
-        status = job.status.model_copy(update={"backend_ref": ref})
-        return job.model_copy(update={"status": status})
+        return job.model_copy(update={"status": attempts.with_handle(job.status, handle)})
+
+    def _forget(self, key: Key) -> None:
+        self._handles.pop(key, None)
+        self._opened.pop(key, None)
 
     def _backend(self, job: FineTuneJob) -> Backend:
         return self._backends.get(job.spec.backend.type)
 
     def _is_outside(self, job: FineTuneJob) -> bool:
         """Say whether the job's attempts outlive it: nothing in the cluster would collect them."""
+        return self._is_known(job) and not self._backend(job).watches
+
+    def _is_inside(self, job: FineTuneJob) -> bool:
+        """Say whether the job's attempts are in the cluster, where they are seen without calls."""
+        return self._is_known(job) and bool(self._backend(job).watches)
+
+    def _is_known(self, job: FineTuneJob) -> bool:
         try:
-            return not self._backend(job).watches
+            self._backend(job)
         except FineTuneError:
             return False  # an unknown backend has made nothing
+        return True
 
 
 class _StaleError(Exception):

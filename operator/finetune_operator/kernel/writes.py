@@ -3,15 +3,24 @@
 A job that starts says much that nobody waits for; the write budget leaves two patches until it is
 Running. So what only passes by (nodes that get ready, the handle that can be found again, progress
 before the first step, `waits for its nodes` and `starts its ranks`) is written with the next
-change that matters.
+change that matters. That the first attempt was opened passes by for some seconds too: of many jobs
+that are applied at once all are created before the first is written about.
 """
 
+from datetime import datetime
 from typing import Any
 
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
-from finetune_operator.reconcile.conditions import Reason
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import (
+    ConditionType,
+    Reason,
+    find,
+    parse_rfc3339,
+)
 
 _PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
+_OPENING_SECONDS = 3.0
 _APART = frozenset({"backend_ref", "conditions", "nodes", "progress"})
 
 
@@ -44,6 +53,24 @@ def _gist(condition: Condition) -> tuple[object, ...]:
     if reason in _PASSING:
         reason = message = ""
     return (condition.type, condition.status, reason, message, condition.observed_generation)
+
+
+def opening_left(saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime) -> float:
+    """Return how many seconds `new` need not be written yet, as it only opens the first attempt.
+
+    Whoever reads the resource meanwhile sees the status that the CRD gives a new job. An operator
+    that dies before it has written finds the attempt by its name.
+    """
+    opened, ready = attempts.current(new), find(new, ConditionType.RESOURCES_READY)
+    is_untold = not saved.attempt and find(saved, ConditionType.ACCEPTED) is None
+    if not is_untold or opened is None or opened.start_time is None:
+        return 0.0
+    if new.phase is not JobPhase.STARTING:
+        return 0.0
+    if ready is None or ready.reason not in _PASSING:
+        return 0.0
+    age = now - parse_rfc3339(opened.start_time)
+    return max(0.0, _OPENING_SECONDS - age.total_seconds())
 
 
 def merge_patch(old: Any, new: Any) -> dict[str, Any]:

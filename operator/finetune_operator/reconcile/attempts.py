@@ -10,10 +10,12 @@ from datetime import datetime, timedelta
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
 from finetune_operator.api.v1alpha1.status import (
     AttemptStatus,
+    BackendRef,
     Condition,
     FineTuneJobStatus,
     Restarts,
 )
+from finetune_operator.backends.base import Handle
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
@@ -48,6 +50,12 @@ def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
             "start_time": status.start_time or rfc3339(now),
         }
     )
+
+
+def with_handle(status: FineTuneJobStatus, handle: Handle) -> FineTuneJobStatus:
+    """Return the status with what names the open attempt."""
+    ref = BackendRef(kind=handle.kind, name=handle.name, uid=handle.uid, url=handle.url)
+    return status.model_copy(update={"backend_ref": ref})
 
 
 def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobStatus:

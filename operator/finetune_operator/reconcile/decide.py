@@ -2,8 +2,9 @@
 
 Called by whoever drives jobs (`drive` for `ftctl run`, the operator's kernel in a cluster); it does
 nothing itself. The caller saves `Decision.status`, then acts. A crash between the two is harmless:
-an attempt is opened in the status before it is submitted, submitting is idempotent, and `Cancel`
-and `Collect` are decided again until they have had their effect.
+an attempt is opened in the status before it is submitted, or is found again by its name
+(`as_opened`), submitting is idempotent, and `Cancel` and `Collect` are decided again until they
+have had their effect.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from finetune_operator.api.v1alpha1.status import (
     NodesStatus,
     PlanStatus,
 )
-from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.base import AttemptPhase, Found, Observation
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts, deadlines, failures, progress
 from finetune_operator.reconcile.conditions import (
@@ -136,9 +137,7 @@ def decide(
     if attempt is None:
         return _between_attempts(view, status)
     if status.backend_ref is None or observation is None:
-        text = f"attempt {attempt.number} is starting"
-        situation = Situation(Stage.STARTING, Reason.PROVISIONING, text)
-        return view.conclude(status, situation, Submit(attempt.number))
+        return view.conclude(status, _starting(attempt.number), Submit(attempt.number))
     is_news = observation.nodes_ready != status.nodes.ready
     if is_news and observation.phase is not AttemptPhase.UNKNOWN:
         ready = status.nodes.model_copy(update={"ready": observation.nodes_ready})
@@ -147,6 +146,16 @@ def decide(
     if observation.all_gone and observation.phase in ended:
         return _after_attempt(view, status, observation)
     return _during_attempt(view, status, attempt, observation)
+
+
+def as_opened(
+    job: FineTuneJob, found: Found, now: datetime, plan: Plan | Refusal
+) -> FineTuneJobStatus:
+    """Return the status of a job whose next attempt was created before anybody wrote that down."""
+    since = found.since or now
+    status = job.status if isinstance(plan, Refusal) else _note_plan(job.status, plan)
+    status = attempts.with_handle(attempts.open_next(status, since), found.handle)
+    return describe(status, _starting(status.attempt), since, job.metadata.generation)
 
 
 def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
@@ -234,10 +243,12 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         return view.conclude(status, situation, requeue=view.seconds_until(start))
     status = attempts.open_next(status, view.now)
-    text = f"attempt {status.attempt} is starting"
-    stage = Stage.STARTING if status.attempt == 1 else Stage.RESTARTING
-    situation = Situation(stage, Reason.PROVISIONING, text)
-    return view.conclude(status, situation, Submit(status.attempt))
+    return view.conclude(status, _starting(status.attempt), Submit(status.attempt))
+
+
+def _starting(number: int) -> Situation:
+    stage = Stage.STARTING if number == 1 else Stage.RESTARTING
+    return Situation(stage, Reason.PROVISIONING, f"attempt {number} is starting")
 
 
 def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:

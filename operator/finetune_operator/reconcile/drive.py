@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
+from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
@@ -20,6 +20,7 @@ from finetune_operator.backends.base import (
 )
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.planner.plan import Plan, make_plan
+from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_finished, is_true
 from finetune_operator.reconcile.decide import Cancel, Collect, Decision, Submit, decide, refuse
 from finetune_operator.reconcile.store import JobStore
@@ -200,8 +201,7 @@ class _Driver:
         except BackendError as error:
             return self._saved(job, refuse(job, str(error), self._clock.now())), 0.0
         self._retry_seconds = RETRY_SECONDS
-        ref = BackendRef(kind=handle.kind, name=handle.name, uid=handle.uid, url=handle.url)
-        return self._saved(job, job.status.model_copy(update={"backend_ref": ref})), 0.0
+        return self._saved(job, attempts.with_handle(job.status, handle)), 0.0
 
     def _saved(self, job: FineTuneJob, status: FineTuneJobStatus) -> FineTuneJob:
         if status == job.status:

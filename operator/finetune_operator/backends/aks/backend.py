@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.aks import checks
-from finetune_operator.backends.aks.names import BACKEND
+from finetune_operator.backends.aks.names import BACKEND, AttemptName
 from finetune_operator.backends.aks.profiles import FIELD, ProfileError, Profiles
 from finetune_operator.backends.aks.render import render
 from finetune_operator.backends.base import (
     Attempt,
     BackendContext,
+    Found,
     Handle,
     Observation,
     Request,
@@ -88,6 +89,12 @@ class AksBackend:
     async def submit(self, request: Request) -> Handle:
         """Create the attempt's objects; what our own job owns already is adopted."""
         return await self._live().submit(request)
+
+    async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        """Return the attempt if its batch Job exists."""
+        metadata = job.metadata
+        name = AttemptName(metadata.namespace, metadata.name, attempt.number)
+        return await self._live().find(name, metadata.uid)
 
     async def observe(self, handle: Handle) -> Observation:
         """Look at the attempt; also gives rank 0's pod its name once it has an address."""

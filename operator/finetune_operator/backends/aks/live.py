@@ -5,19 +5,20 @@ What is kept here is found again after a restart; everything that counts is in t
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 
 from finetune_operator.backends.aks import observe, rank_zero, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.last_lines import keep_last_lines
 from finetune_operator.backends.aks.logs import read_log
-from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, facts_of
+from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, facts_of, owner_of
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.aks.reasons import may_be_told_in_events
 from finetune_operator.backends.aks.stuck import StuckGangs
 from finetune_operator.backends.aks.submit import submit
-from finetune_operator.backends.base import AttemptPhase, Handle, Observation, Request
+from finetune_operator.backends.base import AttemptPhase, Found, Handle, Observation, Request
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import JOBS, Object
 
@@ -41,6 +42,15 @@ class LiveAttempts:
         """Create or adopt the attempt's objects."""
         self._forget_deleted()
         return await submit(request, self._children)
+
+    async def find(self, name: AttemptName, job_uid: str) -> Found | None:
+        """Return the attempt if its batch Job exists and is the job's own."""
+        there = await self._children.batch_job(name)
+        if there is None or owner_of(there).get("uid") != job_uid:
+            return None
+        metadata = there["metadata"]
+        handle = Handle(kind=JOBS.kind, name=str(name), uid=metadata["uid"])
+        return Found(handle, datetime.fromisoformat(metadata["creationTimestamp"]))
 
     async def observe(self, handle: Handle) -> Observation:
         """Look at the batch Job and its pods; names rank 0 and pulls its progress meanwhile."""

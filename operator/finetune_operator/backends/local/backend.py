@@ -19,6 +19,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import (
     Attempt,
     BackendContext,
+    Found,
     Handle,
     Observation,
     Request,
@@ -27,8 +28,8 @@ from finetune_operator.backends.local import checks, layout, proc, records, watc
 from finetune_operator.backends.local.environment import ENV_MARK, mark, passed_on
 from finetune_operator.backends.local.layout import AttemptFolder, Folders
 from finetune_operator.backends.local.logs import read_log
-from finetune_operator.backends.local.records import CancelRecord
-from finetune_operator.backends.local.render import BACKEND, render
+from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
+from finetune_operator.backends.local.render import BACKEND, attempt_uid, render
 from finetune_operator.backends.local.start import start
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Termination
@@ -94,6 +95,14 @@ class LocalBackend:
         folder = AttemptFolder(Path(request.name))
         uid = start(request, folder, passed_on(self._context.environ))
         return layout.handle_for(folder, uid, self._context.manifest_dir)
+
+    async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        """Return the attempt if its record was written."""
+        folder = layout.attempt_folder(self.folders(job).run, attempt.number)
+        record = records.read(folder.attempt, AttemptRecord)
+        if record is None or record.uid != attempt_uid(job, attempt):
+            return None
+        return Found(layout.handle_for(folder, record.uid, self._context.manifest_dir))
 
     async def observe(self, handle: Handle) -> Observation:
         """Look at the attempt's processes and files; carries out a kill that is overdue."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Attempt, BackendContext, Request
 from finetune_operator.backends.local import layout
 from finetune_operator.backends.local.layout import AttemptFolder, Folders
@@ -28,7 +29,7 @@ def render(
         plan, attempt.number, _locations(plan, folders, folder, context, cores)
     )
     record = AttemptRecord(
-        uid=f"{job.metadata.uid}-{attempt.number}",
+        uid=attempt_uid(job, attempt),
         attempt=attempt.number,
         nodes=plan.nodes,
         processes_per_node=plan.processes_per_node,
@@ -48,6 +49,11 @@ def render(
             *(_process(plan, folder, rank, command, context) for rank in range(plan.nodes)),
         ),
     )
+
+
+def attempt_uid(job: FineTuneJob, attempt: Attempt) -> str:
+    """Return what tells the attempt from one of another job of the same name."""
+    return f"{job.metadata.uid}-{attempt.number}"
 
 
 def _file(path: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
