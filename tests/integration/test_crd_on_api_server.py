@@ -258,6 +258,24 @@ def test_an_update_has_the_same_verdict_offline(
     assert answer.is_accepted is (findings == []), (answer.message, findings)
     for finding in findings:
         assert show_path(finding.path) in answer.message
+        assert finding.message.removeprefix('"other" ') in answer.message
+
+
+def test_a_status_sent_along_makes_no_way_for_a_change_of_the_spec(
+    server: ApiServer, stored: str
+) -> None:
+    after = manifest(name=stored, training__seed=1) | {"status": {"phase": "Running"}}
+    query = {"fieldManager": "tests", "force": "true"}
+    kind = "application/apply-patch+yaml"
+    updated = server.update(stored, after)
+    applied = server.send("PATCH", f"{JOBS}/{stored}", json.dumps(after), kind, **query)
+    for refused in (updated, applied):
+        assert refused.status == 422
+        assert "cannot change while the job is not suspended: spec.training" in refused.message
+    merge = "application/merge-patch+json"
+    patch = json.dumps({"spec": after["spec"], "status": after["status"]})
+    assert server.send("PATCH", f"{JOBS}/{stored}/status", patch, merge).is_accepted
+    assert server.send("GET", f"{JOBS}/{stored}").body["spec"]["training"]["seed"] == 42
 
 
 def _leaves(schema: Schema, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Schema]]:

@@ -113,14 +113,29 @@ def test_what_binds_no_attempt_changes_at_any_time(field: str) -> None:
 def test_what_binds_an_attempt_changes_only_while_suspended(field: str) -> None:
     changed = manifest(**{field: BOUND[field]})
     (problem,) = problems(changed, old=manifest())
-    assert problem.startswith("spec." + field.split(".")[0])
-    assert "cannot change while the job is not suspended" in problem
+    start = f"spec cannot change while the job is not suspended: spec.{field.split('.')[0]}"
+    assert problem.startswith(start)
     assert problems(changed, old=manifest(suspend=True)) == []
 
 
 def test_an_optional_field_cannot_be_removed_either() -> None:
     (problem,) = problems(manifest(), old=manifest(**{"queue.name": "team"}))
-    assert problem.startswith("spec.queue cannot change")
+    assert problem == (
+        "spec cannot change while the job is not suspended: spec.queue; "
+        "set spec.suspend: true first"
+    )
+
+
+def test_every_field_that_may_not_change_is_named() -> None:
+    changed = manifest(**{"training.seed": 1, "topology.maxNodes": 4, "queue.name": "team"})
+    (problem,) = problems(changed, old=manifest())
+    assert ": spec.training spec.topology.maxNodes spec.queue; set" in problem
+
+
+@pytest.mark.parametrize("status", [{"phase": "Running"}, {"progress": {"step": 2}}])
+def test_a_write_of_the_status_is_never_held_against_the_spec(status: dict[str, Any]) -> None:
+    before = manifest() | {"status": {"progress": {"step": 1}}}
+    assert problems(manifest() | {"status": {"progress": {"step": 1}, **status}}, old=before) == []
 
 
 @pytest.mark.parametrize("field", ["backend.type", "managedBy"])

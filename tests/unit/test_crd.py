@@ -119,9 +119,20 @@ def test_a_default_object_spells_out_the_defaults_inside_it() -> None:
     assert spec["restartPolicy"]["default"] == {
         "maxRestarts": 3,
         "restartsInPlace": 0,
-        "rules": [],
         "backoff": {"baseSeconds": 0, "maxSeconds": 300},
     }
+
+
+def test_what_is_empty_by_default_is_stored_in_no_object() -> None:
+    def empty_parts(value: Any) -> Iterator[Any]:
+        if value in ([], {}):
+            yield value
+        for item in value.values() if isinstance(value, dict) else ():
+            yield from empty_parts(item)
+
+    defaults = [(path, node["default"]) for path, node in both() if "default" in node]
+    assert len(defaults) > 40
+    assert [path for path, default in defaults if list(empty_parts(default))] == []
 
 
 def test_a_new_job_is_in_progress_before_its_controller_wrote_anything() -> None:
@@ -151,7 +162,12 @@ def test_text_for_ftctl_alone_stays_out_of_the_crd() -> None:
         rule for _, node in nodes(schema()) for rule in node.get("x-kubernetes-validations", [])
     ]
     assert len(rules) > 40
-    assert {key for rule in rules for key in rule} <= {"rule", "message", "fieldPath"}
+    assert {key for rule in rules for key in rule} <= {
+        "rule",
+        "message",
+        "messageExpression",
+        "fieldPath",
+    }
 
 
 class Part(ApiModel):
@@ -195,14 +211,12 @@ def test_converter_writes_each_construct_in_structural_form() -> None:
                 "type": "array",
                 "items": {"description": "A part. And more.", **part},
                 "maxItems": 3,
-                "default": [],
             },
             "labels": {
                 "description": "Labels.",
                 "type": "object",
                 "additionalProperties": {"type": "string", "maxLength": 5},
                 "maxProperties": 2,
-                "default": {},
             },
             "size": {
                 "description": "Size.",

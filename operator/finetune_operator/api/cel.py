@@ -72,15 +72,17 @@ def _check_one(
         if old is _ABSENT:
             return
         context.add_variable("oldSelf", _to_cel(old, schema))
+    message = validation["message"]
     try:
         if program.execute(context) is True:
             return
+        if "messageExpression" in validation:
+            message = _compiled(validation["messageExpression"]).execute(context)
         detail = _detail(validation, context)
     except Exception as error:  # the library raises many types; the API server refuses on any
         detail = f" (its rule cannot be evaluated: {error})"
     field = tuple(validation["fieldPath"].split(".")[1:]) if "fieldPath" in validation else ()
-    message = f"{_quoted(value, field)}{validation['message']}{detail}"
-    yield Finding((*path, *field), message)
+    yield Finding((*path, *field), f"{_quoted(value, field)}{message}{detail}")
 
 
 def _detail(validation: dict[str, str], context: Context) -> str:

@@ -64,7 +64,9 @@ def _field_schema(field: FieldInfo) -> Schema:
     if field.description:
         schema = {"description": field.description, **_without(schema, "description")}
     if not field.is_required() and field.default is not None:
-        schema["default"] = _plain(field.default)
+        default = _plain(field.default)
+        if not _is_empty(default):
+            schema["default"] = default
     if isinstance(field.json_schema_extra, dict):
         schema.update(field.json_schema_extra)
     return schema
@@ -83,12 +85,27 @@ def _plain(default: Any) -> Any:
     if default is PydanticUndefined:
         raise TypeError("a default factory cannot be written into a CRD; give the value")
     if isinstance(default, BaseModel):
-        return default.model_dump(by_alias=True, exclude_none=True, mode="json")
+        dumped = default.model_dump(by_alias=True, exclude_none=True, mode="json")
+        return _without_empty(dumped)
     if isinstance(default, StrEnum):
         return default.value
     if isinstance(default, list):
         return [_plain(item) for item in default]
     return default
+
+
+def _is_empty(default: Any) -> bool:
+    """An absent list or mapping is an empty one, so storing it in every object says nothing."""
+    return default in ([], {})
+
+
+def _without_empty(part: Any) -> Any:
+    if isinstance(part, dict):
+        kept = {key: _without_empty(item) for key, item in part.items()}
+        return {key: item for key, item in kept.items() if not _is_empty(item)}
+    if isinstance(part, list):
+        return [_without_empty(item) for item in part]
+    return part
 
 
 def _type_schema(annotation: Any, metadata: tuple[Any, ...] = ()) -> Schema:
@@ -125,7 +142,8 @@ def _union_schema(members: tuple[Any, ...], metadata: tuple[Any, ...]) -> Schema
         raise TypeError(f"{members} is neither optional nor a whole number or a word")
     schema: Schema = {"x-kubernetes-int-or-string": True}
     schema |= {key: numbers[0][key] for key in numbers[0] if key in ("minimum", "maximum")}
-    return schema | {"maxLength": max(len(word) for word in words)}
+    schema["maxLength"] = max(len(word) for word in words)
+    return with_rules(schema, tuple(item for item in metadata if isinstance(item, Rule)))
 
 
 def _plain_type_schema(annotation: Any, origin: Any) -> Schema:
@@ -173,6 +191,8 @@ def with_rules(schema: Schema, rules: tuple[Rule, ...]) -> Schema:
     validations = schema.setdefault("x-kubernetes-validations", [])
     for rule in rules:
         validation = {"rule": rule.expression, "message": rule.message}
+        if rule.message_expression is not None:
+            validation["messageExpression"] = rule.message_expression
         if rule.field is not None:
             validation["fieldPath"] = "." + rule.field
         if rule.detail is not None:

@@ -5,7 +5,7 @@ A rule stands beside the field it guards and exists once: the CRD converter copi
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
@@ -27,16 +27,24 @@ class Rule:
         field: JSON path below the model of the field the message is about (models only).
         detail: CEL for text with numbers that follows the message where `ftctl` prints it. The CRD
             goes without: the API server estimates any `string(int)` as too costly.
+        message_expression: CEL for a sentence that takes the place of the message.
     """
 
     expression: str
     message: str
     field: str | None = None
     detail: str | None = None
+    message_expression: str | None = None
 
 
 ABOVE_ZERO = Rule("self > 0.0", "must be above 0")
 """For a fraction; as a minimum of 0.001 the API server compares a whole 0 with 0, and takes it."""
+
+ATOMIC: dict[str, Any] = {"x-kubernetes-map-type": "atomic"}
+"""For a mapping with one owner: managedFields hold it as one value, which every write is spared.
+
+A server-side apply by somebody else conflicts with it as a whole, and replaces it where forced to.
+"""
 
 
 class ApiModel(BaseModel):

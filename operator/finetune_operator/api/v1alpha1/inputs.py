@@ -122,7 +122,7 @@ def _columns_of(format_: str, names: tuple[str, ...]) -> Rule:
     """A column of another format is never read."""
     unset = " && ".join(f"!has(self.columns.{name})" for name in names)
     return Rule(
-        f"self.format == '{format_}' || ({unset})",
+        f"!has(self.columns) || self.format == '{format_}' || ({unset})",
         f"holds a column that only format {format_} has ({', '.join(names)}); "
         f"remove it or use format: {format_}",
         field="columns",
@@ -186,7 +186,7 @@ class DatasetSpec(ApiModel):
     cel_rules = (
         *(_columns_of(format_, names) for format_, names in _COLUMNS_OF_FORMAT),
         Rule(
-            "!has(self.columns.messages) || "
+            "!has(self.columns) || !has(self.columns.messages) || "
             "!(has(self.columns.prompt) || has(self.columns.completion))",
             "excludes prompt and completion, as a row holds one or the other; remove it or those",
             field="columns.messages",
@@ -203,7 +203,7 @@ class DatasetSpec(ApiModel):
             field="evalSplit",
         ),
         Rule(
-            f"!(has(self.evalSource) || has(self.evalSplit)) || "
+            "!has(self.also) || !(has(self.evalSource) || has(self.evalSplit)) || "
             f"!self.also.exists(one, one.source == {_EVAL_SOURCE} && one.split == {_EVAL_SPLIT})",
             "holds the rows that are evaluated on; remove them there, or evaluate on others",
             field="also",

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.schema import ATOMIC, ApiModel, Rule
 from finetune_operator.api.v1alpha1.inputs import DatasetSpec, ModelSpec
 from finetune_operator.api.v1alpha1.lifecycle import (
     CheckpointSpec,
@@ -19,7 +19,7 @@ from finetune_operator.api.v1alpha1.method import MethodSpec, StrategySpec
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.api.v1alpha1.topology import BackendSpec, Capacity, TopologySpec
 from finetune_operator.api.v1alpha1.training import INT32_MAX, TrainingSpec
-from finetune_operator.api.v1alpha1.transitions import changes_only_while_suspended, never_changes
+from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES, changes_only_while_suspended
 
 MANAGED_BY = "finetune.dev/operator"
 
@@ -48,9 +48,9 @@ _LOCAL_ONLY = (
 )
 
 
-def _local_only(field: str, optional: bool = False) -> Rule:
+def _local_only(field: str, *optional: str) -> Rule:
     """A path of this machine means nothing on the nodes of a cluster."""
-    absent = f"!has(self.{field}) || " if optional else ""
+    absent = "".join(f"!has(self.{one}) || " for one in optional)
     return Rule(
         f"{absent}!self.{field}.startsWith('file://') || !{_ON_CLUSTER}", _LOCAL_ONLY, field=field
     )
@@ -58,7 +58,7 @@ def _local_only(field: str, optional: bool = False) -> Rule:
 
 def _needs_gpu(field: str) -> Rule:
     return Rule(
-        f"!self.{field} || self.topology.gpusPerNode > 0",
+        f"self.topology.gpusPerNode > 0 || !self.{field}",
         "needs GPUs, and topology.gpusPerNode 0 trains on the CPU; remove it",
         field=field,
     )
@@ -67,11 +67,19 @@ def _needs_gpu(field: str) -> Rule:
 class FineTuneJobSpec(ApiModel):
     """What to fine-tune, on what, how, and where."""
 
-    model: ModelSpec = Field(description="The base model.")
-    dataset: DatasetSpec = Field(description="The rows to train and to evaluate on.")
-    method: MethodSpec = Field(MethodSpec(), description="Full fine-tuning, LoRA or QLoRA.")
-    strategy: StrategySpec = Field(StrategySpec(), description="How the ranks share the model.")
-    training: TrainingSpec = Field(description="Batch, steps, learning rate, precision.")
+    model: ModelSpec = Field(description="The base model.", json_schema_extra=ATOMIC)
+    dataset: DatasetSpec = Field(
+        description="The rows to train and to evaluate on.", json_schema_extra=ATOMIC
+    )
+    method: MethodSpec = Field(
+        MethodSpec(), description="Full fine-tuning, LoRA or QLoRA.", json_schema_extra=ATOMIC
+    )
+    strategy: StrategySpec = Field(
+        StrategySpec(), description="How the ranks share the model.", json_schema_extra=ATOMIC
+    )
+    training: TrainingSpec = Field(
+        description="Batch, steps, learning rate, precision.", json_schema_extra=ATOMIC
+    )
     topology: TopologySpec = Field(TopologySpec(), description="Nodes, GPUs and processes.")
     capacity: Capacity = Field(
         Capacity.ON_DEMAND, description="onDemand, spot, or spotPreferred (spot while there is)."
@@ -91,14 +99,14 @@ class FineTuneJobSpec(ApiModel):
     pod_template: PodTemplate | None = Field(
         None, description="Additions to the pods, merged under the fields the operator owns."
     )
-    managed_by: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+    managed_by: Annotated[str, Field(min_length=1, max_length=63), NEVER_CHANGES] = Field(
         MANAGED_BY, description="Controller that acts on the job; another's is left alone."
     )
     backend: BackendSpec = Field(BackendSpec(), description="Who runs it.")
 
     cel_rules = (
         Rule(
-            "self.method.type != 'full' || !has(self.output.format) || "
+            "self.method.type != 'full' || !has(self.output) || !has(self.output.format) || "
             "self.output.format == 'merged'",
             "needs an adapter, and method type full trains none; remove it",
             field="output.format",
@@ -120,14 +128,17 @@ class FineTuneJobSpec(ApiModel):
             "needs checkpoint.uri, else a smaller restart loses the work; set it",
             field="topology.minNodes",
         ),
+        # Bound as t and s: the API server copies the schema of all fields beside the one it reads.
         Rule(
-            f"{_RANKS} % (self.strategy.tensorParallel * self.strategy.pipelineParallel) == 0",
+            "[self.strategy].all(s, s.tensorParallel * s.pipelineParallel == 1 || "
+            f"{_RANKS} % (s.tensorParallel * s.pipelineParallel) == 0)",
             "times pipelineParallel must divide nodes x processes",
             field="strategy.tensorParallel",
         ),
         Rule(
-            "(self.training.globalBatchSize * self.strategy.tensorParallel * "
-            f"self.strategy.pipelineParallel) % ({_RANKS} * {_MICRO_BATCH}) == 0",
+            "[self.topology].all(t, [self.strategy].all(s, (self.training.globalBatchSize * "
+            "s.tensorParallel * s.pipelineParallel) % "
+            f"({_RANKS.replace('self.topology', 't')} * {_MICRO_BATCH}) == 0))",
             "must be a multiple of nodes x processes x micro-batch",
             field="training.globalBatchSize",
             detail=_BATCH_DETAIL,
@@ -162,25 +173,16 @@ class FineTuneJobSpec(ApiModel):
         ),
         *(_needs_gpu(field) for field in ("training.liger", "training.float8")),
         *(_local_only(field) for field in ("model.source", "dataset.source")),
-        *(
-            _local_only(field, optional=True)
-            for field in ("dataset.evalSource", "checkpoint.uri", "output.uri")
-        ),
+        *(_local_only(field, field) for field in ("dataset.evalSource", "checkpoint.uri")),
+        _local_only("output.uri", "output", "output.uri"),
+        _local_only("method.lora.startFrom", "method.lora", "method.lora.startFrom"),
         Rule(
-            "!has(self.method.lora) || !has(self.method.lora.startFrom) || "
-            f"!self.method.lora.startFrom.startsWith('file://') || !{_ON_CLUSTER}",
-            _LOCAL_ONLY,
-            field="method.lora.startFrom",
-        ),
-        Rule(
+            "!has(self.dataset.also) || "
             f"!self.dataset.also.exists(one, one.source.startsWith('file://')) || !{_ON_CLUSTER}",
             "names a path of this machine, which only backend type local can read; "
             "use backend.type: local or other sources",
             field="dataset.also",
         ),
-        never_changes("managedBy"),
-        never_changes("backend.type"),
-        *changes_only_while_suspended(),
     )
 
 
@@ -201,7 +203,7 @@ class FineTuneJob(ApiModel):
     kind: Literal["FineTuneJob"] = "FineTuneJob"
     metadata: ObjectMeta
     spec: FineTuneJobSpec
-    status: FineTuneJobStatus = FineTuneJobStatus()
+    status: FineTuneJobStatus = Field(FineTuneJobStatus(), json_schema_extra=ATOMIC)
 
     cel_rules = (
         Rule(
@@ -217,6 +219,7 @@ class FineTuneJob(ApiModel):
             "needs at least two processes, and topology has one; use ddp, or more processes",
             field="spec.strategy.type",
         ),
+        changes_only_while_suspended(),
     )
 
     def to_object(self) -> dict[str, Any]:

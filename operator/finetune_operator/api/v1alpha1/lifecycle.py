@@ -38,18 +38,18 @@ class CheckpointSpec(ApiModel):
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
         2, description="Newest committed checkpoints that are kept."
     )
-    resume_from: Uri = Field(
+    resume_from: Annotated[
+        Uri,
+        Rule(
+            "self in ['auto', 'none'] || self.matches('^(hf|azureml|pvc|file|https)://.+')",
+            "must be auto, none or the URI of a checkpoint",
+        ),
+    ] = Field(
         "auto",
         description="auto (newest committed checkpoint), none, or the URI of one checkpoint.",
     )
 
     cel_rules = (
-        Rule(
-            "self.resumeFrom in ['auto', 'none'] || "
-            "self.resumeFrom.matches('^(hf|azureml|pvc|file|https)://.+')",
-            "must be auto, none or the URI of a checkpoint",
-            field="resumeFrom",
-        ),
         Rule(
             "!has(self.meanTimeBetweenFailures) || "
             "!(has(self.everySteps) || has(self.everySeconds))",

@@ -93,7 +93,7 @@ class MethodSpec(ApiModel):
             field="quantization",
         ),
         Rule(
-            "self.type == 'full' || size(self.freeze) == 0",
+            "!has(self.freeze) || self.type == 'full' || size(self.freeze) == 0",
             "has no effect with adapters, which freeze the whole base; remove it or use type full",
             field="freeze",
         ),
@@ -129,6 +129,12 @@ class ActivationCheckpointing(StrEnum):
     FULL = "full"
 
 
+_ABSOLUTE = Rule(
+    "self.startsWith('/')",
+    "must be an absolute path, as ranks start in folders of their own; write it from /",
+)
+
+
 class StrategySpec(ApiModel):
     """The parallel strategy."""
 
@@ -142,7 +148,7 @@ class StrategySpec(ApiModel):
         description="Optimizer state (optimizer), parameters as well (cpu), or both on disk "
         "(nvme, zero3 only). zero1 and zero2 take optimizer, fsdp takes cpu, zero3 takes any.",
     )
-    nvme_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+    nvme_path: Annotated[str, Field(min_length=1, max_length=4096), _ABSOLUTE] | None = Field(
         None, description="Folder on each node's fast disk for the files of offload nvme."
     )
     replicas: Annotated[int, Field(ge=1, le=4096)] = Field(
@@ -199,11 +205,6 @@ class StrategySpec(ApiModel):
         Rule(
             "!has(self.nvmePath) || self.offload == 'nvme'",
             "has no effect without offload nvme; remove it",
-            field="nvmePath",
-        ),
-        Rule(
-            "!has(self.nvmePath) || self.nvmePath.startsWith('/')",
-            "must be an absolute path, as ranks start in folders of their own; write it from /",
             field="nvmePath",
         ),
         Rule(

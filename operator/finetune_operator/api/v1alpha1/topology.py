@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES
 
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 
@@ -122,7 +123,14 @@ class AzureMLSpec(ApiModel):
 class LocalSpec(ApiModel):
     """Settings of the local backend: this machine."""
 
-    run_directory: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
+    run_directory: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=2048),
+            Rule("!self.startsWith('file:')", "is a path, not a URI; leave out file://"),
+        ]
+        | None
+    ) = Field(
         None,
         description="Folder of everything the run writes; relative to the manifest. Absent means "
         "runs/NAMESPACE/NAME beside the manifest.",
@@ -131,21 +139,13 @@ class LocalSpec(ApiModel):
         None, description="CPU threads of each rank; absent shares the machine's cores evenly."
     )
 
-    cel_rules = (
-        Rule(
-            "!has(self.runDirectory) || !self.runDirectory.startsWith('file:')",
-            "is a path, not a URI; leave out file://",
-            field="runDirectory",
-        ),
-    )
-
 
 class BackendSpec(ApiModel):
     """Who runs it."""
 
-    type: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = Field(
-        "aks", description="aks, azureml, local, or the name of an installed plugin."
-    )
+    type: Annotated[
+        str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63), NEVER_CHANGES
+    ] = Field("aks", description="aks, azureml, local, or the name of an installed plugin.")
     aks: AksSpec | None = Field(None, description="Settings of the aks backend.")
     azureml: AzureMLSpec | None = Field(None, description="Settings of the azureml backend.")
     local: LocalSpec | None = Field(None, description="Settings of the local backend.")

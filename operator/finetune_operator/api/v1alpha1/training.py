@@ -44,9 +44,10 @@ class TrainingSpec(ApiModel):
     global_batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
         description="Sequences (packs, when packing) an optimizer step averages over, all ranks."
     )
-    micro_batch_size: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = Field(
-        "auto", description="Sequences of one forward pass on one rank, or auto."
-    )
+    micro_batch_size: Annotated[
+        Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"],
+        Rule("type(self) == int || self == 'auto'", "must be a whole number or auto"),
+    ] = Field("auto", description="Sequences of one forward pass on one rank, or auto.")
     max_seq_length: Annotated[int, Field(ge=8, le=1_048_576)] = Field(
         2048, description="Longest sequence, in tokens; also the length of a pack."
     )
@@ -62,9 +63,14 @@ class TrainingSpec(ApiModel):
     schedule: Schedule = Field(
         Schedule.COSINE, description="Learning rate after warm-up: constant, linear or cosine to 0."
     )
-    warmup: Annotated[float, Field(ge=0, le=INT32_MAX)] = Field(
-        0.0, description="Share of all steps when below 1, else a count of steps."
-    )
+    warmup: Annotated[
+        float,
+        Field(ge=0, le=INT32_MAX),
+        Rule(
+            "self < 1.0 || double(int(self)) == self",
+            "must be a whole number of steps, or a share of all steps below 1",
+        ),
+    ] = Field(0.0, description="Share of all steps when below 1, else a count of steps.")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0, description="Decoupled weight decay of AdamW (arXiv:1711.05101)."
     )
@@ -111,23 +117,13 @@ class TrainingSpec(ApiModel):
             "must set exactly one of epochs and maxSteps",
         ),
         Rule(
-            "type(self.microBatchSize) == int || self.microBatchSize == 'auto'",
-            "must be a whole number or auto",
-            field="microBatchSize",
-        ),
-        Rule(
             "!has(self.earlyStopping) || has(self.evalEverySteps)",
             "has no effect without evalEverySteps; set it",
             field="earlyStopping",
         ),
         Rule(
-            "!has(self.maxSteps) || self.warmup < 1.0 || self.warmup <= double(self.maxSteps)",
+            "self.warmup < 1.0 || !has(self.maxSteps) || self.warmup <= double(self.maxSteps)",
             "must be at most maxSteps",
-            field="warmup",
-        ),
-        Rule(
-            "self.warmup < 1.0 || double(int(self.warmup)) == self.warmup",
-            "must be a whole number of steps, or a share of all steps below 1",
             field="warmup",
         ),
     )
