@@ -52,6 +52,40 @@ def test_a_key_that_changes_while_it_is_worked_on_comes_again_and_not_before() -
     run(work())
 
 
+def test_events_right_after_a_look_lead_to_one_look_when_the_key_has_rested() -> None:
+    async def work() -> None:
+        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        made.add(A)
+        made.done(await made.take())
+        for _ in range(5):
+            made.add(A)
+            assert len(made) == 1
+            await asyncio.sleep(0.04)
+        assert await made.take() == A
+        assert now() == pytest.approx(0.25)
+        made.done(A)
+        await asyncio.sleep(1.0)
+        assert len(made) == 0
+        made.add(A)
+        assert await made.take() == A
+        assert now() == pytest.approx(1.25)
+
+    run(work())
+
+
+def test_a_key_that_must_be_looked_at_again_at_once_does_not_rest() -> None:
+    async def work() -> None:
+        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        made.add(A)
+        made.done(await made.take(), again_in_seconds=0)
+        assert await made.take() == A
+        assert now() == 0
+        made.done(A)
+        assert len(made) == 0
+
+    run(work())
+
+
 def test_a_key_comes_again_after_the_shortest_wait_asked_for() -> None:
     async def work() -> float:
         made = queue()

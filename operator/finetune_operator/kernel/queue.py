@@ -1,7 +1,8 @@
 """The work queue: each key at most once, and never in two hands.
 
 Handlers and watches add keys, workers take them. What comes while a key is worked on makes it come
-again afterwards. Lives on one event loop; its time is the loop's.
+again afterwards; what comes right after a look waits a moment for more of its kind, as one change
+of a gang is many events. Lives on one event loop; its time is the loop's.
 """
 
 import asyncio
@@ -15,22 +16,26 @@ class WorkQueue:
 
     Args:
         backoff: How long a key waits after failures.
+        rest_seconds: How long events do not bring a key back that was just looked at.
     """
 
-    def __init__(self, backoff: Backoff) -> None:
+    def __init__(self, backoff: Backoff, rest_seconds: float = 0.0) -> None:
         self._backoff = backoff
+        self._rest_seconds = rest_seconds
         self._loop = asyncio.get_running_loop()
         self._filled = asyncio.Event()
         self._ready: dict[Key, float] = {}  # since when; in the order they are taken
         self._taken: dict[Key, float] = {}
         self._again: set[Key] = set()
+        self._rests: dict[Key, asyncio.TimerHandle] = {}
+        self._woken: set[Key] = set()  # of those that rest
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._not_before: dict[Key, float] = {}
 
     def __len__(self) -> int:
         """Count the keys that wait for a worker or are in its hands, not those that sleep."""
-        return len(self._ready) + len(self._taken)
+        return len(self._ready) + len(self._taken) + len(self._woken)
 
     @property
     def oldest_seconds(self) -> float:
@@ -44,14 +49,15 @@ class WorkQueue:
             self._again.add(key)
         elif self._not_before.get(key, 0.0) > self._loop.time():
             return  # its timer runs
-        elif key not in self._ready:
-            self._ready[key] = self._loop.time()
-            self._filled.set()
+        elif key in self._rests:
+            self._woken.add(key)
+        else:
+            self._put(key)
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Have the key looked at in so long; the earliest of several wins."""
         if seconds <= 0:
-            self.add(key)
+            self._put(key)
             return
         there = self._timers.get(key)
         if there is not None:
@@ -69,6 +75,9 @@ class WorkQueue:
         del self._ready[key]
         self._taken[key] = self._loop.time()
         self._stop_timer(key)
+        self._woken.discard(key)
+        if (rest := self._rests.pop(key, None)) is not None:
+            rest.cancel()
         return key
 
     def done(self, key: Key, again_in_seconds: float | None = None) -> None:
@@ -103,14 +112,28 @@ class WorkQueue:
 
     def close(self) -> None:
         """Stop every timer; nothing wakes any more."""
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *self._rests.values()):
             timer.cancel()
         self._timers.clear()
+        self._rests.clear()
+
+    def _put(self, key: Key) -> None:
+        if key not in self._ready and key not in self._taken:
+            self._ready[key] = self._loop.time()
+            self._filled.set()
 
     def _give_back(self, key: Key) -> None:
         del self._taken[key]
+        if self._rest_seconds:
+            self._rests[key] = self._loop.call_later(self._rest_seconds, self._end_rest, key)
         if key in self._again:
             self._again.discard(key)
+            self.add(key)
+
+    def _end_rest(self, key: Key) -> None:
+        del self._rests[key]
+        if key in self._woken:
+            self._woken.discard(key)
             self.add(key)
 
     def _ring(self, key: Key) -> None:

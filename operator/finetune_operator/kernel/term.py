@@ -33,6 +33,7 @@ from finetune_operator.reconcile.conditions import ConditionType
 
 log = logging.getLogger(__name__)
 
+_REST_SECONDS = 0.25
 _SETTLE_SECONDS = 1.0  # one LIST for all the gaps that one outage makes
 # The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
@@ -75,7 +76,8 @@ class Term:
         self._jobs = self._cache(FINE_TUNE_JOBS)
         self._gap = asyncio.Event()
         self._listed_at = asyncio.get_running_loop().time()
-        self._queue = WorkQueue(Backoff(settings.retry_seconds, settings.max_retry_seconds))
+        retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
+        self._queue = WorkQueue(retries, _REST_SECONDS)
         self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
         self._watches = self._make_watches()
         self._is_synced = False
