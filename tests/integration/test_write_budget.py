@@ -159,7 +159,7 @@ async def live(namespace: str, audit: AuditLog) -> list[dict[str, int]]:
         return [start, idle, await written(JOBS)]
 
 
-def test_a_job_costs_six_writes_and_two_events_until_it_runs_and_one_of_each_after(
+def test_a_job_costs_at_most_six_writes_and_two_events_until_it_runs_and_one_of_each_after(
     api: Api,
 ) -> None:
     assert KUBECONFIG is not None
@@ -171,12 +171,13 @@ def test_a_job_costs_six_writes_and_two_events_until_it_runs_and_one_of_each_aft
     ):
         operator.wait_for("synced", 60)
         start, idle, end = asyncio.run(live(namespace, audit))
+    patches = start.pop("patch finetunejobs/status")  # one of a job that runs within 3 s
+    assert JOBS <= patches <= 2 * JOBS
     assert start == {
         "create networkpolicies": JOBS,
         "create services": JOBS,
         "create endpointslices": JOBS,
         "create jobs": JOBS,
-        "patch finetunejobs/status": 2 * JOBS,
         "create events": 2 * JOBS,
     }
     assert idle == {}
