@@ -24,6 +24,7 @@ from finetune_operator.backends.base import (
     AttemptPhase,
     Backend,
     BackendContext,
+    Found,
     Handle,
     Observation,
     Request,
@@ -116,6 +117,12 @@ class EachOnItsOwn:
         owned = given_to(request, self._owners(request.job_uid))
         async with self._live() as backend:
             return await backend.submit(owned)
+
+    async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        uid = self._owners(job.metadata.uid)["metadata"]["uid"]
+        owner = job.model_copy(update={"metadata": job.metadata.model_copy(update={"uid": uid})})
+        async with self._live() as backend:
+            return await backend.find(owner, attempt)
 
     async def observe(self, handle: Handle) -> Observation:
         async with self._live() as backend:
