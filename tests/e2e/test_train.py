@@ -122,7 +122,7 @@ def test_a_running_job_says_so_and_counts_its_checkpoints(training: Object, jobs
     wait_until(lambda: jobs.get("trains")["status"]["checkpoint"].get("last"), 90)
 
 
-def test_its_pod_is_a_user_who_can_write_nothing_and_knows_no_secret(
+def test_its_pod_is_a_user_who_writes_to_volumes_alone_and_knows_no_secret(
     training: Object, jobs: Jobs
 ) -> None:
     (pod,) = jobs.pods("trains", 1)
@@ -139,13 +139,13 @@ def test_its_pod_is_a_user_who_can_write_nothing_and_knows_no_secret(
         "        return error.errno\n"
         "status = pathlib.Path('/proc/1/status').read_text().split('\\n')\n"
         "caps = next(one for one in status if one.startswith('CapEff')).split()[1]\n"
-        "print(json.dumps([os.getuid(), write('/'), write('/etc/finetune'), int(caps, 16),"
+        "print(json.dumps([os.getuid(), *map(write, ('/', '/etc/finetune', '/tmp')), int(caps, 16),"
         " os.path.exists('/var/run/secrets'), sorted(os.environ)]))"
     )
     python = jobs.cluster.given.python
     said = jobs.kubectl("exec", pod["metadata"]["name"], "--", python, "-c", program)
-    user, root, config, capabilities, has_token, names = json.loads(said)
-    assert (user, root, config, capabilities, has_token) == (1000, 30, 30, 0, False)
+    user, root, config, tmp, capabilities, has_token, names = json.loads(said)
+    assert (user, root, config, tmp, capabilities, has_token) == (1000, 30, 30, None, 0, False)
     assert not [name for name in names if "TOKEN" in name or "SECRET" in name or "KEY" in name]
 
 

@@ -19,7 +19,7 @@ from finetune_operator.api.problems import Severity
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks import observe
 from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.names import AttemptName
+from finetune_operator.backends.aks.names import PROFILE_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.aks.reasons import from_events
 from finetune_operator.backends.aks.volumes import claim_uri
@@ -486,6 +486,7 @@ def test_what_a_profile_allows_no_more_a_later_attempt_does_not_get() -> None:
     before = clustered((FINE_TUNE_PROFILES, stored_profile("old:1")))
     first = dict(before.render(planned(**JOB), Attempt(1)).objects[-1])
     first["metadata"] = {**first["metadata"], "resourceVersion": "2", "uid": "job-1"}
+    assert '"allow"' not in first["metadata"]["annotations"][PROFILE_ANNOTATION]
     narrower = stored_profile("new:2", allow={"claims": ["data", "checkpoints"]})
     after = clustered((FINE_TUNE_PROFILES, narrower), (JOBS, first))
     (found,) = after.validate(planned(**JOB).job)

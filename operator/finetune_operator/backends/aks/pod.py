@@ -18,7 +18,7 @@ from finetune_operator.backends.aks.names import (
 )
 from finetune_operator.backends.aks.profiles import aks_of
 from finetune_operator.kube.labels import JOB_UID_LABEL
-from finetune_trainer.config import ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
+from finetune_trainer.config import ENV_RDZV_ENDPOINT
 
 Json = dict[str, Any]
 
@@ -141,16 +141,14 @@ def _environment(inputs: PodInputs) -> list[Json]:
     defaults = {
         "HOME": str(volumes.SCRATCH),
         "USER": "trainer",  # torch names its compile cache by it, and no passwd knows the user id
-        "TMPDIR": "/tmp",
         "HF_HOME": f"{profile.cache_directory}/huggingface",
     }
     if job.spec.topology.nodes > 1 and job.spec.topology.gpus_per_node:
         has_rdma = scheduling.uses_rdma(job.spec, profile)
         defaults |= {"NCCL_IB_DISABLE": "0" if has_rdma else "1", "NCCL_SOCKET_IFNAME": "eth0"}
-    owned = {ENV_TERMINATION_PATH: volumes.TERMINATION_PATH}
+    values = defaults | profile.env
     if inputs.rendezvous_host:
-        owned[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
-    values = defaults | profile.env | owned
+        values[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
     secrets: list[Json] = []
     if (token := job.spec.model.token_secret_ref) is not None:
         values.pop(HUB_TOKEN, None)
@@ -182,7 +180,6 @@ def _volumes(inputs: PodInputs) -> list[Json]:
     return [
         {"name": "config", "downwardAPI": {"items": [{"path": "config.json", "fieldRef": field}]}},
         {"name": "dev-shm", "emptyDir": memory},
-        {"name": "tmp", "emptyDir": {}},
         {"name": "scratch", "emptyDir": {}},
         *({"name": f"profile-{one.name}", **one.source} for one in inputs.profile.volumes),
         *(
@@ -197,8 +194,8 @@ def _mounts(inputs: PodInputs) -> list[Json]:
     return [
         {"name": "config", "mountPath": volumes.CONFIG_FOLDER, "readOnly": True},
         {"name": "dev-shm", "mountPath": "/dev/shm"},
-        {"name": "tmp", "mountPath": "/tmp"},
         {"name": "scratch", "mountPath": str(volumes.SCRATCH)},
+        {"name": "scratch", "mountPath": "/tmp", "subPath": "tmp"},
         *(
             {"name": f"profile-{one.name}", "mountPath": one.mount_path, "readOnly": one.read_only}
             for one in inputs.profile.volumes

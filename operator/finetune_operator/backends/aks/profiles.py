@@ -38,6 +38,13 @@ class Snapshot(ApiModel):
     name: str
     spec: FineTuneProfileSpec
 
+    def to_annotation(self) -> str:
+        """Return what a later attempt keeps to: all but what is allowed, which is read anew.
+
+        Defaults are written down, too: another version of the operator may have others.
+        """
+        return self.model_dump_json(by_alias=True, exclude_none=True, exclude={"spec": {"allow"}})
+
 
 class ProfileError(ValueError):
     """There is no usable profile; the message is a sentence about `FIELD`.

@@ -105,7 +105,7 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName) -> Json:
     facts = _facts(plan, profile)
     metadata["annotations"] = {
         FACTS_ANNOTATION: facts.model_dump_json(by_alias=True),
-        PROFILE_ANNOTATION: profile.model_dump_json(by_alias=True, exclude_none=True),
+        PROFILE_ANNOTATION: profile.to_annotation(),
     }
     host = network.rendezvous_host(name, child_name(name.job)) if plan.nodes > 1 else ""
     config, run_dir = _config(plan, profile, name)
