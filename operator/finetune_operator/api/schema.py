@@ -5,7 +5,7 @@ A rule stands beside the field it guards and exists once: the CRD converter copi
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
@@ -39,12 +39,6 @@ class Rule:
 
 ABOVE_ZERO = Rule("self > 0.0", "must be above 0")
 """For a fraction; as a minimum of 0.001 the API server compares a whole 0 with 0, and takes it."""
-
-ATOMIC: dict[str, Any] = {"x-kubernetes-map-type": "atomic"}
-"""For a mapping with one owner: managedFields hold it as one value, which every write is spared.
-
-A server-side apply by somebody else conflicts with it as a whole, and replaces it where forced to.
-"""
 
 
 class ApiModel(BaseModel):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from finetune_operator.api.schema import ATOMIC, ApiModel, Rule
+from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.inputs import DatasetSpec, ModelSpec
 from finetune_operator.api.v1alpha1.lifecycle import (
     CheckpointSpec,
@@ -67,19 +67,11 @@ def _needs_gpu(field: str) -> Rule:
 class FineTuneJobSpec(ApiModel):
     """What to fine-tune, on what, how, and where."""
 
-    model: ModelSpec = Field(description="The base model.", json_schema_extra=ATOMIC)
-    dataset: DatasetSpec = Field(
-        description="The rows to train and to evaluate on.", json_schema_extra=ATOMIC
-    )
-    method: MethodSpec = Field(
-        MethodSpec(), description="Full fine-tuning, LoRA or QLoRA.", json_schema_extra=ATOMIC
-    )
-    strategy: StrategySpec = Field(
-        StrategySpec(), description="How the ranks share the model.", json_schema_extra=ATOMIC
-    )
-    training: TrainingSpec = Field(
-        description="Batch, steps, learning rate, precision.", json_schema_extra=ATOMIC
-    )
+    model: ModelSpec = Field(description="The base model.")
+    dataset: DatasetSpec = Field(description="The rows to train and to evaluate on.")
+    method: MethodSpec = Field(MethodSpec(), description="Full fine-tuning, LoRA or QLoRA.")
+    strategy: StrategySpec = Field(StrategySpec(), description="How the ranks share the model.")
+    training: TrainingSpec = Field(description="Batch, steps, learning rate, precision.")
     topology: TopologySpec = Field(TopologySpec(), description="Nodes, GPUs and processes.")
     capacity: Capacity = Field(
         Capacity.ON_DEMAND, description="onDemand, spot, or spotPreferred (spot while there is)."
@@ -203,7 +195,11 @@ class FineTuneJob(ApiModel):
     kind: Literal["FineTuneJob"] = "FineTuneJob"
     metadata: ObjectMeta
     spec: FineTuneJobSpec
-    status: FineTuneJobStatus = Field(FineTuneJobStatus(), json_schema_extra=ATOMIC)
+    status: FineTuneJobStatus = Field(
+        FineTuneJobStatus(),
+        # One owner, so managedFields need not hold each of its fields, which every write would pay.
+        json_schema_extra={"x-kubernetes-map-type": "atomic"},
+    )
 
     cel_rules = (
         Rule(
