@@ -3,9 +3,7 @@
 What a test shows on the embedded one is believed because the same test passes on the real one.
 """
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 
 from finetune_operator.embedded import EmbeddedApi, Faults
 from finetune_operator.kube.resources import Object
+from loop_thread import LoopThread
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,11 @@ def embedded_cluster(
 ) -> Iterator[RunningCluster]:
     """Run an embedded API server on a thread of its own, with its kubeconfig in `folder`."""
     file = folder / "kubeconfig.json"
-    loop = asyncio.new_event_loop()
     api = EmbeddedApi(crds, state=state)
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(api.__aenter__(), loop).result(20)
-    file.write_text(json.dumps(api.kubeconfig()))
-    try:
-        yield RunningCluster(str(file), api.faults)
-    finally:
-        asyncio.run_coroutine_threadsafe(api.__aexit__(None, None, None), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(20)
-        loop.close()
+    with LoopThread() as loop:
+        loop.run(api.__aenter__())
+        file.write_text(json.dumps(api.kubeconfig()))
+        try:
+            yield RunningCluster(str(file), api.faults)
+        finally:
+            loop.run(api.__aexit__(None, None, None))

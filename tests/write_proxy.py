@@ -1,8 +1,6 @@
 """A proxy between the operator and the API server that sees each write, and may end its sender."""
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -12,6 +10,7 @@ import yaml
 from aiohttp import web
 
 from finetune_operator.kube.config import ClusterAccess, load_access
+from loop_thread import LoopThread
 
 _HOP = frozenset({"host", "content-length", "transfer-encoding", "connection", "authorization"})
 
@@ -33,12 +32,11 @@ class WriteProxy:
         self.kubeconfig = folder / "through-the-proxy.yaml"
         self._behind = kubeconfig
         self._done = done
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._loop = LoopThread()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        port = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(20)
+        self._loop.__enter__()
+        port = self._loop.run(self._open())
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -51,10 +49,8 @@ class WriteProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(20)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
-        self._loop.close()
+        self._loop.run(self._close())
+        self._loop.__exit__(None, None, None)
 
     async def _open(self) -> int:
         self._access: ClusterAccess = await load_access(self._behind)

@@ -63,7 +63,7 @@ def test_writes_that_fail_for_a_while_are_made_once_they_succeed(
     world: World, fault: Fault
 ) -> None:
     creation = replace(fault, times=1, verbs={"create"}, resources={"configmaps"})
-    status = replace(fault, times=2, verbs={"patch"}, resources={"finetunejobs"})
+    status = replace(fault, times=1, verbs={"patch"}, resources={"finetunejobs"})
     name = f"fault-{fault.status}"
     world.faults.add(creation)
     world.faults.add(status)
