@@ -116,7 +116,7 @@ class Reconciler:
                 return await self._finalize(key, known)
             if known.job is None:
                 return await self._hold(key, known)
-            return await self._look(key, known, await self._as_it_is(key, known.job))
+            return await self._look(key, known, await self._as_it_is(key, known, known.job))
         except _StaleError:
             await self._read_again(key)
             return AT_ONCE
@@ -187,11 +187,9 @@ class Reconciler:
             log.exception("attempt not created", extra=_about(key, attempt=number))
             return await self._block(key, known, job, fault_of(job, error))
         self._handles[key] = (job.metadata.uid, number, handle)
-        log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
         if self._is_outside(job):
             await self._write(key, known, self._with_handle(key, job).status)
-        said = f"attempt {number} is {handle.kind} {handle.name}"
-        await self._events.post(known.metadata, JobEvent(EventType.NORMAL, "AttemptCreated", said))
+        await self._tell_created(key, known, number, handle)
         return Look(FIRST_LOOK_SECONDS)
 
     async def _block(self, key: Key, known: KnownJob, job: FineTuneJob, message: str) -> Look:
@@ -332,19 +330,39 @@ class Reconciler:
         else:
             self._cache.put(trim_metadata(made))
 
-    async def _as_it_is(self, key: Key, job: FineTuneJob) -> FineTuneJob:
+    async def _as_it_is(self, key: Key, known: KnownJob, job: FineTuneJob) -> FineTuneJob:
         """Return the job with the attempt and the handle that its status does not hold yet."""
         uid, status = self._opened.get(key, ("", job.status))
         if job.status.attempt:
             self._opened.pop(key, None)
         elif uid == job.metadata.uid:
             job = job.model_copy(update={"status": status})
-        elif self._is_inside(job):
-            found = await self._backend(job).find(job, Attempt(1))
-            if found is not None:
-                status = as_opened(job, found, self._now(), self._book.plan(job))
-                job = job.model_copy(update={"status": status})
+        job = self._with_handle(key, job)
+        is_open = attempts.current(job.status) is not None
+        if (is_open and job.status.backend_ref is None) or not job.status.attempt:
+            return await self._found(key, known, job)
+        return job
+
+    async def _found(self, key: Key, known: KnownJob, job: FineTuneJob) -> FineTuneJob:
+        """Look for an attempt that a process before this one has created and not written down."""
+        number = job.status.attempt or 1
+        if not self._is_inside(job):
+            return job
+        found = await self._backend(job).find(job, Attempt(number))
+        if found is None:
+            return job
+        if not job.status.attempt:
+            status = as_opened(job, found, self._now(), self._book.plan(job))
+            job = job.model_copy(update={"status": status})
+        self._handles[key] = (job.metadata.uid, number, found.handle)
+        await self._tell_created(key, known, number, found.handle)
         return self._with_handle(key, job)
+
+    async def _tell_created(self, key: Key, known: KnownJob, number: int, handle: Handle) -> None:
+        """Tell people; an Event that was told before is not told again."""
+        log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
+        said = f"attempt {number} is {handle.kind} {handle.name}"
+        await self._events.post(known.metadata, JobEvent(EventType.NORMAL, "AttemptCreated", said))
 
     def _with_handle(self, key: Key, job: FineTuneJob) -> FineTuneJob:
         """Return the job with the handle that its status does not hold yet."""

@@ -154,7 +154,7 @@ def as_opened(
     """Return the status of a job whose next attempt was created before anybody wrote that down."""
     since = found.since or now
     status = job.status if isinstance(plan, Refusal) else _note_plan(job.status, plan)
-    status = attempts.with_handle(attempts.open_next(status, since), found.handle)
+    status = attempts.open_next(status, since)
     return describe(status, _starting(status.attempt), since, job.metadata.generation)
 
 
