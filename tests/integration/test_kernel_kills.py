@@ -82,4 +82,6 @@ def test_killed_after_each_of_its_writes_it_goes_on_with_one_attempt_at_a_time(
     # What is missing here are Events: what a status tells is not told again after a crash.
     created = ["POST configmaps", "POST events"]
     status = ["PATCH finetunejobs/tiny/status"]
-    assert killer.writes == [*created, *status, *status, *created, *status]
+    told = [*created, *status, *status, *created, *status]
+    # The opening of the first attempt is told apart where a process lived on for three seconds.
+    assert killer.writes in (told, [*created, *status, *told[len(created) :]])
