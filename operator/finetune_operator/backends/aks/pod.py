@@ -18,7 +18,7 @@ from finetune_operator.backends.aks.names import (
 )
 from finetune_operator.backends.aks.profiles import aks_of
 from finetune_operator.kube.labels import JOB_UID_LABEL
-from finetune_trainer.config import ENV_RDZV_ENDPOINT
+from finetune_trainer.config import ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
 
 Json = dict[str, Any]
 
@@ -141,14 +141,16 @@ def _environment(inputs: PodInputs) -> list[Json]:
     defaults = {
         "HOME": str(volumes.SCRATCH),
         "USER": "trainer",  # torch names its compile cache by it, and no passwd knows the user id
+        "TMPDIR": "/tmp",
         "HF_HOME": f"{profile.cache_directory}/huggingface",
     }
     if job.spec.topology.nodes > 1 and job.spec.topology.gpus_per_node:
         has_rdma = scheduling.uses_rdma(job.spec, profile)
         defaults |= {"NCCL_IB_DISABLE": "0" if has_rdma else "1", "NCCL_SOCKET_IFNAME": "eth0"}
-    values = defaults | profile.env
+    owned = {ENV_TERMINATION_PATH: volumes.TERMINATION_PATH}
     if inputs.rendezvous_host:
-        values[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
+        owned[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
+    values = defaults | profile.env | owned
     secrets: list[Json] = []
     if (token := job.spec.model.token_secret_ref) is not None:
         values.pop(HUB_TOKEN, None)
