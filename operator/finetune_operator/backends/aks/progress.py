@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from finetune_trainer.config import Phase, Progress
 
 if TYPE_CHECKING:
-    from aiohttp import StreamReader
+    from aiohttp import BaseConnector, StreamReader
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class _Pull:
 
     newest: Progress | None = None
     failures: int = 0
+    begun: float = 0.0
     due: float = 0.0
     task: "asyncio.Task[None] | None" = None
 
@@ -55,6 +56,7 @@ class ProgressReader:
 
     def __init__(self) -> None:
         self._pulls: dict[str, _Pull] = {}
+        self._connector: BaseConnector | None = None
 
     async def read(self, uid: str, address: str, port: int, interval_seconds: float) -> Word:
         """Return the newest word, after asking for a newer one if it is time.
@@ -69,11 +71,15 @@ class ProgressReader:
         if pull.task is None and loop.time() >= pull.due:
             host = f"[{address}]" if ":" in address else address
             work = self._pull(pull, f"http://{host}:{port}/progress", interval_seconds)
+            pull.begun = loop.time()
             pull.task = asyncio.create_task(work)
             await asyncio.wait({pull.task}, timeout=_PATIENCE_SECONDS)
         if pull.task is not None:
-            # A pod that was silent before will most likely be so until its time is over.
-            return Word(pull.newest, _TIMEOUT_SECONDS if pull.failures else _SOON_SECONDS)
+            if not pull.failures and loop.time() < pull.begun + _SOON_SECONDS:
+                return Word(pull.newest, _SOON_SECONDS)
+            # Who is silent so long will most likely be so until it is asked again.
+            over = pull.begun + _TIMEOUT_SECONDS + _wait_after(pull.failures + 1, interval_seconds)
+            return Word(pull.newest, over - loop.time())
         return Word(pull.newest, max(0.1, pull.due - loop.time()))
 
     def forget(self, uid: str) -> None:
@@ -85,11 +91,18 @@ class ProgressReader:
     async def _pull(self, pull: _Pull, url: str, interval_seconds: float) -> None:
         import aiohttp
 
+        if self._connector is None:
+            self._connector = aiohttp.TCPConnector(limit=0, force_close=True)
         try:
             limit = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
             # A pod must not send the operator, which reaches more than the pod does, elsewhere.
             async with aiohttp.request(
-                "GET", url, timeout=limit, raise_for_status=True, allow_redirects=False
+                "GET",
+                url,
+                timeout=limit,
+                raise_for_status=True,
+                allow_redirects=False,
+                connector=self._connector,
             ) as answer:
                 text = await _read(answer.content)
             pull.newest = Progress.model_validate_json(text)
@@ -97,14 +110,17 @@ class ProgressReader:
             wait = interval_seconds if pull.newest.phase in _STEADY else _SOON_SECONDS
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
             pull.failures += 1
-            wait = min(_SOON_SECONDS * 2**pull.failures, _SILENT_SECONDS)
-            if pull.failures >= _LONG_SILENCE:
-                wait = max(wait, interval_seconds)
+            wait = _wait_after(pull.failures, interval_seconds)
             if pull.failures == _LONG_SILENCE:
                 log.warning("no progress from %s (%s)", url, error or type(error).__name__)
         finally:
             pull.task = None
         pull.due = asyncio.get_running_loop().time() + wait
+
+
+def _wait_after(failures: int, interval_seconds: float) -> float:
+    wait = min(_SOON_SECONDS * float(2**failures), _SILENT_SECONDS)
+    return max(wait, interval_seconds) if failures >= _LONG_SILENCE else wait
 
 
 async def _read(content: "StreamReader") -> bytes:
