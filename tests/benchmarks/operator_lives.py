@@ -25,6 +25,10 @@ from bursts import (
 
 from audit import AuditLog, counted
 from builders import manifest
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
+from finetune_operator.api.validate import defaulted
+from finetune_operator.backends.aks.backend import AksBackend
+from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.kube import permissions
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError
@@ -37,6 +41,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
+from finetune_operator.planner.plan import make_plan
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 from operators import OperatorProcess, phase_of
 from played_pods import (
@@ -56,6 +61,7 @@ ACCOUNT = f"system:serviceaccount:{HOME}:finetune-operator"
 LEASE_SECONDS = 15
 PODS_EACH = 2
 _CLAIM = "shared"
+_SIMULATED = "simulated"
 _PLAYED = "played"
 _TIMEOUT = 240.0
 _SETTLE_SECONDS = 3.0
@@ -110,13 +116,6 @@ async def prepare(client: KubeClient, folder: Path, server: str, authority: str)
         server: URL of the API server.
         authority: Its certificate authority, PEM in base64.
     """
-    allow = {
-        "namespaces": ["*"],
-        "claims": [_CLAIM],
-        "maxNodes": 2,
-        "metadata": ["finetune.test/*"],
-    }
-    spec: Object = {"image": "registry.test/trainer:1", "allow": allow}
     rules = [
         one.to_rule()
         for part in (
@@ -129,8 +128,8 @@ async def prepare(client: KubeClient, folder: Path, server: str, authority: str)
     subject = {"kind": "ServiceAccount", "name": HOME, "namespace": HOME}
     role = {"apiGroup": _RBAC, "kind": "ClusterRole", "name": HOME}
     wanted: list[tuple[Resource, Object, str | None]] = [
-        (FINE_TUNE_PROFILES, _profile("simulated", spec), None),
-        (FINE_TUNE_PROFILES, _profile(_PLAYED, {**spec, "nodes": profile_nodes(_PLAYED)}), None),
+        (FINE_TUNE_PROFILES, _profile(_SIMULATED), None),
+        (FINE_TUNE_PROFILES, _profile(_PLAYED, nodes=profile_nodes(_PLAYED)), None),
         (NAMESPACES, {"metadata": {"name": HOME}}, None),
         (_core("serviceaccounts"), {"metadata": {"name": HOME}}, HOME),
         (_rbac("clusterroles"), {"metadata": {"name": HOME}, "rules": rules}, None),
@@ -151,8 +150,15 @@ async def prepare(client: KubeClient, folder: Path, server: str, authority: str)
     return path
 
 
-def _profile(name: str, spec: Object) -> Object:
+def _profile(name: str, **more: Any) -> Object:
+    allow = {
+        "namespaces": ["*"],
+        "claims": [_CLAIM],
+        "maxNodes": 2,
+        "metadata": ["finetune.test/*"],
+    }
     kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
+    spec = {"image": "registry.test/trainer:1", "allow": allow, **more}
     return {**kind, "metadata": {"name": name}, "spec": spec}
 
 
@@ -176,7 +182,7 @@ def _kubeconfig(server: str, authority: str, token: str) -> Object:
     }
 
 
-def fine_tune_jobs(count: int, profile: str = "simulated", **spec: Any) -> list[Object]:
+def fine_tune_jobs(count: int, profile: str = _SIMULATED, **spec: Any) -> list[Object]:
     """Return jobs of two nodes; `spec` is changed in them as in `builders.manifest`."""
     made = []
     for number in range(count):
@@ -204,6 +210,29 @@ def plain_jobs(count: int) -> list[Object]:
     spec |= {"backoffLimit": 0, "template": template}
     names = (f"job-{number:04d}" for number in range(count))
     return [{"metadata": {"name": name}, "spec": spec} for name in names]
+
+
+def same_pods_jobs(count: int) -> list[Object]:
+    """Return plain batch Jobs with the very pods that the operator would make."""
+    profile = FineTuneProfile.model_validate(_profile(_SIMULATED))
+    backend = AksBackend(BackendContext(Path(), profiles={_SIMULATED: profile}))
+    made = []
+    for number, one in enumerate(fine_tune_jobs(count)):
+        job = FineTuneJob.model_validate(defaulted(one))
+        metadata = job.metadata.model_copy(update={"uid": f"uid-{number}"})
+        plan = make_plan(job.model_copy(update={"metadata": metadata}))
+        batch_job = dict(backend.render(plan, Attempt(1)).objects[-1])
+        left_out = ("namespace", "ownerReferences")
+        kept = {key: val for key, val in batch_job["metadata"].items() if key not in left_out}
+        made.append({**batch_job, "metadata": kept})
+    return made
+
+
+async def same_pods_burst(bench: Bench, count: int) -> Result:
+    """Create the operator's batch Jobs at once, without it."""
+    jobs = same_pods_jobs(count)
+    async with bench.place("pods") as namespace:
+        return await _burst(bench, JOBS, jobs, namespace)
 
 
 async def plain_burst(bench: Bench, count: int) -> Result:
