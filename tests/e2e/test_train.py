@@ -119,7 +119,7 @@ def training(jobs: Jobs) -> Object:
 def test_a_running_job_says_so_and_counts_its_checkpoints(training: Object, jobs: Jobs) -> None:
     assert condition(training, "ResourcesReady")["status"] == "True"
     assert training["status"]["nodes"] == {"desired": 1, "ready": 1, "worldSize": 2}
-    wait_until(lambda: jobs.get("trains")["status"]["checkpoint"].get("last"), 90)
+    wait_until(lambda: jobs.get("trains")["status"].get("checkpoint", {}).get("last"), 90)
 
 
 def test_its_pod_is_a_user_who_writes_to_volumes_alone_and_knows_no_secret(

@@ -185,6 +185,8 @@ def test_a_job_that_is_suspended_before_its_first_status_is_written_is_stopped(
         await world.settle()
         status = world.job["status"]
         assert (status["phase"], status["attempt"]) == ("Suspended", 1)
+        assert world.condition("Accepted")["observedGeneration"] == 1
+        assert world.condition("Suspended")["observedGeneration"] == 2
         assert world.api.objects(CONFIG_MAPS)[0]["data"]["gone"]
 
     run(work())

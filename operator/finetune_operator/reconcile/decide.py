@@ -155,7 +155,8 @@ def as_opened(
     since = found.since or now
     status = job.status if isinstance(plan, Refusal) else _note_plan(job.status, plan)
     status = attempts.open_next(status, since)
-    return describe(status, _starting(status.attempt), since, job.metadata.generation)
+    # It was made of the first spec, as any later change would have met a status that was written.
+    return describe(status, _starting(status.attempt), since, generation=1)
 
 
 def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
