@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune_operator.embedded import EmbeddedApi, Faults
 from finetune_operator.kube.resources import Object
-from loop_thread import LoopThread
+from loop_thread import loop_thread
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def embedded_cluster(
     """Run an embedded API server on a thread of its own, with its kubeconfig in `folder`."""
     file = folder / "kubeconfig.json"
     api = EmbeddedApi(crds, state=state)
-    with LoopThread() as loop:
+    with loop_thread() as loop:
         loop.run(api.__aenter__())
         file.write_text(json.dumps(api.kubeconfig()))
         try:

@@ -2,39 +2,39 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _SECONDS = 20.0
 
 
+@dataclass(frozen=True)
 class LoopThread:
-    """A context manager; at its end every task of the loop is ended, and then the loop."""
+    """A loop that runs on another thread."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+    loop: asyncio.AbstractEventLoop
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it there, and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_SECONDS)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(_SECONDS)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.run(_end_other_tasks())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_SECONDS)
-        self._loop.close()
+@contextmanager
+def loop_thread() -> Iterator[LoopThread]:
+    """Yield a loop; at the end every task of it is ended, and then the loop."""
+    made = LoopThread(asyncio.new_event_loop())
+    thread = threading.Thread(target=made.loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.run(_end_other_tasks())
+        made.loop.call_soon_threadsafe(made.loop.stop)
+        thread.join(_SECONDS)
+        made.loop.close()
 
 
 async def _end_other_tasks() -> None:

@@ -10,7 +10,7 @@ import yaml
 from aiohttp import web
 
 from finetune_operator.kube.config import ClusterAccess, load_access
-from loop_thread import LoopThread
+from loop_thread import loop_thread
 
 _HOP = frozenset({"host", "content-length", "transfer-encoding", "connection", "authorization"})
 
@@ -32,10 +32,10 @@ class WriteProxy:
         self.kubeconfig = folder / "through-the-proxy.yaml"
         self._behind = kubeconfig
         self._done = done
-        self._loop = LoopThread()
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._loop.__enter__()
+        self._loop = self._stack.enter_context(loop_thread())
         port = self._loop.run(self._open())
         config = {
             "apiVersion": "v1",
@@ -50,7 +50,7 @@ class WriteProxy:
 
     def __exit__(self, *_: object) -> None:
         self._loop.run(self._close())
-        self._loop.__exit__(None, None, None)
+        self._stack.close()
 
     async def _open(self) -> int:
         self._access: ClusterAccess = await load_access(self._behind)
