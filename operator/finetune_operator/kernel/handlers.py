@@ -7,7 +7,7 @@ writes nothing: no annotation, no finalizer, no peering, no Event.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -138,6 +138,7 @@ class KopfThread:
         made.networking.request_timeout = self._options.request_seconds
         made.watching.server_timeout = _SERVER_SECONDS
         made.watching.chunk_size = 500
+        made.persistence.diffbase_storage = _NoDiffs()
         made.queueing.idle_timeout = 0.2  # a worker task and its queue live so long after an event
         made.scanning.disabled = True
         made.posting.enabled = False
@@ -151,6 +152,22 @@ class KopfThread:
 
     def _hand_on(self, kind: str | None, made: Object) -> None:
         self._on_event(kind, made)
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Nothing to compare: no handler asks what changed, and kopf would copy every object for it."""
+
+    def build(
+        self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None
+    ) -> kopf.BodyEssence:
+        """Return that nothing of the object matters."""
+        return kopf.BodyEssence({})
+
+    def fetch(self, *, body: kopf.Body) -> None:
+        """Return that nothing is known of an earlier state."""
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Write nothing into the object."""
 
 
 def join_threads(seconds: float) -> None:
