@@ -100,11 +100,21 @@ class ConfigMapBackend:
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
         namespace, name = job.metadata.namespace, f"{job.metadata.name}-{attempt.number}"
         made = self._cache.get(Key(namespace, name))
+        if made is None and attempt.number <= job.status.attempt:
+            made = await self._ask(name, namespace)
         owners = made["metadata"].get("ownerReferences") if made else None
         if made is None or not owners or owners[0].get("uid") != job.metadata.uid:
             return None
         handle = Handle("ConfigMap", f"{namespace}/{name}", made["metadata"]["uid"])
         return Found(handle, datetime.fromisoformat(made["metadata"]["creationTimestamp"]))
+
+    async def _ask(self, name: str, namespace: str) -> Object | None:
+        try:
+            made = await self._cluster.client.get(CONFIG_MAPS, name, namespace)
+        except NotFoundError:
+            return None
+        self._cache.put(made)
+        return made
 
     async def observe(self, handle: Handle) -> Observation:
         made = self._cache.get(Key(*handle.name.split("/")))

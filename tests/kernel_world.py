@@ -1,5 +1,6 @@
 """A cluster in memory with one job and an operator process that may die, for tests."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -16,6 +17,7 @@ from finetune_operator.kernel.jobs import Backends
 from finetune_operator.kernel.reconciler import FIRST_LOOK_SECONDS, Look, Reconciler
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.errors import ForbiddenError
 from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS, Object, Resource
 
 KEY = Key("ns", "tiny")
@@ -33,6 +35,7 @@ PLAYS: dict[str, dict[str, str]] = {
     "is gone": {"gone": "yes", "phase": "Failed"},
     "completes": {"phase": "Succeeded", "code": "0", "gone": "yes"},
 }
+QUOTA_SENTENCE = "configmaps is forbidden: exceeded quota: team"
 HAPPENINGS = (*PLAYS, "vanishes", "suspend", "resume", "restart", "wait")
 """What can happen to a job; see `happen`."""
 WRITES = ("create", "patch", "update", "delete")
@@ -42,11 +45,28 @@ class Crash(BaseException):
     """The process is gone."""
 
 
+class RationedApi(FakeApi):
+    """A server with a quota on ConfigMaps.
+
+    Attributes:
+        is_used_up: No ConfigMap may be created.
+    """
+
+    is_used_up = False
+
+    async def create(
+        self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
+    ) -> Object:
+        if self.is_used_up and resource == CONFIG_MAPS:
+            raise ForbiddenError(403, "Forbidden", QUOTA_SENTENCE)
+        return await super().create(resource, body, namespace)
+
+
 class World:
     """A cluster, its clock, and an operator process that may die."""
 
     def __init__(self) -> None:
-        self.api = FakeApi()
+        self.api = RationedApi()
         self.api.now = lambda: self.now
         self.now = START
         self.writes = 0
@@ -151,7 +171,9 @@ async def happen(world: World, what: str) -> None:
         (one for one in reversed(world.api.objects(CONFIG_MAPS)) if "gone" not in one["data"]),
         None,
     )
-    if what in ("suspend", "resume"):
+    if what in ("quota is used up", "quota allows"):
+        world.api.is_used_up = what == "quota is used up"
+    elif what in ("suspend", "resume"):
         await world.change(suspend=what == "suspend")
     elif what == "restart":
         world.start_process()

@@ -61,6 +61,16 @@ class Place:
         assert found is not None
         return found
 
+    def ration(self) -> None:
+        """Let no batch Job be created until the quota `none` is deleted."""
+        quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
+        self.api.run(self.api.client.create(QUOTAS, quota, self.namespace))
+        wait_until(self._is_rationed, 20)
+
+    def _is_rationed(self) -> bool:
+        there = self.api.get(QUOTAS, self.namespace, "none")
+        return there is not None and "hard" in there.get("status", {})
+
     def started(self, name: str, seconds: float = 5.0) -> None:
         """Wait until the job has its batch Job, and says nothing bad of itself any more."""
         wait_until(lambda: self.api.get(JOBS, self.namespace, f"{name}-1"), seconds, name)
@@ -168,9 +178,7 @@ def test_a_quota_is_told_in_the_conditions_and_is_no_obstacle_once_it_is_gone(
     place: Place,
 ) -> None:
     api, namespace = place.api, place.namespace
-    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
-    api.run(api.client.create(QUOTAS, quota, namespace))
-    wait_until(lambda: (api.get(QUOTAS, namespace, "none") or {}).get("status", {}).get("hard"), 20)
+    place.ration()
     place.apply("rationed")
     told = place.refusal("rationed", "ResourcesReady")
     assert told["reason"] == "CreationFailed"
@@ -180,6 +188,31 @@ def test_a_quota_is_told_in_the_conditions_and_is_no_obstacle_once_it_is_gone(
     start = time.monotonic()
     place.started("rationed", 60)
     print(f"{time.monotonic() - start:.1f} s after the quota was gone")
+
+
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("real", marks=pytest.mark.cluster)], indirect=True
+)
+def test_a_job_that_a_quota_keeps_from_starting_is_suspended_resumed_and_deleted(
+    place: Place,
+) -> None:
+    api, namespace = place.api, place.namespace
+    place.ration()
+    for name in ("parked", "dropped"):
+        place.apply(name, topology__nodes=2)
+        place.refusal(name, "ResourcesReady")
+        api.change(namespace, name, suspend=True)
+        wait_until(lambda name=name: api.phase(namespace, name) == "Suspended", 5, name)
+        assert condition(api.job(namespace, name), "Stalled")["status"] == "False"
+    api.run(api.client.delete(QUOTAS, "none", namespace))
+    api.delete(namespace, "dropped")
+    api.change(namespace, "parked", suspend=False)
+    place.started("parked")
+    told = api.job(namespace, "parked")
+    assert told is not None
+    assert [one["number"] for one in told["status"]["attempts"]] == [1]
+    wait_until(lambda: not api.get(SERVICES, namespace, "dropped-finetune"), 20, "nothing left")
+    assert api.get(JOBS, namespace, "dropped-1") is None
 
 
 def test_a_profile_that_comes_is_taken_up_within_a_second(place: Place) -> None:

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from finetune_operator.kube.errors import UnavailableError
@@ -11,12 +11,16 @@ from kernel_world import HAPPENINGS, Crash, World, at_write, happen, nothing
 from virtual_time import run
 
 AWAY = UnavailableError(0, "Timeout", "no answer in time")
+QUOTA = ("quota is used up", "quota allows")
 OPENING = timedelta(seconds=3)
 FAULTS = st.none() | st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([Crash(), AWAY]))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(story=st.lists(st.tuples(st.sampled_from(HAPPENINGS), FAULTS), max_size=8))
+@given(story=st.lists(st.tuples(st.sampled_from([*HAPPENINGS, *QUOTA]), FAULTS), max_size=8))
+@example(story=[("quota is used up", None), ("suspend", None), ("resume", None)])
+@example(story=[("quota is used up", (1, True, Crash())), ("suspend", (1, True, AWAY))])
+@example(story=[("wait", (1, True, AWAY)), ("quota is used up", None), ("suspend", None)])
 def test_attempts_never_overlap_and_every_story_comes_to_rest(
     story: list[tuple[str, tuple[int, bool, BaseException] | None]],
 ) -> None:
@@ -43,8 +47,11 @@ def test_attempts_never_overlap_and_every_story_comes_to_rest(
             await world.settle()
             told = world.job["status"]
             alive = [one for one in world.api.objects(CONFIG_MAPS) if "gone" not in one["data"]]
-            assert told["attempt"] == len(told["attempts"])
+            assert told["attempt"] == len(told.get("attempts", ()))
             assert all(one["metadata"]["name"] == f"tiny-{told['attempt']}" for one in alive)
+            assert told["phase"] != "Suspended" or not alive
+            if world.job["spec"]["suspend"] and not alive:
+                assert told["phase"] in ("Suspended", "Succeeded", "Failed")
         assert len(world.api.objects(FINE_TUNE_JOBS)) == 1
 
     run(work())

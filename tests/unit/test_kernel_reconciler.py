@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.base import Attempt
 from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.errors import BackendError
-from finetune_operator.kube.errors import ForbiddenError, UnavailableError
+from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
@@ -16,7 +18,8 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from kernel_world import KEY, Crash, World, at_write, nothing
+from finetune_operator.planner.plan import make_plan
+from kernel_world import KEY, QUOTA_SENTENCE, Crash, World, at_write, nothing
 from virtual_time import run
 
 Chapter = Callable[[World], Coroutine[Any, Any, None]]
@@ -234,15 +237,9 @@ def test_an_attempt_that_is_gone_as_soon_as_it_is_cancelled_is_looked_at_again()
 
 
 def test_a_quota_is_told_in_the_conditions_and_the_attempt_created_once_it_allows() -> None:
-    sentence = "configmaps is forbidden: exceeded quota: team"
-
-    def quota(verb: str, resource: Resource, name: str) -> None:
-        if (verb, resource) == ("create", CONFIG_MAPS):
-            raise ForbiddenError(403, "Forbidden", sentence)
-
     async def work() -> None:
         world = World()
-        world.api.before = quota
+        world.api.is_used_up = True
         await world.apply()
         look = await world.settle()
         assert look.again_in_seconds is not None
@@ -252,13 +249,13 @@ def test_a_quota_is_told_in_the_conditions_and_the_attempt_created_once_it_allow
         assert (ready["status"], ready["reason"], ready["message"]) == (
             "False",
             "CreationFailed",
-            sentence,
+            QUOTA_SENTENCE,
         )
         assert world.condition("Accepted")["status"] == "True"
         before = world.writes
         await world.settle()
         assert world.writes == before
-        world.api.before = nothing
+        world.api.is_used_up = False
         await world.settle()
         assert world.attempts == ["tiny-1"]
         await world.play(1, phase="Running", ready="1", step="1")
@@ -278,13 +275,9 @@ def test_a_quota_is_told_in_the_conditions_and_the_attempt_created_once_it_allow
 def test_an_attempt_that_can_never_be_created_is_given_up_at_the_deadline(
     limit: str, reason: str
 ) -> None:
-    def quota(verb: str, resource: Resource, name: str) -> None:
-        if (verb, resource) == ("create", CONFIG_MAPS):
-            raise ForbiddenError(403, "Forbidden", "exceeded quota: team")
-
     async def work() -> None:
         world = World()
-        world.api.before = quota
+        world.api.is_used_up = True
         await world.apply(deadlines={limit: 60})
         await world.settle()
         assert world.condition("Stalled")["status"] == "True"
@@ -292,9 +285,162 @@ def test_an_attempt_that_can_never_be_created_is_given_up_at_the_deadline(
         await world.settle()
         failed = world.condition("Failed")
         assert (failed["status"], failed["reason"]) == ("True", reason)
-        assert failed["message"].endswith(f"deadlines.{limit} 60: exceeded quota: team")
-        world.api.before = nothing
+        assert failed["message"].endswith(f"deadlines.{limit} 60: {QUOTA_SENTENCE}")
+        world.api.is_used_up = False
         await world.settle()
+        assert world.attempts == []
+
+    run(work())
+
+
+async def blocked_then_suspended(**overrides: Any) -> World:
+    world = World()
+    world.api.is_used_up = True
+    await world.apply(**overrides)
+    await world.settle()
+    assert world.condition("Stalled")["status"] == "True"
+    await world.change(suspend=True)
+    await world.settle()
+    return world
+
+
+def test_a_job_whose_attempt_could_not_be_created_is_suspended_and_resumed() -> None:
+    async def work() -> None:
+        world = await blocked_then_suspended()
+        assert world.job["status"]["phase"] == "Suspended"
+        assert world.condition("Suspended")["reason"] == "SuspendedByUser"
+        assert world.condition("Stalled")["status"] == "False"
+        await world.change(suspend=False)
+        await world.settle()
+        assert world.condition("Suspended")["reason"] == "Resumed"
+        assert world.condition("Stalled")["message"] == QUOTA_SENTENCE
+        assert world.condition("Stalled")["status"] == "True"
+        world.api.is_used_up = False
+        await world.settle()
+        assert world.attempts == ["tiny-1"]
+
+    run(work())
+
+
+def test_a_job_that_was_suspended_without_an_attempt_has_its_whole_time_again() -> None:
+    async def work() -> None:
+        world = await blocked_then_suspended(deadlines={"pendingSeconds": 60, "activeSeconds": 90})
+        world.now += timedelta(seconds=200)
+        await world.settle()
+        assert world.job["status"]["phase"] == "Suspended"
+        await world.change(suspend=False)
+        await world.settle()
+        world.now += timedelta(seconds=59)
+        await world.settle()
+        assert world.job["status"]["phase"] == "Starting"
+        world.now += timedelta(seconds=2)
+        await world.settle()
+        assert world.condition("Failed")["reason"] == "PendingDeadlineExceeded"
+
+    run(work())
+
+
+def test_what_is_wrong_with_a_job_by_the_time_it_is_resumed_is_told() -> None:
+    async def work() -> None:
+        world = await blocked_then_suspended()
+        world.api.is_used_up = False
+        await world.change(model={"revision": "forbidden"}, suspend=False)
+        await world.settle()
+        assert world.condition("Accepted")["message"].startswith("spec.model.revision forbidden")
+        assert world.attempts == []
+        await world.change(model={"revision": "main"})
+        await world.settle()
+        assert world.attempts == ["tiny-1"]
+
+    run(work())
+
+
+@pytest.mark.parametrize("was_blocked", [False, True], ids=["never refused", "refused, too"])
+def test_an_attempt_that_is_created_after_its_job_was_suspended_is_stopped(
+    was_blocked: bool,
+) -> None:
+    def unanswered(verb: str, resource: Resource, name: str) -> None:
+        if (verb, resource) == ("create", CONFIG_MAPS):
+            raise AWAY
+
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        world.api.before = unanswered
+        await world.catch_up()
+        with pytest.raises(UnavailableError):
+            await world.reconciler.reconcile(KEY)
+        if was_blocked:
+            world.api.before, world.api.is_used_up = nothing, True
+            await world.settle()
+            assert world.condition("Stalled")["status"] == "True"
+        await world.change(suspend=True)
+        await world.settle()
+        assert world.job["status"]["phase"] == "Suspended"
+        world.api.before, world.api.is_used_up = nothing, False
+        plan = make_plan(FineTuneJob.model_validate(world.job))
+        (late,) = world.backends.get("configmap").render(plan, Attempt(1)).objects
+        await world.api.create(CONFIG_MAPS, late, "ns")
+        await world.settle()
+        (ended,) = world.api.objects(CONFIG_MAPS)
+        assert ended["data"]["gone"] == "true"
+        assert world.job["status"]["phase"] == "Suspended"
+        await world.change(suspend=False)
+        await world.settle()
+        assert world.attempts == ["tiny-1", "tiny-2"]
+        assert world.most_alive == 1
+
+    run(work())
+
+
+def test_a_job_is_not_told_to_be_suspended_while_an_attempt_runs_that_no_watch_told_of() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.catch_up()
+        world.api.after = at_write(1, AWAY)
+        with pytest.raises(UnavailableError):
+            await world.reconciler.reconcile(KEY)
+        assert world.attempts == ["tiny-1"]
+        await world.change(suspend=True)
+        listing = await world.api.list(FINE_TUNE_JOBS)
+        world.cache(FINE_TUNE_JOBS).replace(listing.items, listing.resource_version)
+        await world.reconciler.reconcile(KEY)
+        assert world.job["status"]["phase"] == "Suspending"
+        await world.settle()
+        assert world.job["status"]["phase"] == "Suspended"
+        (ended,) = world.api.objects(CONFIG_MAPS)
+        assert ended["data"]["gone"] == "true"
+
+    run(work())
+
+
+def test_an_attempt_outside_the_cluster_that_nobody_wrote_down_is_stopped_by_suspending() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply(backend={"type": "fake"})
+        fake = world.backends.get("fake")
+        assert isinstance(fake, FakeBackend)
+        world.api.before = at_write(3, Crash())  # after its finalizer and its opening
+        await world.catch_up()
+        with pytest.raises(Crash):
+            await world.reconciler.reconcile(KEY)
+        assert [len(fake.alive), "backendRef" in world.job["status"]] == [1, False]
+        await world.change(suspend=True)
+        await world.settle()
+        assert fake.alive == []
+        assert len(fake.runs) == 1
+        assert world.job["status"]["phase"] == "Suspended"
+
+    run(work())
+
+
+def test_deleting_a_job_that_was_suspended_without_an_attempt_leaves_nothing() -> None:
+    async def work() -> None:
+        world = await blocked_then_suspended()
+        await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
+        world.api.is_used_up = False
+        assert (await world.settle()).again_in_seconds is None
         assert world.attempts == []
 
     run(work())

@@ -173,7 +173,8 @@ class Backend(Protocol):
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
         """Return the job's own attempt where it exists, however little of it; creates nothing.
 
-        For a caller that died before it could write down what `submit` returned.
+        For a caller that died before it could write down what `submit` returned. Of an attempt
+        that `job.status` tells of, None must be sure: its job may be told to be suspended.
         """
 
     async def observe(self, handle: Handle) -> Observation:

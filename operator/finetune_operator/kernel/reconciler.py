@@ -28,7 +28,12 @@ from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339
+from finetune_operator.reconcile.conditions import (
+    ConditionType,
+    is_finished,
+    is_true,
+    parse_rfc3339,
+)
 from finetune_operator.reconcile.decide import (
     MENDED_SECONDS,
     Cancel,
@@ -64,6 +69,8 @@ class Look:
 
     again_in_seconds: float | None = None
 
+
+_ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
 
 NEVER = Look()
 AT_ONCE = Look(0.0)
@@ -126,7 +133,8 @@ class Reconciler:
         decision = decide(job, observation, self._now(), self._plan(known, job, observation))
         submits = next((one for one in decision.actions if isinstance(one, Submit)), None)
         opened = attempts.current(job.status)
-        if submits is not None and opened is not None and opened.number == submits.number:
+        is_resumed = is_true(job.status, ConditionType.SUSPENDED)
+        if submits and opened and opened.number == submits.number and not is_resumed:
             # The status has this attempt already, so nothing new is said before it exists.
             return await self._submit(key, known, job, submits.number)
         if submits is not None:
@@ -154,9 +162,10 @@ class Reconciler:
         return self._book.judge(known)
 
     async def _observe(self, job: FineTuneJob) -> Observation | None:
-        handle = handle_of(job.status)
-        if handle is None or attempts.current(job.status) is None:
+        if attempts.current(job.status) is None:
             return None
+        if (handle := handle_of(job.status)) is None:
+            return _ABSENT if _is_or_was_suspended(job) else None  # it was looked for by its name
         try:
             return await self._backend(job).observe(handle)
         except (BackendError, ApiError) as error:
@@ -346,7 +355,7 @@ class Reconciler:
     async def _found(self, key: Key, known: KnownJob, job: FineTuneJob) -> FineTuneJob:
         """Look for an attempt that a process before this one has created and not written down."""
         number = job.status.attempt or 1
-        if not self._is_inside(job):
+        if not self._is_inside(job) and not (job.status.attempt and _is_or_was_suspended(job)):
             return job
         found = await self._backend(job).find(job, Attempt(number))
         if found is None:
@@ -399,6 +408,10 @@ class Reconciler:
 
 class _StaleError(Exception):
     """The object is not the one that was looked at any more."""
+
+
+def _is_or_was_suspended(job: FineTuneJob) -> bool:
+    return job.spec.suspend or is_true(job.status, ConditionType.SUSPENDED)
 
 
 def _look_in(seconds: float | None) -> Look:

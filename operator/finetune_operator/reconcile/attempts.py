@@ -39,7 +39,12 @@ def current(status: FineTuneJobStatus) -> AttemptStatus | None:
 
 
 def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
-    """Return the status with the next attempt opened; nothing is submitted yet."""
+    """Return the status with the next attempt opened; nothing is submitted yet.
+
+    One that is open already, as it was never created, is opened anew: its time counts from now.
+    """
+    if current(status) is not None:
+        return change_current(status, start_time=rfc3339(now))
     number = status.attempt + 1
     attempts = [*status.attempts, AttemptStatus(number=number, start_time=rfc3339(now))]
     return status.model_copy(

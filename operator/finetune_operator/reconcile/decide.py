@@ -123,7 +123,9 @@ def decide(
 
     Args:
         job: The resource with its last saved status.
-        observation: Of the attempt that `status.backendRef` names; None where there is none.
+        observation: Of the attempt that `status.backendRef` names. Where the open attempt has none,
+            it says that nothing of it exists, which somebody has made sure of; None where nobody
+            has.
         now: Time with a zone.
         plan: What `make_plan` chose for the job, or why nothing can be chosen. It counts only
             where an attempt is to be opened: one that is open goes on as it was planned.
@@ -136,7 +138,9 @@ def decide(
     attempt = attempts.current(status)
     if attempt is None:
         return _between_attempts(view, status)
-    if status.backend_ref is None or observation is None:
+    if status.backend_ref is None and observation is not None:
+        return _between_attempts(view, status)
+    if observation is None:
         return view.conclude(status, _starting(attempt.number), Submit(attempt.number))
     is_news = observation.nodes_ready != status.nodes.ready
     if is_news and observation.phase is not AttemptPhase.UNKNOWN:
@@ -222,7 +226,11 @@ def _note_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
 
 
 def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
-    """Nothing of the job lives: suspend, fail, wait, or open the next attempt."""
+    """Nothing of the job lives: suspend, fail, wait, or open the next attempt.
+
+    An attempt that was opened and never created stays open, as its creation may yet be carried out:
+    under its number it is found again, and stopped.
+    """
     status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": 0})})
     if isinstance(view.plan, Refusal):
         situation = Situation(Stage.REFUSED, view.plan.reason, view.plan.message)

@@ -91,10 +91,11 @@ class AksBackend:
         return await self._live().submit(request)
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        """Return the attempt if its batch Job exists."""
+        """Return the attempt if its batch Job exists; one that was opened is also asked for."""
         metadata = job.metadata
         name = AttemptName(metadata.namespace, metadata.name, attempt.number)
-        return await self._live().find(name, metadata.uid)
+        is_opened = attempt.number <= job.status.attempt
+        return await self._live().find(name, metadata.uid, is_opened=is_opened)
 
     async def observe(self, handle: Handle) -> Observation:
         """Look at the attempt; also gives rank 0's pod its name once it has an address."""

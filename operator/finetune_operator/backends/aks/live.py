@@ -12,12 +12,12 @@ from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.last_lines import keep_last_lines
 from finetune_operator.backends.aks.logs import read_log
-from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, facts_of, owner_of
+from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, facts_of, is_owned
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.aks.reasons import may_be_told_in_events
 from finetune_operator.backends.aks.stuck import StuckGangs
-from finetune_operator.backends.aks.submit import submit
+from finetune_operator.backends.aks.submit import demand_quiet, submit
 from finetune_operator.backends.base import AttemptPhase, Found, Handle, Observation, Request
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import JOBS, Object
@@ -43,10 +43,27 @@ class LiveAttempts:
         self._forget_deleted()
         return await submit(request, self._children)
 
-    async def find(self, name: AttemptName, job_uid: str) -> Found | None:
-        """Return the attempt if its batch Job exists and is the job's own."""
+    async def find(self, name: AttemptName, job_uid: str, *, is_opened: bool) -> Found | None:
+        """Return the attempt if its batch Job exists and is the job's own.
+
+        Args:
+            name: The attempt's.
+            job_uid: The job's.
+            is_opened: Its creation may have been carried out without an answer, so that a cache,
+                which may be late, is not believed to lack it.
+
+        Raises:
+            TransientError: pods of it live without it.
+            ApiError: the API server does not answer.
+        """
         there = await self._children.batch_job(name)
-        if there is None or owner_of(there).get("uid") != job_uid:
+        if is_opened and not is_owned(there, job_uid):
+            there = await self._children.ask(name)
+            if there is not None and is_owned(there, job_uid):
+                self._children.note(there)
+            else:
+                demand_quiet(self._children, name)
+        if there is None or not is_owned(there, job_uid):
             return None
         metadata = there["metadata"]
         handle = Handle(kind=JOBS.kind, name=str(name), uid=metadata["uid"])

@@ -127,3 +127,8 @@ def owner_of(made: Mapping[str, Any]) -> dict[str, str]:
     """Return the reference to the object's controller; empty where it has none."""
     references = made["metadata"].get("ownerReferences") or ()
     return next((dict(one) for one in references if one.get("controller")), {})
+
+
+def is_owned(made: Mapping[str, Any] | None, job_uid: str) -> bool:
+    """Say whether the object is there, and the job of that uid its controller."""
+    return made is not None and owner_of(made).get("uid") == job_uid

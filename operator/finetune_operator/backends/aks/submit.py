@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.names import AttemptName, owner_of
+from finetune_operator.backends.aks.names import AttemptName, is_owned, owner_of
 from finetune_operator.backends.aks.words import is_alive
 from finetune_operator.backends.base import Handle, Request
 from finetune_operator.errors import AlreadyOwnedError, TransientError
@@ -39,8 +39,8 @@ async def submit(request: Request, children: Children) -> Handle:
     """
     name = AttemptName.parse(request.name)
     there = await children.batch_job(name)
-    if there is None or owner_of(there).get("uid") != request.job_uid:
-        _demand_quiet(children, name)
+    if there is None or not is_owned(there, request.job_uid):
+        demand_quiet(children, name)
         # A cache may be late, so that a foreign one is asked for again when it is in the way.
         *once, batch_job = request.objects
         client = children.cluster.client
@@ -51,10 +51,13 @@ async def submit(request: Request, children: Children) -> Handle:
     return Handle(kind="Job", name=request.name, uid=there["metadata"]["uid"])
 
 
-def _demand_quiet(children: Children, name: AttemptName) -> None:
-    """Refuse to start an attempt beside pods of the job, or of the job of this name before it.
+def demand_quiet(children: Children, name: AttemptName) -> None:
+    """Refuse to go on beside pods of the job, or of the job of this name before it.
 
     Their batch Job may have been deleted while nobody looked; they still write the checkpoint.
+
+    Raises:
+        TransientError: there are some.
     """
     alive = [pod for pod in children.cluster.cache(PODS).of_job(name.key) if is_alive(pod)]
     if alive:
@@ -113,7 +116,7 @@ async def _delete_old(client: KubeClient, name: AttemptName, job_uid: str) -> No
         return
     try:
         there = await client.get(JOBS, old.batch_job, old.namespace)
-        if owner_of(there).get("uid") == job_uid:
+        if is_owned(there, job_uid):
             uid = there["metadata"]["uid"]
             await client.delete(JOBS, old.batch_job, old.namespace, uid=uid)
     except NotFoundError:
