@@ -66,6 +66,9 @@ def test_describing_the_same_situation_later_changes_nothing(stage: Stage) -> No
         (Stage.SUSPENDED, False, False, False),
         (Stage.COMPLETE, True, False, False),
         (Stage.FAILED, False, False, True),
+        (Stage.REFUSED, False, False, True),
+        (Stage.BLOCKED, False, False, True),
+        (Stage.HELD, False, False, True),
     ],
 )
 def test_every_stage_tells_kstatus_where_it_is(

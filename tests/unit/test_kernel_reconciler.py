@@ -474,6 +474,52 @@ def test_a_spec_that_cannot_be_read_is_told_and_mended() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("chapters", [0, 1], ids=["before its first status", "while it trains"])
+def test_an_attempt_whose_spec_cannot_be_read_any_more_is_told_to_run_on(chapters: int) -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.settle()
+        assert not world.job["status"]["attempt"]  # nothing is written in the first seconds
+        for chapter in STORY[1 : 1 + chapters]:
+            await chapter(world)
+            await world.settle()
+        before = world.api.objects(CONFIG_MAPS)
+        await world.change(training={"globalBatchSize": "many"})
+        await world.settle()
+        told = world.job["status"]
+        assert (told["attempt"], told["phase"]) == (1, ("Starting", "Running")[chapters])
+        assert world.condition("Running")["status"] == ("False", "True")[chapters]
+        for kind, status in (("Accepted", "False"), ("Ready", "False"), ("Stalled", "True")):
+            assert world.condition(kind)["status"] == status
+            assert "attempt 1 is left alone and runs on" in world.condition(kind)["message"]
+        assert world.api.objects(CONFIG_MAPS) == before
+        await world.change(training={"globalBatchSize": 4})
+        await _first_runs(world)
+        await world.settle()
+        for kind, status in (("Accepted", "True"), ("Ready", "True"), ("Stalled", "False")):
+            assert world.condition(kind)["status"] == status
+        assert world.attempts == ["tiny-1"]
+
+    run(work())
+
+
+def test_of_a_job_that_was_suspended_without_an_attempt_nothing_is_told_to_run() -> None:
+    async def work() -> None:
+        world = await blocked_then_suspended()
+        await world.change(training={"globalBatchSize": "many"})
+        await world.settle()
+        assert world.job["status"]["phase"] == "Pending"
+        assert "runs on" not in world.condition("Accepted")["message"]
+        world.api.is_used_up = False
+        await world.change(training={"globalBatchSize": 4}, suspend=False)
+        await world.settle()
+        assert world.attempts == ["tiny-1"]
+        assert world.condition("Suspended")["status"] == "False"
+
+    run(work())
+
+
 def test_a_running_attempt_is_left_alone_when_its_spec_would_be_refused_today() -> None:
     async def work() -> None:
         world = World()

@@ -229,8 +229,11 @@ class Reconciler:
     async def _hold(self, key: Key, known: KnownJob) -> Look:
         """Say what cannot be read of a job; an attempt that runs is left alone."""
         if known.refusal is not None:
-            metadata = known.metadata
-            status = hold(known.status, known.refusal, self._now(), metadata.generation)
+            metadata, status = known.metadata, known.status
+            uid, opened = self._opened.get(key, ("", status))
+            if uid == metadata.uid and not status.attempt:
+                status = opened
+            status = hold(status, known.refusal, self._now(), metadata.generation)
             await self._write(key, known, status)
         return Look(MENDED_SECONDS)
 

@@ -16,6 +16,7 @@ from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
     find,
+    is_true,
     parse_rfc3339,
 )
 
@@ -65,7 +66,7 @@ def opening_left(saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime
     is_untold = not saved.attempt and find(saved, ConditionType.ACCEPTED) is None
     if not is_untold or opened is None or opened.start_time is None:
         return 0.0
-    if new.phase is not JobPhase.STARTING:
+    if new.phase is not JobPhase.STARTING or is_true(new, ConditionType.STALLED):
         return 0.0
     if ready is None or ready.reason not in _PASSING:
         return 0.0

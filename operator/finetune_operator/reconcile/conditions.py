@@ -67,11 +67,12 @@ class Stage(StrEnum):
     FAILED = "Failed"
     REFUSED = "Refused"  # no attempt can be made of it, until somebody mends the cause
     BLOCKED = "Blocked"  # its attempt cannot be created, until somebody mends the cause
+    HELD = "Held"  # its spec cannot be read, and its attempt is left as it is until then
 
 
 @dataclass(frozen=True)
 class _Row:
-    phase: JobPhase
+    phase: JobPhase | None  # None for the one it had
     says: Mapping[ConditionType, bool]
 
 
@@ -148,6 +149,9 @@ _TABLE: Mapping[Stage, _Row] = {
             _T.RECONCILING: False,
             _T.STALLED: True,
         },
+    ),
+    Stage.HELD: _Row(
+        None, {_T.ACCEPTED: False, _T.READY: False, _T.RECONCILING: False, _T.STALLED: True}
     ),
 }
 
@@ -258,7 +262,7 @@ def describe(
         say(ConditionType.CHECKPOINT_READY, True, Reason.COMMITTED, text)
     return status.model_copy(
         update={
-            "phase": row.phase,
+            "phase": row.phase or status.phase,
             "conditions": list(conditions.values()),
             "observed_generation": generation,
         }

@@ -203,14 +203,21 @@ def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
 def hold(
     status: FineTuneJobStatus, refusal: Refusal, now: datetime, generation: int
 ) -> FineTuneJobStatus:
-    """Return the status of a job that no attempt can be made of; with an open one it is unchanged.
+    """Return the status of a job whose spec cannot be read, so that nothing is done about it.
 
-    `decide` says the same of a job whose spec can be read; this one needs no spec.
+    An open attempt is told as it was seen last, unless its job was suspended before it was created.
     """
-    if is_finished(status) or attempts.current(status) is not None:
+    attempt = attempts.current(status)
+    if is_finished(status):
         return status
-    situation = Situation(Stage.REFUSED, refusal.reason, refusal.message)
-    return describe(status, situation, now, generation)
+    if attempt is None or is_true(status, ConditionType.SUSPENDED):
+        situation = Situation(Stage.REFUSED, refusal.reason, refusal.message)
+        return describe(status, situation, now, generation)
+    text = (
+        f"{refusal.message}; attempt {attempt.number} is left alone and runs on if it runs, and "
+        "what becomes of it is told once the spec can be read"
+    )
+    return describe(status, Situation(Stage.HELD, refusal.reason, text), now, generation)
 
 
 def _note_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
