@@ -1,0 +1,83 @@
+"""A service account of a real cluster, whose rights a test gives and takes."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from finetune_operator.kube.permissions import CLUSTER_WIDE, Permission
+from finetune_operator.kube.resources import Object, Resource
+from operators import Api
+
+_GROUP = "rbac.authorization.k8s.io"
+_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+_ROLES = Resource(_GROUP, "v1", "roles", "Role")
+_BINDINGS = Resource(_GROUP, "v1", "rolebindings", "RoleBinding")
+_CLUSTER_ROLES = Resource(_GROUP, "v1", "clusterroles", "ClusterRole", False)
+_CLUSTER_BINDINGS = Resource(_GROUP, "v1", "clusterrolebindings", "ClusterRoleBinding", False)
+_NAME = "operator"
+
+
+class Account:
+    """An account of one namespace that may do what is granted there; make it with `open_account`.
+
+    Attributes:
+        kubeconfig: Of the cluster, as this account.
+    """
+
+    def __init__(self, api: Api, namespace: str, folder: Path) -> None:
+        self._api = api
+        self._namespace = namespace
+        self.kubeconfig = folder / "account.yaml"
+        made = {"metadata": {"name": _NAME}}
+        api.run(api.client.create(_ACCOUNTS, made, namespace))
+        # What cannot be asked for in a namespace: named after it, as it is nobody's child.
+        self._bind(_CLUSTER_ROLES, _CLUSTER_BINDINGS, namespace, CLUSTER_WIDE, None)
+        self._bind(_ROLES, _BINDINGS, _NAME, (), namespace)
+        self._write_kubeconfig()
+
+    def grant(self, rights: Iterable[Permission]) -> None:
+        """Let the account do this in its namespace, and nothing else any more."""
+        change = {"rules": [one.to_rule() for one in rights]}
+        self._api.run(self._api.client.patch(_ROLES, _NAME, self._namespace, change))
+
+    def close(self) -> None:
+        """Delete what does not go with the namespace."""
+        for kind in (_CLUSTER_BINDINGS, _CLUSTER_ROLES):
+            self._api.run(self._api.client.delete(kind, self._namespace))
+
+    def _bind(
+        self,
+        role: Resource,
+        binding: Resource,
+        name: str,
+        rights: Iterable[Permission],
+        namespace: str | None,
+    ) -> None:
+        client, head = self._api.client, {"metadata": {"name": name}}
+        rules = [one.to_rule() for one in rights]
+        self._api.run(client.create(role, {**head, "rules": rules}, namespace))
+        who = {"kind": "ServiceAccount", "name": _NAME, "namespace": self._namespace}
+        which = {"apiGroup": _GROUP, "kind": role.kind, "name": name}
+        made = {**head, "roleRef": which, "subjects": [who]}
+        self._api.run(client.create(binding, made, namespace))
+
+    def _write_kubeconfig(self) -> None:
+        requests = Resource("", "v1", f"{_ACCOUNTS.plural}/{_NAME}/token", "TokenRequest")
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": requests.kind, "spec": {}}
+        made = self._api.run(self._api.client.create(requests, body, self._namespace))
+        config: Object = yaml.safe_load(Path(self._api.kubeconfig).read_text())
+        (user,) = config["users"]
+        user["user"] = {"token": made["status"]["token"]}
+        self.kubeconfig.write_text(yaml.safe_dump(config))
+
+
+@contextmanager
+def open_account(api: Api, namespace: str, folder: Path) -> Iterator[Account]:
+    """Create an account without rights in the namespace; its kubeconfig lies in `folder`."""
+    made = Account(api, namespace, folder)
+    try:
+        yield made
+    finally:
+        made.close()
