@@ -1,0 +1,35 @@
+"""The published figures of the operator are those that were measured, missed limits included."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import operator_page
+from benchmarks.operator_page import LIMITS, page
+
+PUBLISHED = operator_page.FOLDER
+
+
+def measured() -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((PUBLISHED / "operator.json").read_text(encoding="utf-8"))
+    return made
+
+
+def row(text: str, name: str) -> list[str]:
+    (line,) = (one for one in text.splitlines() if one.startswith(f"| `{name}` |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_published_page_is_what_its_json_makes() -> None:
+    assert (PUBLISHED / "operator.md").read_text(encoding="utf-8") == page(measured())
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_figure_beyond_its_limit_is_told_as_missed(name: str) -> None:
+    most = LIMITS[name].most
+    kept, broken = measured(), measured()
+    kept[name] = {"median": most, "min": most, "max": most}
+    broken[name] = {"median": most + 0.01, "min": 0.0, "max": most + 0.01}
+    assert row(page(kept), name)[4:6] == [f"{LIMITS[name].judged} ≤ {most:g}", "met"]
+    assert row(page(broken), name)[5] == "**missed**"
