@@ -1,11 +1,13 @@
 """Faults on demand: what a test or a demo lets go wrong, from any thread."""
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from finetune_operator.embedded.refusals import RefusalError
+from finetune_operator.embedded.store import Store
 
-_REASONS = {429: "TooManyRequests", 500: "InternalError", 503: "ServiceUnavailable"}
+_REASONS = {429: "TooManyRequests", 503: "ServiceUnavailable"}
 
 
 @dataclass
@@ -28,29 +30,34 @@ class Fault:
     verbs: Collection[str] = ()
     resources: Collection[str] = ()
 
-    def refusal(self) -> RefusalError:
-        """Return the answer."""
-        reason = _REASONS.get(self.status, "InternalError")
-        message = f"a fault was asked for: {self.status} {reason}"
-        details = {"retryAfterSeconds": self.retry_after} if self.retry_after else None
-        return RefusalError(self.status, reason, message, details, self.retry_after)
+    async def suffer(self) -> None:
+        """Wait, and raise the answer if the request is not to be served."""
+        await asyncio.sleep(self.seconds)
+        if self.status:
+            reason = _REASONS.get(self.status, "InternalError")
+            message = f"a fault was asked for: {self.status} {reason}"
+            details = {"retryAfterSeconds": self.retry_after} if self.retry_after else None
+            raise RefusalError(self.status, reason, message, details)
 
 
 class Faults:
     """What goes wrong now; nothing at first.
+
+    Args:
+        store: Whose watches go wrong.
 
     Attributes:
         dropped: Number of the last watch that was ended.
         silenced: Number of the last watch that says nothing more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
         self.dropped = 0
         self.silenced = 0
         self._watches = 0
         self._faults: list[Fault] = []
-        self._wake: Callable[[], None] = lambda: None
-        self._forget: Callable[[], None] = lambda: None
+        self._store = store
+        self._loop = asyncio.get_running_loop()
 
     def add(self, fault: Fault) -> None:
         """Let matching requests fail from now on."""
@@ -63,20 +70,15 @@ class Faults:
     def drop_watches(self) -> None:
         """Break the connection of every watch there is."""
         self.dropped = self._watches
-        self._wake()
+        self._loop.call_soon_threadsafe(self._store.wake)
 
     def silence_watches(self) -> None:
         """Let every watch there is stay open and say nothing more, not even a bookmark."""
         self.silenced = self._watches
-        self._wake()
 
     def expire_versions(self) -> None:
         """Make every resourceVersion so far too old to watch from."""
-        self._forget()
-
-    def attach(self, wake: Callable[[], None], forget: Callable[[], None]) -> None:
-        """Say how watches are woken and versions are forgotten; for the API server."""
-        self._wake, self._forget = wake, forget
+        self._loop.call_soon_threadsafe(self._store.forget)
 
     def new_watch(self) -> int:
         """Return the number of a watch that begins; for the API server."""

@@ -4,8 +4,8 @@ Simplified: a strategic merge knows the merge keys of lists by their field's nam
 takes a list as one value and looks for conflicts among appliers only.
 """
 
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 from finetune_operator.api.paths import show_path
@@ -17,27 +17,50 @@ JSON_PATCH = "application/json-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 
-_MERGE_KEYS = {
+LIST_KEYS = {
     "conditions": "type", "containers": "name", "env": "name", "imagePullSecrets": "name",
     "initContainers": "name", "ownerReferences": "uid", "secrets": "name", "taints": "key",
     "volumeMounts": "mountPath", "volumes": "name",
 }  # fmt: skip
+"""What tells the items of a list apart in a strategic merge, by the list's field."""
 
-Fields = dict[str, Any]
-"""Fields as managedFields writes them: `{"f:spec": {"f:suspend": {}}}`."""
+_NAMING = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "managedFields")
+_Path = tuple[str, ...]
 
 
-def merge(target: Any, patch: Any) -> Any:
-    """Return `target` after a JSON merge patch (RFC 7386)."""
+def merge(target: Any, patch: Any, list_keys: Mapping[str, str] | None = None) -> Any:
+    """Return `target` after a JSON merge patch (RFC 7386).
+
+    Args:
+        target: What is changed; it is left as it is.
+        patch: The changes.
+        list_keys: Makes it a strategic merge: lists of these fields are merged item by item, and
+            orders and unions, which `$` marks, are not read.
+    """
     if not isinstance(patch, dict):
         return patch
     made = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
+    for field, value in patch.items():
         if value is None:
-            made.pop(key, None)
-        else:
-            made[key] = merge(made.get(key), value)
+            made.pop(field, None)
+        elif list_keys and field in list_keys and isinstance(value, list):
+            made[field] = _merged_list(made.get(field), value, list_keys[field], list_keys)
+        elif not (list_keys and field.startswith("$")):
+            made[field] = merge(made.get(field), value, list_keys)
     return made
+
+
+def _merged_list(target: Any, patch: list[Any], by: str, list_keys: Mapping[str, str]) -> Any:
+    there = target if isinstance(target, list) else []
+    if not all(isinstance(one, dict) for one in (*there, *patch)):
+        return patch
+    made = {one.get(by): one for one in there}
+    for one in patch:
+        if one.get("$patch") == "delete":
+            made.pop(one.get(by), None)
+        else:
+            made[one.get(by)] = merge(made.get(one.get(by)), one, list_keys)
+    return list(made.values())
 
 
 def json_patch(target: Object, patch: Any) -> Object:
@@ -61,40 +84,6 @@ def json_patch(target: Object, patch: Any) -> Object:
     return made
 
 
-def strategic(target: Any, patch: Any, field: str = "") -> Any:
-    """Return `target` after a strategic merge patch."""
-    if isinstance(patch, list) and field in _MERGE_KEYS:
-        there = target if isinstance(target, list) else []
-        if all(isinstance(one, dict) for one in (*there, *patch)):
-            return _strategic_list(there, patch, _MERGE_KEYS[field])
-    if not isinstance(patch, dict):
-        return patch
-    if patch.get("$patch") == "replace":
-        return {key: value for key, value in patch.items() if key != "$patch"}
-    made = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if key.startswith("$deleteFromPrimitiveList/"):
-            listed = key.split("/", 1)[1]
-            made[listed] = [one for one in made.get(listed, ()) if one not in value]
-        elif key.startswith("$"):
-            continue  # orders and unions, which nobody here reads
-        elif value is None or (isinstance(value, dict) and value.get("$patch") == "delete"):
-            made.pop(key, None)
-        else:
-            made[key] = strategic(made.get(key), value, key)
-    return made
-
-
-def _strategic_list(target: list[Any], patch: list[Any], by: str) -> list[Any]:
-    made = {one.get(by): one for one in target}
-    for one in patch:
-        if one.get("$patch") == "delete":
-            made.pop(one.get(by), None)
-        else:
-            made[one.get(by)] = strategic(made.get(one.get(by)), one)
-    return list(made.values())
-
-
 def apply(live: Object, wanted: Object, manager: str, *, force: bool, time: str) -> Object:
     """Return `live` after a server-side apply of `wanted`, with its managedFields.
 
@@ -105,91 +94,72 @@ def apply(live: Object, wanted: Object, manager: str, *, force: bool, time: str)
     """
     if not manager:
         raise bad_request("fieldManager: Required value: is required for apply patch")
-    metadata = {k: v for k, v in wanted["metadata"].items() if k not in _NAMING}
+    metadata = {key: value for key, value in wanted["metadata"].items() if key not in _NAMING}
     said = {k: v for k, v in wanted.items() if k not in ("apiVersion", "kind", "metadata")}
-    said |= {"metadata": metadata} if metadata else {}
-    known = live.get("metadata", {}).get("managedFields", [])
-    entries = [one for one in known if one.get("manager") and "fieldsV1" in one]
-    others = [dict(one) for one in entries if one["manager"] != manager]
-    mine = [one for one in entries if one["manager"] == manager]
-    fields = _fields(said)
-    made = merge(deepcopy(live), said)
-    contested = [path for path in _leaves(fields) if _value(live, path) != _value(made, path)]
-    for entry in others:
-        lost = [path for path in contested if _holds(entry["fieldsV1"], path)]
-        if lost and not force:
-            raise _conflict(entry["manager"], lost)
-        entry["fieldsV1"] = _without(entry["fieldsV1"], lost)
-    for entry in mine:
-        for path in _leaves(entry["fieldsV1"]):
-            if not _holds(fields, path) and not any(
-                _holds(one["fieldsV1"], path) for one in others
-            ):
-                _drop(made, path)
-    entry = {
+    if metadata:
+        said["metadata"] = metadata
+    entries = {
+        one["manager"]: one
+        for one in live.get("metadata", {}).get("managedFields", ())
+        if "manager" in one and "fieldsV1" in one
+    }
+    applied = {name: _read_fields(one["fieldsV1"]) for name, one in entries.items()}
+    mine, fields = applied.pop(manager, set()), set(_leaves(said))
+    made = merge(live, said)
+    before, after = _leaves(live), _leaves(made)
+    contested = {path for path in fields if before.get(path) != after.get(path)}
+    for name, paths in applied.items():
+        if (lost := contested & _with_parents(paths)) and not force:
+            raise _conflict(name, sorted(lost))
+        applied[name] = {path for path in paths if not _with_parents([path]) & lost}
+    kept = _with_parents(fields.union(*applied.values()))
+    for path in mine - kept:
+        made = _without(made, path)
+    if mine == fields and made == live:
+        return live
+    applied[manager] = fields
+    entries[manager] = {
         "manager": manager, "operation": "Apply", "apiVersion": wanted.get("apiVersion"),
-        "time": time, "fieldsType": "FieldsV1", "fieldsV1": fields,
+        "time": time, "fieldsType": "FieldsV1",
     }  # fmt: skip
-    is_same = mine and {**mine[0], "time": time} == entry and made == live
-    made.setdefault("metadata", {})["managedFields"] = [*others, mine[0] if is_same else entry]
-    result: Object = made
+    managed = [{**entries[name], "fieldsV1": _fields(paths)} for name, paths in applied.items()]
+    result: Object = merge(made, {"metadata": {"managedFields": managed}})
     return result
 
 
-_NAMING = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "managedFields")
-_Path = tuple[str, ...]
+def _leaves(value: Any, path: _Path = ()) -> dict[_Path, Any]:
+    """Return the values in nested mappings that are none themselves, or are empty ones."""
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    found: dict[_Path, Any] = {}
+    for key, inner in value.items():
+        found |= _leaves(inner, (*path, key))
+    return found
 
 
-def _fields(value: Mapping[str, Any]) -> Fields:
-    return {
-        f"f:{key}": _fields(inner) if isinstance(inner, dict) else {}
-        for key, inner in value.items()
-    }
+def _with_parents(paths: Iterable[_Path]) -> set[_Path]:
+    return {path[:length] for path in paths for length in range(len(path) + 1)}
 
 
-def _leaves(fields: Fields, path: _Path = ()) -> Iterator[_Path]:
-    for key, inner in fields.items():
-        here = (*path, key.removeprefix("f:"))
-        if inner:
-            yield from _leaves(inner, here)
-        else:
-            yield here
-
-
-def _holds(fields: Fields, path: _Path) -> bool:
-    for part in path:
-        if f"f:{part}" not in fields:
-            return False
-        fields = fields[f"f:{part}"]
-    return True
-
-
-def _without(fields: Fields, paths: list[_Path]) -> Fields:
-    made = deepcopy(fields)
+def _fields(paths: Iterable[_Path]) -> Object:
+    """Write paths as managedFields does: `{"f:spec": {"f:suspend": {}}}`."""
+    made: Object = {}
     for path in paths:
-        _drop(made, tuple(f"f:{part}" for part in path))
+        reduce(lambda place, part: place.setdefault(f"f:{part}", {}), path, made)
     return made
 
 
-def _drop(value: Any, path: _Path) -> None:
-    """Remove a field, and the mappings it leaves empty."""
-    places = [value]
-    for part in path[:-1]:
-        if not isinstance(places[-1], dict) or part not in places[-1]:
-            return
-        places.append(places[-1][part])
-    if not isinstance(places[-1], dict):
-        return
-    places[-1].pop(path[-1], None)
-    for part, place in zip(reversed(path[:-1]), reversed(places[:-1]), strict=True):
-        if not place[part]:
-            del place[part]
+def _read_fields(fields: Object) -> set[_Path]:
+    return {tuple(part.removeprefix("f:") for part in path) for path in _leaves(fields)}
 
 
-def _value(value: Any, path: _Path) -> Any:
-    for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+def _without(value: Any, path: _Path) -> Any:
+    """Return a mapping without one field, and without the mappings that this leaves empty."""
+    if not isinstance(value, dict) or path[0] not in value:
+        return value
+    rest = {key: inner for key, inner in value.items() if key != path[0]}
+    inner = _without(value[path[0]], path[1:]) if path[1:] else None
+    return rest if inner in (None, {}) else {**rest, path[0]: inner}
 
 
 def _conflict(manager: str, paths: list[_Path]) -> RefusalError:

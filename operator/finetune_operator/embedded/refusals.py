@@ -1,9 +1,11 @@
 """Refusals as the API server words them: one exception, answered as a `Status` object."""
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
-from finetune_operator.api.paths import Finding, show_path, show_value
+from finetune_operator.api.paths import FieldPath, Finding, show_path, show_value
 from finetune_operator.kube.resources import Object, Resource
 
 
@@ -13,33 +15,19 @@ class RefusalError(Exception):
     Attributes:
         code: HTTP status.
         status: The `Status` object of the answer.
-        retry_after: Seconds the client is asked to wait; None says nothing.
     """
 
-    def __init__(
-        self,
-        code: int,
-        reason: str,
-        message: str,
-        details: Object | None = None,
-        retry_after: int | None = None,
-    ) -> None:
+    def __init__(self, code: int, reason: str, message: str, details: Object | None = None) -> None:
         super().__init__(message)
         self.code = code
-        self.retry_after = retry_after
         self.status: Object = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": message,
-            "reason": reason,
-            "details": details or {},
-            "code": code,
-        }
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+            "message": message, "reason": reason, "details": details or {}, "code": code,
+        }  # fmt: skip
 
 
-def _about(resource: Resource, name: str, kind: str | None = None) -> Object:
+def about(resource: Resource, name: str, kind: str | None = None) -> Object:
+    """Return the details of a `Status` that tell the object, by the plural of its kind at first."""
     group = {"group": resource.group} if resource.group else {}
     return {"name": name, **group, "kind": kind or resource.plural}
 
@@ -47,32 +35,13 @@ def _about(resource: Resource, name: str, kind: str | None = None) -> Object:
 def not_found(resource: Resource, name: str) -> RefusalError:
     """Return the 404 for an object."""
     message = f'{resource} "{name}" not found'
-    return RefusalError(404, "NotFound", message, _about(resource, name))
+    return RefusalError(404, "NotFound", message, about(resource, name))
 
 
-def already_exists(resource: Resource, name: str) -> RefusalError:
-    """Return the 409 for a name that is taken."""
-    message = f'{resource} "{name}" already exists'
-    return RefusalError(409, "AlreadyExists", message, _about(resource, name))
-
-
-def conflict(resource: Resource, name: str, why: str = "") -> RefusalError:
-    """Return the 409 for a precondition that does not hold; by default the resourceVersion's."""
-    why = why or (
-        "the object has been modified; please apply your changes to the latest version and try "
-        "again"
-    )
+def conflict(resource: Resource, name: str, why: str) -> RefusalError:
+    """Return the 409 for a precondition that does not hold."""
     message = f'Operation cannot be fulfilled on {resource} "{name}": {why}'
-    return RefusalError(409, "Conflict", message, _about(resource, name))
-
-
-def terminating(resource: Resource, name: str, namespace: str) -> RefusalError:
-    """Return the 403 for a creation in a namespace that is being deleted."""
-    message = (
-        f'{resource} "{name}" is forbidden: unable to create new content in namespace {namespace} '
-        "because it is being terminated"
-    )
-    return RefusalError(403, "Forbidden", message, _about(resource, name))
+    return RefusalError(409, "Conflict", message, about(resource, name))
 
 
 def bad_request(message: str) -> RefusalError:
@@ -100,27 +69,22 @@ def invalid(resource: Resource, made: Object, findings: Sequence[Finding]) -> Re
     causes = [_cause(found, made) for found in findings]
     sentences = [f"{cause['field']}: {cause['message']}" for cause in causes]
     said = sentences[0] if len(sentences) == 1 else f"[{', '.join(sentences)}]"
-    details = {**_about(resource, name, resource.kind), "causes": causes}
+    details = {**about(resource, name, resource.kind), "causes": causes}
     return RefusalError(422, "Invalid", f'{kind} "{name}" is invalid: {said}', details)
 
 
 def _cause(found: Finding, made: Object) -> Object:
-    field, shown = show_path(found.path), show_value(_at(made, found.path))
-    if found.message.startswith("is missing"):
-        return {"reason": "FieldValueRequired", "message": "Required value", "field": field}
-    if found.message.startswith("Required value"):
-        return {"reason": "FieldValueRequired", "message": found.message, "field": field}
-    why = found.message.removeprefix(f"{shown} ")
-    message = f"Invalid value: {shown}: {why}"
-    return {"reason": "FieldValueInvalid", "message": message, "field": field}
+    value = show_value(_at(made, found.path))
+    reason = "FieldValueInvalid"
+    message = f"Invalid value: {value}: {found.message.removeprefix(f'{value} ')}"
+    if found.message.startswith(("is missing", "Required value")):
+        reason = "FieldValueRequired"
+        message = found.message if found.message.startswith("Required") else "Required value"
+    return {"reason": reason, "message": message, "field": show_path(found.path)}
 
 
-def _at(value: Any, path: Sequence[str | int]) -> Any:
-    for part in path:
-        if isinstance(value, dict):
-            value = value.get(str(part))
-        elif isinstance(value, list) and isinstance(part, int):
-            value = value[part]
-        else:
-            return None
-    return value
+def _at(made: Object, path: FieldPath) -> Any:
+    try:
+        return reduce(getitem, path, made)  # type: ignore[arg-type]
+    except (IndexError, KeyError, TypeError):
+        return None

@@ -1,77 +1,64 @@
 """Label and field selectors, as they stand in a URL."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from finetune_operator.embedded.kinds import Kind
 from finetune_operator.embedded.refusals import bad_request
+from finetune_operator.embedded.tables import find
 from finetune_operator.kube.resources import Object
 
-Matches = Callable[[Object], bool]
-_Test = Callable[[str | None], bool]
-
-_SET = re.compile(r"(?P<key>\S+)\s+(?P<no>not)?in\s+\((?P<values>[^)]*)\)")
-_EQUAL = re.compile(r"(?P<key>[^=!\s]+)\s*(?P<no>!)?={1,2}\s*(?P<value>\S*)")
 _SPLIT = re.compile(r",(?![^(]*\))")
+_TERM = re.compile(
+    r"(?P<absent>!\s*)?(?P<key>[\w./-]+)(?:\s*(?P<unequal>!)?={1,2}\s*(?P<value>\S*)"
+    r"|\s+(?P<outside>not)?in\s+\((?P<values>[^)]*)\))?"
+)
 
 
-def selects(kind: Kind, labels: str, fields: str) -> Matches:
+@dataclass(frozen=True)
+class _Term:
+    """One requirement; without values it asks whether there is any."""
+
+    key: str
+    values: frozenset[str] | None
+    is_negated: bool
+
+    def holds(self, value: str | None) -> bool:
+        is_found = value is not None if self.values is None else value in self.values
+        return is_found is not self.is_negated
+
+
+def selects(kind: Kind, query: Mapping[str, str]) -> Callable[[Object], bool]:
     """Return whether an object has the labels and fields that are asked for.
 
     Raises:
         RefusalError: a selector cannot be read, or a custom resource has no such field selector.
     """
-    label_tests = list(_label_tests(labels))
-    field_tests = list(_field_tests(kind, fields))
+    labels = list(_terms(query.get("labelSelector", "")))
+    fields = list(_terms(query.get("fieldSelector", "")))
+    for term in fields:
+        if term.values is None:
+            raise bad_request(f"invalid selector: '{term.key}'; can't understand '{term.key}'")
+        if kind.is_custom and term.key not in ("metadata.name", "metadata.namespace"):
+            raise bad_request(f"field label not supported: {term.key}")
 
     def matches(made: Object) -> bool:
         there = made["metadata"].get("labels") or {}
-        return all(test(there.get(key)) for key, test in label_tests) and all(
-            test(_field(made, path)) for path, test in field_tests
+        return all(term.holds(there.get(term.key)) for term in labels) and all(
+            term.holds(str(find(made, f".{term.key}") or "")) for term in fields
         )
 
     return matches
 
 
-def _label_tests(text: str) -> Iterator[tuple[str, _Test]]:
+def _terms(text: str) -> Iterator[_Term]:
     for part in filter(None, (one.strip() for one in _SPLIT.split(text))):
-        if found := _SET.fullmatch(part):
-            values = {one.strip() for one in found["values"].split(",")}
-            yield found["key"], _test(values, is_in=not found["no"])
-        elif found := _EQUAL.fullmatch(part):
-            yield found["key"], _test({found["value"]}, is_in=not found["no"])
-        elif re.fullmatch(r"!?\s*[\w./-]+", part):
-            key = part.lstrip("! ")
-            yield key, (_is_absent if part.startswith("!") else _is_there)
-        else:
-            raise bad_request(f"unable to parse requirement: {part}")
-
-
-def _field_tests(kind: Kind, text: str) -> Iterator[tuple[str, _Test]]:
-    for part in filter(None, text.split(",")):
-        found = _EQUAL.fullmatch(part)
+        found = _TERM.fullmatch(part)
         if found is None:
-            raise bad_request(f"invalid selector: '{part}'; can't understand '{part}'")
-        key = found["key"]
-        if kind.is_custom and key not in ("metadata.name", "metadata.namespace"):
-            raise bad_request(f"field label not supported: {key}")
-        yield key, _test({found["value"]}, is_in=not found["no"])
-
-
-def _test(values: set[str], *, is_in: bool) -> _Test:
-    return lambda value: (value in values) is is_in
-
-
-def _is_there(value: str | None) -> bool:
-    return value is not None
-
-
-def _is_absent(value: str | None) -> bool:
-    return value is None
-
-
-def _field(made: Object, path: str) -> str:
-    value: object = made
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return "" if value is None else str(value)
+            raise bad_request(f"unable to parse requirement: {part}")
+        listed = found["value"] if found["values"] is None else found["values"]
+        values = None if listed is None else frozenset(map(str.strip, listed.split(",")))
+        yield _Term(
+            found["key"], values, bool(found["absent"] or found["unequal"] or found["outside"])
+        )

@@ -6,9 +6,7 @@ holds one need not copy it.
 
 import asyncio
 import os
-import tempfile
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,23 +14,27 @@ from typing import Literal
 
 import orjson
 
-from finetune_operator.embedded.kinds import Kind, builtin_kinds, custom_kind
+from finetune_operator.embedded.kinds import CRDS, Kind, builtin_kinds, custom_kind
 from finetune_operator.embedded.refusals import expired
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import EVENTS, NAMESPACES, Object
 
-CRDS = "customresourcedefinitions.apiextensions.k8s.io"
 FOREGROUND = "foregroundDeletion"
+_CONTENT = "kubernetes"
+_WAITING = {FOREGROUND, _CONTENT}  # finalizers that go when nothing depends on an object any more
 _REMEMBERED = 20_000
 _EVENTS_LIVE = timedelta(hours=1)  # as on a real API server
-_SAVE_SECONDS = 0.2
+_TEND_SECONDS = 0.1
 _LEAP = 10_000  # a crash may lose the last versions; none of them may come again
+
+
+ChangeType = Literal["ADDED", "MODIFIED", "DELETED"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One entry of the history.
+    """One entry of the history; there is one for each version.
 
     Attributes:
         plural: Full name of the kind, as `jobs.batch`.
@@ -40,8 +42,7 @@ class Change:
         made: The object after, or its last state, with the version of the change.
     """
 
-    version: int
-    type: Literal["ADDED", "MODIFIED", "DELETED"]
+    type: ChangeType
     plural: str
     before: Object | None
     made: Object
@@ -68,20 +69,18 @@ class Store:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        self.version = 1
-        self.oldest = 1
+        self.version = self.oldest = 1
         self.is_closed = False
         self.kinds: dict[str, Kind] = {str(one.resource): one for one in builtin_kinds()}
         self._file = file
-        self._objects: dict[str, dict[Key, Object]] = {}
+        self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
         self._history: list[Change] = []
-        self._news: asyncio.Future[None] | None = None
-        self._needs_sweep = asyncio.Event()
-        self._needs_save = asyncio.Event()
+        self._news = asyncio.Event()
+        self._needs_care = asyncio.Event()
         if file is not None and file.exists():
             try:
                 self._load(orjson.loads(file.read_bytes()))
-            except (ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise StateError(
                     f"{file} holds no objects of an embedded API server ({error!r}); move it away "
                     "to start with none"
@@ -89,11 +88,11 @@ class Store:
 
     def get(self, kind: Kind, key: Key) -> Object | None:
         """Return one object."""
-        return self._objects.get(str(kind.resource), {}).get(key)
+        return self._objects[str(kind.resource)].get(key)
 
     def objects(self, kind: Kind, namespace: str | None = None) -> list[Object]:
         """Return all objects of a kind, or those of one namespace, in the order of their names."""
-        stored = self._objects.get(str(kind.resource), {})
+        stored = self._objects[str(kind.resource)]
         return [stored[key] for key in sorted(stored) if namespace in (None, key.namespace)]
 
     def put(self, kind: Kind, made: Object) -> Object:
@@ -101,58 +100,51 @@ class Store:
 
         An object whose deletion was only waiting for its finalizers is removed instead.
         """
-        metadata = made["metadata"]
+        there, key = self._objects[str(kind.resource)], key_of(made)
+        before = there.get(key)
+        self.version += 1
+        metadata = {**made["metadata"], "resourceVersion": str(self.version)}
+        made = {**made, "metadata": metadata}
+        type_: ChangeType = "MODIFIED" if before else "ADDED"
         if "deletionTimestamp" in metadata and not metadata.get("finalizers"):
-            return self.remove(kind, made)
-        before = self.get(kind, key_of(made))
-        made = self._log(kind, "MODIFIED" if before else "ADDED", before, made)
-        self._objects.setdefault(str(kind.resource), {})[key_of(made)] = made
-        if str(kind.resource) == CRDS:
-            added = custom_kind(made)
-            self.kinds[str(added.resource)] = added
-        known = before["metadata"].get("ownerReferences") if before else None
-        if metadata.get("ownerReferences") != known:
-            self._needs_sweep.set()  # its owners may be gone already
+            type_ = "DELETED"
+            del there[key]
+        else:
+            there[key] = made
+        self._history.append(Change(type_, str(kind.resource), before, made))
+        if len(self._history) > 2 * _REMEMBERED:
+            self.oldest += _REMEMBERED
+            del self._history[:_REMEMBERED]
+        if kind.resource == CRDS:
+            self._serve(made, is_gone=type_ == "DELETED")
+        self._needs_care.set()
+        self.wake()
         return made
 
-    def remove(self, kind: Kind, made: Object) -> Object:
-        """Take an object away, and in time what it owned; return its last state."""
-        before = self._objects[str(kind.resource)].pop(key_of(made))
-        made = self._log(kind, "DELETED", before, made)
-        if str(kind.resource) == CRDS:
-            gone = custom_kind(made)
-            for one in self.objects(gone):
-                self.remove(gone, one)
-            self.kinds.pop(str(gone.resource), None)
-        self._needs_sweep.set()
-        return made
+    def delete(self, kind: Kind, made: Object, *, is_foreground: bool = False) -> Object:
+        """Mark an object as deleted, and return it as it is then; it is gone without finalizers.
 
-    def delete(self, kind: Kind, made: Object) -> Object | None:
-        """Remove an object, or mark it where finalizers stand against that.
-
-        Returns:
-            The marked object; None where it is gone.
+        Args:
+            kind: Its kind.
+            made: The object.
+            is_foreground: It stays until what it owns is gone, as a namespace and a CRD always do.
         """
-        if not made["metadata"].get("finalizers") and kind.resource != NAMESPACES:
-            self.remove(kind, made)
-            return None
-        if "deletionTimestamp" in made["metadata"]:
+        metadata = made["metadata"]
+        if "deletionTimestamp" in metadata:
             return made
         marks = {"deletionTimestamp": timestamp(), "deletionGracePeriodSeconds": 0}
-        made = {**made, "metadata": {**made["metadata"], **marks}}
-        if kind.resource == NAMESPACES:
-            made["status"] = {"phase": "Terminating"}
-        generation = made["metadata"].get("generation")
-        if generation is not None:
-            made["metadata"]["generation"] = generation + 1
-        made = self._log(kind, "MODIFIED", self.get(kind, key_of(made)), made)
-        self._objects[str(kind.resource)][key_of(made)] = made
-        self._needs_sweep.set()
-        return made
+        marks["finalizers"] = [
+            *metadata.get("finalizers", ()),
+            *([FOREGROUND] if is_foreground else ()),
+            *([_CONTENT] if kind.resource in (NAMESPACES, CRDS) else ()),
+        ]
+        if "generation" in metadata:
+            marks["generation"] = metadata["generation"] + 1
+        return self.put(kind, {**made, "metadata": {**metadata, **marks}})
 
     def orphan(self, uid: str) -> None:
         """Take an owner's uid out of everything it owned."""
-        for kind, made in list(self._everything()):
+        for kind, made in self._everything():
             owners = made["metadata"].get("ownerReferences", ())
             rest = [one for one in owners if one["uid"] != uid]
             if len(rest) < len(owners):
@@ -169,8 +161,7 @@ class Store:
         """
         if not self.oldest <= version <= self.version:
             raise expired(version, self.oldest)
-        first = bisect_right(self._history, version, key=lambda change: change.version)
-        return [change for change in self._history[first:] if change.plural == plural]
+        return [one for one in self._history[version - self.oldest :] if one.plural == plural]
 
     def forget(self) -> None:
         """Forget the history: every version up to now is too old to watch from."""
@@ -181,118 +172,99 @@ class Store:
 
     async def changed(self) -> None:
         """Return at the next change, or when `wake` is called."""
-        if self._news is None or self._news.done():
-            self._news = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._news)
+        await self._news.wait()
+
+    def wake(self) -> None:
+        """Let everybody who waits for a change look again."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def close(self) -> None:
         """Let every watch end."""
         self.is_closed = True
         self.wake()
 
-    def wake(self) -> None:
-        """Let everybody who waits for a change look again."""
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def collect_garbage(self) -> None:
-        """Remove for ever what nobody owns any more and what was in namespaces that are gone."""
+    async def tend(self) -> None:
+        """Collect garbage and write the file for ever, soon after a change."""
         while True:
-            await self._needs_sweep.wait()
-            self._needs_sweep.clear()
-            for kind, made in list(self._garbage()):
-                if self.get(kind, key_of(made)) is made:
-                    self._collect(kind, made)
-
-    async def save_changes(self) -> None:
-        """Write the file for ever, soon after a change."""
-        while True:
-            await self._needs_save.wait()
-            await asyncio.sleep(_SAVE_SECONDS)
+            await self._needs_care.wait()
+            await asyncio.sleep(_TEND_SECONDS)
+            self._needs_care.clear()
+            self._collect_garbage()
             self.save()
 
     def save(self) -> None:
         """Write the file, if there is one."""
-        self._needs_save.clear()
         if self._file is None:
             return
         objects = {plural: list(there.values()) for plural, there in self._objects.items()}
-        said = orjson.dumps({"version": self.version, "objects": objects})
+        draft = self._file.with_name(f".{self._file.name}.new")
         # Readable by its owner only, as it holds Secrets.
-        handle, draft = tempfile.mkstemp(dir=self._file.parent, prefix=f".{self._file.name}-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(said)
-        Path(draft).replace(self._file)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(orjson.dumps({"version": self.version, "objects": objects}))
+        draft.replace(self._file)
 
     def _load(self, said: Object) -> None:
         self.version = self.oldest = int(said["version"]) + _LEAP
         for plural, objects in said["objects"].items():
             self._objects[plural] = {key_of(one): one for one in objects}
-        for definition in self.objects(self.kinds[CRDS]):
-            kind = custom_kind(definition)
-            self.kinds[str(kind.resource)] = kind
-        self._needs_sweep.set()
+        for definition in self.objects(self.kinds[str(CRDS)]):
+            self._serve(definition, is_gone=False)
+        self._needs_care.set()
 
-    def _log(
-        self,
-        kind: Kind,
-        type_: Literal["ADDED", "MODIFIED", "DELETED"],
-        before: Object | None,
-        made: Object,
-    ) -> Object:
-        self.version += 1
-        metadata = {**made["metadata"], "resourceVersion": str(self.version)}
-        made = {**made, "metadata": metadata}
-        self._history.append(Change(self.version, type_, str(kind.resource), before, made))
-        if len(self._history) > 2 * _REMEMBERED:
-            self.oldest = self._history[_REMEMBERED - 1].version
-            del self._history[:_REMEMBERED]
-        self._needs_save.set()
-        self.wake()
-        return made
+    def _serve(self, definition: Object, *, is_gone: bool) -> None:
+        kind = custom_kind(definition)
+        self.kinds[str(kind.resource)] = kind
+        if is_gone:
+            del self.kinds[str(kind.resource)]
 
-    def _everything(self) -> Iterator[tuple[Kind, Object]]:
-        for plural, there in self._objects.items():
-            for made in there.values():
-                yield self.kinds[plural], made
+    def _everything(self) -> list[tuple[Kind, Object]]:
+        return [(kind, made) for kind in self.kinds.values() for made in self.objects(kind)]
 
-    def _garbage(self) -> Iterator[tuple[Kind, Object]]:
-        """Yield what is to be deleted, or has waited for the deletion of something else."""
-        uids, held, marked, dying, used = set(), set(), set(), set(), set()
-        for kind, made in self._everything():
+    def _collect_garbage(self) -> None:
+        """Delete what nobody owns any more, and let go what has waited for what depends on it.
+
+        A namespace and a CRD are like owners of all their objects.
+        """
+        everything = self._everything()
+        homes = {
+            made["metadata"]["name"]: made["metadata"]["uid"]
+            for resource in (NAMESPACES, CRDS)
+            for made in self.objects(self.kinds[str(resource)])
+        }
+
+        def homes_of(kind: Kind, metadata: Object) -> set[str]:
+            names = {metadata.get("namespace"), str(kind.resource) if kind.is_custom else None}
+            return {homes[name] for name in names if name in homes}
+
+        owning, needed = set[str](), set[str]()
+        for kind, made in everything:
             metadata = made["metadata"]
-            uids.add(metadata["uid"])
+            if not _is_waiting(metadata):
+                owning.add(metadata["uid"])
             owners = metadata.get("ownerReferences", ())
-            held |= {one["uid"] for one in owners if one.get("blockOwnerDeletion")}
-            used.add(metadata.get("namespace"))
-            if "deletionTimestamp" in metadata:
-                if kind.resource == NAMESPACES:
-                    dying.add(metadata["name"])
-                elif FOREGROUND in metadata.get("finalizers", ()):
-                    marked.add(metadata["uid"])
+            needed |= {one["uid"] for one in owners if one.get("blockOwnerDeletion")}
+            needed |= homes_of(kind, metadata)
         long_ago = timestamp(-_EVENTS_LIVE)
-        for kind, made in self._everything():
+        for kind, made in everything:
             metadata = made["metadata"]
             owners = {one["uid"] for one in metadata.get("ownerReferences", ())}
-            if (
-                (metadata["uid"] in marked and metadata["uid"] not in held)
-                or (owners and not owners & (uids - marked))
-                or metadata.get("namespace") in dying
-                or (kind.resource == NAMESPACES and metadata["name"] in dying - used)
+            if _is_waiting(metadata) and metadata["uid"] not in needed:
+                rest = [one for one in metadata["finalizers"] if one not in _WAITING]
+                self.put(kind, {**made, "metadata": {**metadata, "finalizers": rest}})
+            elif (
+                (owners and owners.isdisjoint(owning))
+                or not homes_of(kind, metadata) <= owning
                 or (kind.resource == EVENTS and metadata["creationTimestamp"] < long_ago)
             ):
-                yield kind, made
+                self.delete(kind, made)
 
-    def _collect(self, kind: Kind, made: Object) -> None:
-        metadata = made["metadata"]
-        finalizers = metadata.get("finalizers", ())
-        if kind.resource == NAMESPACES:
-            self.remove(kind, made)
-        elif "deletionTimestamp" in metadata and FOREGROUND in finalizers:
-            rest = [one for one in finalizers if one != FOREGROUND]
-            self.put(kind, {**made, "metadata": {**metadata, "finalizers": rest}})
-        else:
-            self.delete(kind, made)
+
+def _is_waiting(metadata: Object) -> bool:
+    return "deletionTimestamp" in metadata and not _WAITING.isdisjoint(
+        metadata.get("finalizers", ())
+    )
 
 
 def timestamp(later: timedelta = timedelta()) -> str:

@@ -1,99 +1,66 @@
 """Tables: how `kubectl get` is told what to print."""
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
+
+import orjson
 
 from finetune_operator.embedded.kinds import Kind
 from finetune_operator.kube.resources import Object
 
-_STEP = re.compile(
-    r"\.(?P<field>(?:[^.\[\\]|\\.)+)"
-    r"|\[(?P<index>\d+)\]"
-    r"|\[\?\(@\.(?P<key>[\w.]+)\s*==\s*[\"'](?P<value>[^\"']*)[\"']\)\]"
-    r"|\[[\"'](?P<quoted>[^\"']+)[\"']\]"
-)
+_NAME = {"name": "Name", "type": "string", "format": "name", "jsonPath": ".metadata.name"}
+_STEP = re.compile(r'\.(?P<field>[\w-]+)|\[\?\(@\.(?P<key>\w+)\s*==\s*"(?P<value>[^"]*)"\)\]')
 
 
-def table(kind: Kind, items: Iterable[Object], metadata: Object, include: str) -> Object:
+def table(kind: Kind, items: Iterable[Object], metadata: Object) -> Object:
     """Return objects as a Table.
 
     Args:
         kind: Their kind.
         items: The objects.
         metadata: That of the list.
-        include: What a row holds beside its cells: `None`, `Metadata` or `Object`.
     """
-    first = {"name": "Name", "type": "string", "format": "name"}
-    columns = [first, *kind.columns]
-    definitions = [{"format": "", "description": "", "priority": 0, **one} for one in columns]
+    columns = (_NAME, *kind.columns)
     return {
         "kind": "Table",
         "apiVersion": "meta.k8s.io/v1",
         "metadata": metadata,
         "columnDefinitions": [
-            {key: value for key, value in one.items() if key != "jsonPath"} for one in definitions
+            {"format": "", "description": "", "priority": 0, **column} for column in columns
         ],
-        "rows": [_row(kind, made, include) for made in items],
+        "rows": [
+            {"cells": [_cell(made, column) for column in columns], "object": made} for made in items
+        ],
     }
 
 
-def _row(kind: Kind, made: Object, include: str) -> Object:
-    cells = [made["metadata"]["name"], *(_cell(made, column) for column in kind.columns)]
-    partial = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1"}
-    shown = {"None": None, "Object": made}.get(include, {**partial, "metadata": made["metadata"]})
-    return {"cells": cells, "object": shown}
-
-
 def _cell(made: Object, column: Object) -> Any:
-    found = list(find(made, column["jsonPath"]))
-    if not found or found[0] is None:
-        return "<unknown>" if column["type"] == "date" else None
-    value = found[0]
+    value = find(made, column["jsonPath"])
     if column["type"] == "date":
-        return age(str(value))
+        return "<unknown>" if value is None else _age(value)
     if isinstance(value, dict | list):
-        return json.dumps(value, separators=(",", ":"))
-    return value if column["type"] in ("integer", "number", "boolean") else str(value)
+        return orjson.dumps(value).decode()
+    return str(value) if column["type"] == "string" and value is not None else value
 
 
-def find(value: Any, path: str) -> Iterator[Any]:
-    """Yield what a JSON path of a printer column finds."""
-    values = [value]
+def find(value: Any, path: str) -> Any:
+    """Return what a JSON path of a CRD leads to, or None; it knows fields and items by a value."""
     for step in _STEP.finditer(path):
-        values = [found for one in values for found in _after(one, step)]
-    yield from values
+        if isinstance(value, dict) and step["field"]:
+            value = value.get(step["field"])
+        elif isinstance(value, list) and step["key"]:
+            value = next((one for one in value if one.get(step["key"]) == step["value"]), None)
+        else:
+            return None
+    return value
 
 
-def _after(value: Any, step: re.Match[str]) -> Iterator[Any]:
-    field = step["field"] or step["quoted"]
-    if field is not None and isinstance(value, dict):
-        name = field.replace("\\", "")
-        if name in value:
-            yield value[name]
-    elif isinstance(value, list) and step["index"] is not None:
-        yield from value[int(step["index"]) :][:1]
-    elif isinstance(value, list) and step["key"] is not None:
-        yield from (one for one in value if list(find(one, f".{step['key']}")) == [step["value"]])
-
-
-def age(since: str) -> str:
-    """Return how long ago a time was, as kubectl writes it: 5s, 3m20s, 4h, 2d."""
-    try:
-        then = datetime.fromisoformat(since)
-    except ValueError:
-        return "<invalid>"
-    seconds = max(0, int((datetime.now(UTC) - then).total_seconds()))
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if seconds < 120:
-        return f"{seconds}s"
-    if minutes < 180:
-        rest = f"{seconds % 60}s" if minutes < 10 and seconds % 60 else ""
-        return f"{minutes}m{rest}"
-    if hours < 48:
-        rest = f"{minutes % 60}m" if hours < 8 and minutes % 60 else ""
-        return f"{hours}h{rest}"
-    rest = f"{hours % 24}h" if days < 8 and hours % 24 else ""
-    return f"{days}d{rest}" if days < 730 else f"{days // 365}y"
+def _age(since: str) -> str:
+    """Return how long ago a time was, in the unit that kubectl would write: 100s, 5m, 4h, 2d."""
+    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds()))
+    for size, unit, most in ((1, "s", 120), (60, "m", 180), (3600, "h", 48)):
+        if seconds < size * most:
+            return f"{seconds // size}{unit}"
+    return f"{seconds // 86_400}d"

@@ -11,7 +11,7 @@ from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.refusals import RefusalError
 from finetune_operator.embedded.selectors import selects
 from finetune_operator.embedded.store import Change, Store
-from finetune_operator.embedded.verbs import Asked, whole_number
+from finetune_operator.embedded.verbs import Asked
 from finetune_operator.kube.resources import Object
 
 _SECONDS = 1800  # where the client names no end
@@ -33,17 +33,14 @@ class Watch:
     def __init__(self, store: Store, faults: Faults, asked: Asked) -> None:
         self._store = store
         self._faults = faults
-        self._asked = asked
         self._number = faults.new_watch()
-        self._plural = str(asked.kind.resource)
-        query = asked.query
-        self._at = whole_number(query, "resourceVersion")
-        self._seconds = whole_number(query, "timeoutSeconds") or _SECONDS
-        self._has_bookmarks = query.get("allowWatchBookmarks") == "true"
-        self._sends_first = query.get("sendInitialEvents") == "true"
-        self._matches = selects(
-            asked.kind, query.get("labelSelector", ""), query.get("fieldSelector", "")
-        )
+        self._asked = asked
+        self._at = asked.number("resourceVersion")
+        self._seconds = asked.number("timeoutSeconds") or _SECONDS
+        self._has_bookmarks = asked.query.get("allowWatchBookmarks") == "true"
+        self._marks_first = asked.query.get("sendInitialEvents") == "true"
+        self._sends_first = self._marks_first or not self._at
+        self._matches = selects(asked.kind, asked.query)
 
     @property
     def is_dropped(self) -> bool:
@@ -61,38 +58,34 @@ class Watch:
                 await self._store.changed()
                 continue
             try:
-                changes = self._store.since(self._at, self._plural)
+                changes = self._store.since(self._at, str(self._asked.kind.resource))
             except RefusalError as refusal:
                 yield {"type": "ERROR", "object": refusal.status}
                 return
-            for change in changes:
-                self._at = change.version
-                if (seen := self._event(change)) is not None:
-                    yield seen
-            if changes:
-                continue
             self._at = self._store.version
+            for event in filter(None, map(self._event, changes)):
+                yield event
             if self._has_bookmarks and clock() >= bookmark_at:
                 bookmark_at = clock() + _BOOKMARK_SECONDS
                 yield self._bookmark({})
-                continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(end, bookmark_at)):
-                    await self._store.changed()
+            if self._at == self._store.version:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(min(end, bookmark_at)):
+                        await self._store.changed()
 
     def _first(self) -> Iterator[Object]:
         """Yield what is there, where the client does not know it yet."""
-        if self._at and not self._sends_first:
+        if not self._sends_first:
             return
         self._at = self._store.version
-        there = self._store.objects(self._asked.kind, self._asked.namespace or None)
+        there = self._store.objects(self._asked.kind, self._asked.key.namespace or None)
         yield from ({"type": "ADDED", "object": made} for made in there if self._matches(made))
-        if self._sends_first:
+        if self._marks_first:
             yield self._bookmark({"annotations": {"k8s.io/initial-events-end": "true"}})
 
     def _event(self, change: Change) -> Object | None:
         """Return a change as it is to somebody who sees what is selected only."""
-        if self._asked.namespace not in ("", change.made["metadata"].get("namespace")):
+        if self._asked.key.namespace not in ("", change.made["metadata"].get("namespace")):
             return None
         was = change.before is not None and self._matches(change.before)
         is_now = change.type != "DELETED" and self._matches(change.made)
