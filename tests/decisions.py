@@ -68,5 +68,12 @@ class Life:
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Return status and reason of a condition."""
-        found = next(found for found in self.status.conditions if found.type == kind)
+        found = self._condition(kind)
         return found.status, found.reason
+
+    def said(self, kind: str) -> str:
+        """Return the message of a condition."""
+        return str(self._condition(kind).message)
+
+    def _condition(self, kind: str) -> Any:
+        return next(found for found in self.status.conditions if found.type == kind)

@@ -23,7 +23,7 @@ from finetune_operator.backends.aks.names import PROFILE_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.aks.reasons import from_events
 from finetune_operator.backends.aks.volumes import claim_uri
-from finetune_operator.backends.base import Attempt, AttemptPhase, BackendContext, Observation
+from finetune_operator.backends.base import Attempt, AttemptPhase, BackendContext
 from finetune_operator.cli.app import app
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.cache import ObjectCache
@@ -695,12 +695,15 @@ def test_a_mount_that_fails_is_told_from_the_newest_event_about_the_pod() -> Non
     assert told.message == "Pod tiny-1-0-x: mount failed: permission denied"
 
 
-def test_an_attempt_whose_batch_job_was_deleted_is_unknown_until_its_pods_are_gone() -> None:
+def test_an_attempt_whose_batch_job_was_deleted_has_failed_until_its_pods_are_gone() -> None:
     name = AttemptName.parse("default/a-b-12")
     assert (name.job, name.number, name.host) == ("a-b", 12, "a-b-12-0")
-    seen = [observe.gone(name, pods).all_gone for pods in ([running(0)], [ended(0, 1)], [])]
-    assert seen == [False, True, True]
-    assert isinstance(observe.gone(name, []), Observation)
+    hangs = observe.gone(name, [running(0), ended(1, 1)])
+    assert (hangs.phase, hangs.all_gone, hangs.nodes_ready) == (AttemptPhase.FAILED, False, 1)
+    assert hangs.message == "Job default/a-b-12 does not exist any more; 1 of its pods still end"
+    for pods in ([ended(0, 1)], []):
+        seen = observe.gone(name, pods)
+        assert (seen.phase, seen.all_gone) == (AttemptPhase.UNKNOWN, True)
 
 
 def files(folder: Path, *values: Mapping[str, Any]) -> str:

@@ -322,6 +322,16 @@ def test_a_vanished_attempt_is_a_lost_worker() -> None:
     assert life.status.attempts[0].message == "its folder is gone"
 
 
+def test_what_is_left_of_a_vanished_attempt_is_told_and_stopped() -> None:
+    life = started()
+    life.see(running(3))
+    left = Observation(AttemptPhase.FAILED, message="Job tiny-1 does not exist any more")
+    assert life.see(left) == (Cancel(10.0),)
+    assert life.status.phase is JobPhase.RESTARTING
+    assert life.condition("Running") == ("False", "Restarting")
+    assert life.said("Ready").startswith("Job tiny-1 does not exist any more; waiting until")
+
+
 def test_a_look_that_failed_changes_nothing() -> None:
     life = started()
     life.see(running(3))

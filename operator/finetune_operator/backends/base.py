@@ -90,7 +90,7 @@ class AttemptPhase(StrEnum):
     RUNNING = "Running"  # at least one of its processes runs
     SUCCEEDED = "Succeeded"  # it ended, with exit code 0
     FAILED = "Failed"  # it ended or lost a worker; see termination and all_gone
-    UNKNOWN = "Unknown"  # nothing of it can be found
+    UNKNOWN = "Unknown"  # nothing of it can be found; unless all is gone, nobody could look
 
 
 @dataclass(frozen=True)

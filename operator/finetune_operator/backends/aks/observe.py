@@ -21,10 +21,13 @@ from finetune_trainer.config import ExitCode
 
 def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
     """Return what is seen where the batch Job does not exist any more."""
-    alive = sum(is_alive(pod) for pod in pods)
-    left = f"; {alive} of its pods still end" if alive else ""
-    text = f"Job {name} does not exist any more{left}"
-    return Observation(AttemptPhase.UNKNOWN, all_gone=not alive, message=text)
+    alive = [pod for pod in pods if is_alive(pod)]
+    text = f"Job {name} does not exist any more"
+    if not alive:
+        return Observation(AttemptPhase.UNKNOWN, all_gone=True, message=text)
+    running = sum(container_state(pod, "running") is not None for pod in alive)
+    text = f"{text}; {len(alive)} of its pods still end"
+    return Observation(AttemptPhase.FAILED, nodes_ready=running, message=text)
 
 
 def look(batch_job: Object, pods: Sequence[Object]) -> Observation:

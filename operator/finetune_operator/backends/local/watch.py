@@ -69,7 +69,7 @@ def look(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
     if record is None:
         alive = proc.marked(ENV_MARK, mark(handle.uid))
         return Observation(
-            AttemptPhase.UNKNOWN,
+            AttemptPhase.FAILED if alive else AttemptPhase.UNKNOWN,
             all_gone=not alive,
             message=f"{folder.path} does not hold attempt {handle.uid} any more",
             look_again_seconds=SOON_SECONDS,
