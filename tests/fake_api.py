@@ -77,6 +77,7 @@ class FakeApi(KubeClient):
         namespace: str | None = None,
         *,
         label_selector: str | None = None,
+        field_selector: str | None = None,
         trim: Trim | None = None,
     ) -> Listing:
         await self._enter("list", resource, "")
@@ -85,6 +86,7 @@ class FakeApi(KubeClient):
             for one in self.objects(resource)
             if namespace in (None, one["metadata"].get("namespace"))
             and _matches(one, label_selector)
+            and _has_field(one, field_selector)
         ]
         return Listing(found, str(self._version))
 
@@ -121,9 +123,15 @@ class FakeApi(KubeClient):
         await self._enter("patch", resource, name)
         there = self._found(resource, name, namespace)
         self._check(there, patch)
-        allowed = ("metadata", "status") if subresource else ("metadata", "spec", "data")
         made = deepcopy(there)
-        _merge(made, {key: value for key, value in patch.items() if key in allowed})
+        _merge(
+            made,
+            {
+                key: value
+                for key, value in patch.items()
+                if key == "metadata" or (key == "status") == (subresource == "status")
+            },
+        )
         if made.get("spec") != there.get("spec"):
             made["metadata"]["generation"] += 1
         if made == there:
@@ -248,6 +256,11 @@ class FakeApi(KubeClient):
 
 def _matches(made: Object, selector: str | None) -> bool:
     return selector is None or selector in (made["metadata"].get("labels") or {})
+
+
+def _has_field(made: Object, selector: str | None) -> bool:
+    field, _, value = (selector or "").partition("=")
+    return selector is None or made.get(field) == value
 
 
 def _merge(target: Object, patch: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """An operator whose rendering has changed takes over running attempts and touches none of them.
 
-Pods are played on a node that is only an object; the controllers are real.
+Pods are played on a node that is only an object; the controllers are real. The jobs are of two
+nodes, so that they have every kind of child.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import pytest
 from aks_cases import JOB, profile
 from builders import manifest
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,
@@ -41,8 +43,19 @@ pytestmark = [
     pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
 ]
 RUNNING = 20
+NODES = 2
 CHILDREN = (JOBS, PODS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
 CLAIMS = ("data", "models", "checkpoints")
+NEW_SLICES = """
+
+_before = rank_zero_slice
+
+
+def rank_zero_slice(*given, **named):  # type: ignore
+    made = _before(*given, **named)
+    made["endpoints"][0]["conditions"]["serving"] = True
+    return made
+"""
 NEW_RENDERING = """
 
 _before = render
@@ -70,8 +83,9 @@ def newer(tmp_path: Path) -> Path:
     """A copy of the operator that makes other objects of the same job."""
     package = tmp_path / "finetune_operator"
     shutil.copytree(ROOT / "operator" / "finetune_operator", package)
-    with (package / "backends" / "aks" / "render.py").open("a") as source:
-        source.write(NEW_RENDERING)
+    for module, changed in (("render", NEW_RENDERING), ("network", NEW_SLICES)):
+        with (package / "backends" / "aks" / f"{module}.py").open("a") as source:
+            source.write(changed)
     return tmp_path
 
 
@@ -89,7 +103,7 @@ async def training(client: KubeClient, namespace: str, name: str, port: int) -> 
             await client.create(FINE_TUNE_JOBS, body(f"job-{number}", name, port), namespace)
         placed: set[str] = set()
         async with asyncio.timeout(120):
-            while len(placed) < RUNNING:
+            while len(placed) < RUNNING * NODES:
                 await asyncio.sleep(0.2)
                 for pod in (await client.list(PODS, namespace)).items:
                     if pod["spec"].get("nodeName") and pod["metadata"]["name"] not in placed:
@@ -106,19 +120,26 @@ def body(name: str, profile_name: str, port: int) -> Object:
         **JOB,
         "backend": {"type": "aks", "aks": {"profile": profile_name}},
         "observability": {"metricsPort": port},
+        "topology": {"nodes": NODES},
     }
     made: Object = manifest(name=name, **fields)
     del made["metadata"]["namespace"]
     return made
 
 
-async def children(client: KubeClient, namespace: str) -> dict[str, str]:
-    """Return the uid of every child of every job."""
+async def children(client: KubeClient, namespace: str) -> dict[str, Object]:
+    """Return every child of every job as it was asked for, without what controllers add to it."""
     return {
-        f"{kind} {one['metadata']['name']}": one["metadata"]["uid"]
+        f"{kind} {one['metadata']['name']}": wanted(one)
         for kind in CHILDREN
-        for one in (await client.list(kind, namespace)).items
+        for one in (await client.list(kind, namespace, label_selector=JOB_UID_LABEL)).items
     }
+
+
+def wanted(made: Object) -> Object:
+    bare = {"resourceVersion", "managedFields"}
+    metadata = {key: value for key, value in made["metadata"].items() if key not in bare}
+    return {**{key: value for key, value in made.items() if key != "status"}, "metadata": metadata}
 
 
 async def jobs(client: KubeClient, namespace: str) -> list[tuple[str, int]]:
@@ -141,7 +162,7 @@ async def upgrade(namespace: str, first: OperatorProcess, newer: Path) -> None:
             while await jobs(client, namespace) != running:
                 await asyncio.sleep(0.2)
         before = await children(client, namespace)
-        assert len(before) >= 3 * RUNNING
+        assert len(before) == (4 + NODES) * RUNNING  # policy, Service, slice, batch Job and pods
         await asyncio.to_thread(first.end)
         asked = rank_zero.asked
         with OperatorProcess(KUBECONFIG, namespace, source=newer) as second:

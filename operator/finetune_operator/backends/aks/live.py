@@ -41,7 +41,11 @@ class LiveAttempts:
     async def submit(self, request: Request) -> Handle:
         """Create or adopt the attempt's objects."""
         self._forget_deleted()
-        return await submit(request, self._children)
+        handle = await submit(request, self._children)
+        self._known.add(handle.uid)
+        if request.attempt == 1:
+            self._names.expect(handle.uid)
+        return handle
 
     async def find(self, name: AttemptName, job_uid: str, *, is_opened: bool) -> Found | None:
         """Return the attempt if its batch Job exists and is the job's own.

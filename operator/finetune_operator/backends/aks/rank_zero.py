@@ -1,6 +1,7 @@
 """Give rank 0's pod its name, where the profile leaves that to us: one EndpointSlice a job.
 
-Called with each look at an attempt; writes once an address.
+Called with each look at an attempt; writes once an address, and nothing where the name leads there
+already.
 """
 
 import asyncio
@@ -41,12 +42,18 @@ class _Refused:
 class RankZeroNames:
     """Names that were given, by the uid of the batch Job whose pod has it.
 
-    A process that starts anew asks the API server once a job.
+    A process that starts anew reads the name of each attempt once, and leaves one alone that leads
+    to its pod: also where another version would write more about it.
     """
 
     def __init__(self) -> None:
         self._given: dict[str, str] = {}
+        self._new: set[str] = set()
         self._refused: dict[str, _Refused] = {}
+
+    def expect(self, uid: str) -> None:
+        """Note that the first attempt of a job was created just now: it has no name to be read."""
+        self._new.add(uid)
 
     async def give(
         self, client: KubeClient, name: AttemptName, batch_job: Object, service: str, address: str
@@ -63,7 +70,8 @@ class RankZeroNames:
         if refused is not None and now < refused.due:
             return refused.obstacle
         try:
-            await _point(client, name, batch_job, service, address)
+            made = rank_zero_slice(_metadata(batch_job, service), service, name.host, address)
+            await _write(client, made, owner_of(batch_job)["uid"], is_there=uid not in self._new)
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
@@ -71,23 +79,29 @@ class RankZeroNames:
             self._refused[uid] = _Refused(now + AGAIN_SECONDS, told)
             return told
         self._refused.pop(uid, None)
+        self._new.discard(uid)
         self._given[uid] = address
         return Obstacle()
 
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""
         self._given.pop(uid, None)
+        self._new.discard(uid)
         self._refused.pop(uid, None)
 
 
-async def _point(
-    client: KubeClient, name: AttemptName, batch_job: Object, service: str, address: str
-) -> None:
-    made = rank_zero_slice(_metadata(batch_job, service), service, name.host, address)
-    there = await create_or_adopt(client, made, owner_of(batch_job)["uid"])
-    if there.get("endpoints") != made["endpoints"]:
+async def _write(client: KubeClient, made: Object, job_uid: str, *, is_there: bool) -> None:
+    there = await create_or_adopt(client, made, job_uid, is_there=is_there)
+    if _targets(there) != _targets(made):
         change = {"metadata": {"uid": there["metadata"]["uid"]}, "endpoints": made["endpoints"]}
-        await client.patch(ENDPOINT_SLICES, service, name.namespace, change)
+        metadata = made["metadata"]
+        await client.patch(ENDPOINT_SLICES, metadata["name"], metadata["namespace"], change)
+
+
+def _targets(made: Object) -> list[tuple[str, list[str]]]:
+    """Return what who resolves the name sees of a slice."""
+    endpoints = made.get("endpoints") or ()
+    return [(one.get("hostname", ""), one["addresses"]) for one in endpoints]
 
 
 def _metadata(batch_job: Object, name: str) -> dict[str, Any]:

@@ -43,8 +43,10 @@ async def submit(request: Request, children: Children) -> Handle:
         demand_quiet(children, name)
         # A cache may be late, so that a foreign one is asked for again when it is in the way.
         *once, batch_job = request.objects
-        client = children.cluster.client
-        await asyncio.gather(*(create_or_adopt(client, one, request.job_uid) for one in once))
+        client, is_later = children.cluster.client, name.number > 1
+        await asyncio.gather(
+            *(create_or_adopt(client, one, request.job_uid, is_there=is_later) for one in once)
+        )
         there = await create_or_adopt(client, batch_job, request.job_uid)
         children.note(there)
         await _delete_old(client, name, request.job_uid)
@@ -67,8 +69,16 @@ def demand_quiet(children: Children, name: AttemptName) -> None:
         )
 
 
-async def create_or_adopt(client: KubeClient, wanted: Mapping[str, Any], job_uid: str) -> Object:
+async def create_or_adopt(
+    client: KubeClient, wanted: Mapping[str, Any], job_uid: str, *, is_there: bool = False
+) -> Object:
     """Create an object, or return the one of that name if the job of `job_uid` owns it.
+
+    Args:
+        client: Who asks.
+        wanted: The object.
+        job_uid: Who must own it.
+        is_there: Most likely it exists, so that it is read before anything is written.
 
     Raises:
         AlreadyOwnedError: it is somebody else's.
@@ -77,10 +87,14 @@ async def create_or_adopt(client: KubeClient, wanted: Mapping[str, Any], job_uid
     """
     resource, metadata = CHILD_KINDS[wanted["kind"]], wanted["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
-    try:
-        return await client.create(resource, wanted, namespace)
-    except AlreadyExistsError:
-        there = await _get(client, resource, name, namespace)
+    there = await _find(client, resource, name, namespace) if is_there else None
+    if there is None:
+        try:
+            return await client.create(resource, wanted, namespace)
+        except AlreadyExistsError:
+            there = await _find(client, resource, name, namespace)
+    if there is None:
+        raise TransientError(f"{resource.kind} {namespace}/{name} was deleted just now")
     owner, ours = owner_of(there), owner_of(wanted)
     if owner.get("uid") == job_uid:
         return there
@@ -92,11 +106,11 @@ async def create_or_adopt(client: KubeClient, wanted: Mapping[str, Any], job_uid
     raise AlreadyOwnedError(_whose(resource, f"{namespace}/{name}", owner))
 
 
-async def _get(client: KubeClient, resource: Resource, name: str, namespace: str) -> Object:
+async def _find(client: KubeClient, resource: Resource, name: str, namespace: str) -> Object | None:
     try:
         return await client.get(resource, name, namespace)
-    except NotFoundError as error:
-        raise TransientError(f"{resource.kind} {namespace}/{name} was deleted just now") from error
+    except NotFoundError:
+        return None
 
 
 def _whose(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
