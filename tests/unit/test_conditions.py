@@ -80,18 +80,44 @@ def test_every_stage_tells_kstatus_where_it_is(
     assert is_true(status, ConditionType.STALLED) is stalled
 
 
+def admissions(told: list[tuple[Stage, str, bool]], *, has_queue: bool) -> list[tuple[str, str]]:
+    """Return status and message of Admitted after each of these: stage, reason, exists."""
+    status, found = FineTuneJobStatus(), []
+    for stage, reason, exists in told:
+        situation = Situation(stage, reason, reason.lower(), exists=exists)
+        status = describe(status, situation, NOW, 1, has_queue=has_queue)
+        one = find(status, ConditionType.ADMITTED)
+        found.append((one.status, one.message) if one else ("", ""))
+    return found
+
+
+QUEUED = (Stage.STARTING, "Queued", True)
+BLOCKED = (Stage.BLOCKED, "CreationFailed", False)
+OPENED = (Stage.STARTING, "Provisioning", False)
+HAS_NO_NODE = (Stage.STARTING, "Unschedulable", True)
+TRAINS = (Stage.RUNNING, "Training", True)
+NO_QUEUE = ("True", "there is no queue to wait for")
+LET_GO = ("True", "the queue let it go")
+WAITS = ("False", "queued")
+
+
 def test_admitted_follows_the_queue() -> None:
-    status, told = FineTuneJobStatus(), []
-    for reason in ("Provisioning", "Queued", "Unschedulable", "Queued", "Training"):
-        stage = Stage.RUNNING if reason == "Training" else Stage.STARTING
-        status = describe(status, Situation(stage, reason, reason.lower()), NOW, 1)
-        found = find(status, ConditionType.ADMITTED)
-        assert found is not None
-        told.append((found.status, found.reason, found.message))
-    assert told == [
-        ("True", "Admitted", "there is no queue to wait for"),
-        ("False", "Queued", "queued"),
-        ("True", "Admitted", "the queue let it go"),
-        ("False", "Queued", "queued"),
-        ("True", "Admitted", "the queue let it go"),
-    ]
+    life = [OPENED, QUEUED, HAS_NO_NODE, QUEUED, TRAINS]
+    assert admissions(life, has_queue=True) == [("", ""), WAITS, LET_GO, WAITS, LET_GO]
+
+
+def test_a_queue_has_let_nothing_go_that_could_not_be_created() -> None:
+    life = [OPENED, BLOCKED, OPENED, TRAINS]
+    failed = ("False", "creationfailed")
+    assert admissions(life, has_queue=True) == [("", ""), failed, failed, LET_GO]
+
+
+def test_a_job_that_goes_on_waits_in_its_queue_until_it_is_seen_to_be_let_go() -> None:
+    life = [QUEUED, (Stage.SUSPENDED, "SuspendedByUser", False), OPENED, HAS_NO_NODE]
+    assert admissions(life, has_queue=True) == [WAITS, WAITS, WAITS, LET_GO]
+
+
+def test_a_job_without_a_queue_waits_for_none_unless_the_cluster_queues_it() -> None:
+    life = [OPENED, BLOCKED, HAS_NO_NODE, QUEUED, TRAINS]
+    told = [NO_QUEUE, NO_QUEUE, NO_QUEUE, WAITS, LET_GO]
+    assert admissions(life, has_queue=False) == told

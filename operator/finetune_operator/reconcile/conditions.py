@@ -163,11 +163,13 @@ class Situation:
     Attributes:
         reason: One CamelCase word: a `Reason`, or a failure class of the trainer.
         message: One sentence; must not depend on the time of day, else every look writes it anew.
+        exists: Whether the attempt was seen: unless `reason` is Queued, no queue keeps it.
     """
 
     stage: Stage
     reason: str
     message: str
+    exists: bool = False
 
 
 def rfc3339(moment: datetime) -> str:
@@ -220,10 +222,41 @@ def _gist(one: Condition) -> tuple[object, ...]:
 _GOES_ON = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
 
 
+def _admission(
+    admitted: Condition | None, situation: Situation, *, has_queue: bool
+) -> tuple[bool, str, str] | None:
+    """Return what Admitted is to say; None for what it says already, or for nothing.
+
+    A job without `spec.queue` may be queued, too: a cluster may name a queue for all jobs.
+    """
+    if situation.reason == Reason.QUEUED:
+        return False, Reason.QUEUED, situation.message
+    if situation.exists and (has_queue or (admitted is not None and admitted.status == "False")):
+        return True, Reason.ADMITTED, "the queue let it go"
+    if has_queue and situation.reason == Reason.CREATION_FAILED:
+        return False, Reason.CREATION_FAILED, situation.message
+    if not has_queue and admitted is None:
+        return True, Reason.ADMITTED, "there is no queue to wait for"
+    return None
+
+
 def describe(
-    status: FineTuneJobStatus, situation: Situation, now: datetime, generation: int
+    status: FineTuneJobStatus,
+    situation: Situation,
+    now: datetime,
+    generation: int,
+    *,
+    has_queue: bool = False,
 ) -> FineTuneJobStatus:
-    """Return the status with the phase and the conditions of `situation`."""
+    """Return the status with the phase and the conditions of `situation`.
+
+    Args:
+        status: As it was.
+        situation: What is to be said.
+        now: Time with a zone.
+        generation: Of the spec that was looked at.
+        has_queue: Whether the spec names a queue.
+    """
     row = _TABLE[situation.stage]
     conditions = {one.type: one for one in status.conditions}
 
@@ -243,13 +276,10 @@ def describe(
 
     if ConditionType.ACCEPTED not in row.says and not is_true(status, ConditionType.ACCEPTED):
         say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
-    admitted = find(status, ConditionType.ADMITTED)
-    if situation.reason == Reason.QUEUED:
-        say(ConditionType.ADMITTED, False, Reason.QUEUED, situation.message)
-    elif admitted is not None and admitted.status == "False" and situation.stage in _GOES_ON:
-        say(ConditionType.ADMITTED, True, Reason.ADMITTED, "the queue let it go")
-    elif admitted is None and row.says.get(ConditionType.ACCEPTED, True):
-        say(ConditionType.ADMITTED, True, Reason.ADMITTED, "there is no queue to wait for")
+    if row.says.get(ConditionType.ACCEPTED, True):
+        admitted = find(status, ConditionType.ADMITTED)
+        if (told := _admission(admitted, situation, has_queue=has_queue)) is not None:
+            say(ConditionType.ADMITTED, *told)
     for kind, value in row.says.items():
         say(kind, value, situation.reason, situation.message)
     if ConditionType.STALLED not in row.says:

@@ -109,8 +109,11 @@ class _View:
         requeue: float | None = None,
     ) -> Decision:
         """Say what the situation is and what follows from it."""
-        described = describe(status, situation, self.now, self.generation)
-        return Decision(actions, described, requeue)
+        return Decision(actions, self.described(status, situation), requeue)
+
+    def described(self, status: FineTuneJobStatus, situation: Situation) -> FineTuneJobStatus:
+        has_queue = self.spec.queue is not None
+        return describe(status, situation, self.now, self.generation, has_queue=has_queue)
 
     def seconds_until(self, moment: datetime) -> float:
         return max(0.0, (moment - self.now).total_seconds())
@@ -160,7 +163,8 @@ def as_opened(
     status = job.status if isinstance(plan, Refusal) else _note_plan(job.status, plan)
     status = attempts.open_next(status, since)
     # It was made of the first spec, as any later change would have met a status that was written.
-    return describe(status, _starting(status.attempt), since, generation=1)
+    situation, has_queue = _starting(status.attempt), job.spec.queue is not None
+    return describe(status, situation, since, generation=1, has_queue=has_queue)
 
 
 def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
@@ -197,7 +201,8 @@ def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
         status = attempts.close(status, failures.verdict(waits), "", now)
         return _fail(view, status, passed.reason, f"{passed.message}: {message}").status
     situation = Situation(Stage.BLOCKED, Reason.CREATION_FAILED, message)
-    return describe(job.status, situation, now, job.metadata.generation)
+    has_queue = job.spec.queue is not None
+    return describe(job.status, situation, now, job.metadata.generation, has_queue=has_queue)
 
 
 def hold(
@@ -277,7 +282,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
     if words.failure_class is FailureClass.COMPLETED:
         status = status.model_copy(update={"completion_time": rfc3339(view.now)})
         status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": 0})})
-        situation = Situation(Stage.COMPLETE, Reason.COMPLETED, words.message)
+        situation = Situation(Stage.COMPLETE, Reason.COMPLETED, words.message, exists=True)
         return view.conclude(status, situation, Collect())
     if (reason := deadlines.ending(view.before)) is not None:
         return _fail(view, status, *reason)
@@ -358,14 +363,15 @@ def _watching(
     trains = said.phase not in _BEFORE_TRAINING if said else is_true(status, ConditionType.RUNNING)
     if runs and trains:
         text = f"attempt {attempt.number} trains on {status.nodes.world_size} ranks"
-        return Situation(Stage.RUNNING, Reason.TRAINING, text)
+        return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
     stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
     if runs and not observation.reason:
-        return Situation(stage, Reason.STARTING, f"attempt {attempt.number} starts its ranks")
+        text = f"attempt {attempt.number} starts its ranks"
+        return Situation(stage, Reason.STARTING, text, exists=True)
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
     if observation.reason == Reason.CREATION_FAILED:
         stage = Stage.BLOCKED  # it does not pass by waiting
-    return Situation(stage, observation.reason or Reason.PROVISIONING, text)
+    return Situation(stage, observation.reason or Reason.PROVISIONING, text, exists=True)
 
 
 def _with_progress(
@@ -375,7 +381,7 @@ def _with_progress(
     said = observation.progress
     if said is None:
         return status
-    phase = describe(status, situation, view.now, view.generation).phase
+    phase = view.described(status, situation).phase
     due = progress.due_at(status, view.spec)
     if phase == view.before.phase and due is not None and due > view.now:
         return status
