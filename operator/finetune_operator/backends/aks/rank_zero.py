@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune_operator.backends.aks.names import AttemptName, owner_of
 from finetune_operator.backends.aks.network import rank_zero_slice
-from finetune_operator.backends.aks.reasons import Obstacle
+from finetune_operator.backends.aks.reasons import AksReason, Obstacle
 from finetune_operator.backends.aks.submit import create_or_adopt
 from finetune_operator.backends.aks.words import index_of, is_alive
 from finetune_operator.errors import BackendError
@@ -75,7 +75,7 @@ class RankZeroNames:
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
-            told = Obstacle("CreationFailed", str(error))
+            told = Obstacle(AksReason.CREATION_FAILED, str(error))
             self._refused[uid] = _Refused(now + AGAIN_SECONDS, told)
             return told
         self._refused.pop(uid, None)

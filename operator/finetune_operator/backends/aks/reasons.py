@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, QUEUE_LABEL
 from finetune_operator.backends.aks.words import condition, container_state, index_of
@@ -12,11 +13,27 @@ _IMAGE = frozenset(
      "InvalidImageName", "RegistryUnavailable"}
 )  # fmt: skip
 _CONTAINER = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+
+
+class AksReason(StrEnum):
+    """Every word for what keeps a gang from running; docs/status.md says what to do about each."""
+
+    QUEUED = "Queued"
+    SUSPENDED = "Suspended"
+    CREATION_FAILED = "CreationFailed"
+    PODS_NOT_CREATED = "PodsNotCreated"
+    UNSCHEDULABLE = "Unschedulable"  # where the scheduler does not choose a word of its own
+    VOLUME_NOT_READY = "VolumeNotReady"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    CONTAINER_NOT_CREATED = "ContainerNotCreated"
+    POD_NOT_STARTED = "PodNotStarted"
+
+
 _OF_EVENT = {
-    "FailedAttachVolume": "VolumeNotReady",
-    "FailedCreate": "PodsNotCreated",
-    "FailedCreatePodSandBox": "PodNotStarted",
-    "FailedMount": "VolumeNotReady",
+    "FailedAttachVolume": AksReason.VOLUME_NOT_READY,
+    "FailedCreate": AksReason.PODS_NOT_CREATED,
+    "FailedCreatePodSandBox": AksReason.POD_NOT_STARTED,
+    "FailedMount": AksReason.VOLUME_NOT_READY,
 }
 
 
@@ -42,8 +59,9 @@ def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle:
     if batch_job["spec"].get("suspend"):
         queue = (batch_job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
         if queue:
-            return Obstacle("Queued", f"waits in queue {queue} to be admitted")
-        return Obstacle("Suspended", f"Job {name} was suspended by somebody else; resume it")
+            return Obstacle(AksReason.QUEUED, f"waits in queue {queue} to be admitted")
+        text = f"Job {name} was suspended by somebody else; resume it"
+        return Obstacle(AksReason.SUSPENDED, text)
     told = (_of_pod(pod) for pod in sorted(pods, key=index_of))
     return next((one for one in told if one), Obstacle())
 
@@ -54,14 +72,17 @@ def _of_pod(pod: Object) -> Obstacle:
     if scheduled.get("status") == "False":
         text = str(scheduled.get("message") or scheduled.get("reason") or "no reason given")
         about_volume = "persistentvolumeclaim" in text.lower() or "volume node" in text.lower()
-        reason = "VolumeNotReady" if about_volume else scheduled.get("reason") or "Unschedulable"
-        return Obstacle(str(reason), f"pod {name} has no node: {text}")
+        word = str(scheduled.get("reason") or AksReason.UNSCHEDULABLE)
+        reason = AksReason.VOLUME_NOT_READY if about_volume else word
+        return Obstacle(reason, f"pod {name} has no node: {text}")
     waiting = container_state(pod, "waiting") or {}
     reason, text = str(waiting.get("reason", "")), str(waiting.get("message", ""))
     if reason in _IMAGE:
-        return Obstacle("ImagePullFailed", f"pod {name} has no image: {text or reason}")
+        return Obstacle(AksReason.IMAGE_PULL_FAILED, f"pod {name} has no image: {text or reason}")
     if reason in _CONTAINER:
-        return Obstacle("ContainerNotCreated", f"pod {name} cannot start: {text or reason}")
+        return Obstacle(
+            AksReason.CONTAINER_NOT_CREATED, f"pod {name} cannot start: {text or reason}"
+        )
     return Obstacle()
 
 
