@@ -174,6 +174,16 @@ def test_ctrl_c_twice_kills_what_does_not_listen(serve: Serve) -> None:
     assert done["status"]["restarts"]["counted"] == 0
 
 
+def test_a_crash_is_followed_by_the_next_attempt_from_the_last_checkpoint(serve: Serve) -> None:
+    dev = serve(attempt_1={"steps": 6, "save_every": 2, "kill_at": 5}, attempt_2={"steps": 6})
+    dev.apply(restartPolicy__backoff={"baseSeconds": 0})
+    done = dev.wait_for("Succeeded")
+    assert attempts_of(done) == [(1, None), (2, 4)]
+    stored = JobStore(run_dir(dev.folder)).load()
+    assert stored is not None
+    assert stored.status.attempt == 2
+
+
 def test_what_a_killed_process_started_is_adopted_by_the_next(serve: Serve) -> None:
     dev = serve(attempt_1={"steps": 150, "step_seconds": 0.05})
     dev.apply()

@@ -5,7 +5,6 @@ machine.
 """
 
 import asyncio
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -55,7 +54,7 @@ def dev(
             'pip install "finetune-operator[operator]"'
         )
     # Imported here: kopf and the client take half a second that --help need not wait for.
-    from finetune_operator.cli.dev_run import RunOptions, run_one
+    from finetune_operator.cli.dev_run import run_one
     from finetune_operator.cli.dev_server import serve
     from finetune_operator.kernel.logs import set_up
     from finetune_operator.kernel.settings import LogFormat
@@ -63,12 +62,12 @@ def dev(
     if run is not None:
         if folder is not None:
             raise typer.BadParameter("--run serves the folder of FILE; leave out FOLDER")
-        run_one(run, RunOptions(port=port, fresh=fresh, plain=plain))
+        run_one(run, port=port, fresh=fresh, plain=plain)
         return
     if fresh or plain:
         raise typer.BadParameter("--fresh and --plain go with --run FILE")
-    base = Path(os.path.normpath((folder or Path()).absolute()))
-    if not base.is_dir():
+    served = DevFolder(folder or Path())
+    if not served.base.is_dir():
         raise typer.BadParameter(f"{folder} is no folder")
     set_up(LogFormat.TEXT, "INFO")
-    asyncio.run(serve(DevFolder(base), port))
+    asyncio.run(serve(served, port))

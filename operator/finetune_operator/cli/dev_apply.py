@@ -1,8 +1,10 @@
-"""Apply the job of `ftctl dev --run FILE`: with kubectl where there is one, else by ourselves."""
+"""The job of `ftctl dev --run FILE`: what the API has of it, and what is to become of that."""
 
 import asyncio
 import os
 import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_operator.api.problems import InvalidJobError, Problem
@@ -26,97 +28,111 @@ class ApplyError(FineTuneError):
     """The job could not be applied."""
 
 
-def key_of_job(job: FineTuneJob) -> Key:
-    """Return namespace and name of a manifest's job."""
-    return Key(job.metadata.namespace, job.metadata.name)
+@dataclass(frozen=True)
+class DevJob:
+    """The job of a manifest in the API.
 
-
-async def look_up(client: KubeClient, key: Key) -> KnownJob | None:
-    """Return the job as the API has it, or None."""
-    try:
-        return read_job(await client.get(FINE_TUNE_JOBS, key.name, key.namespace))
-    except NotFoundError:
-        return None
-
-
-async def make_room(client: KubeClient, target: Target, *, fresh: bool) -> str:
-    """Delete the job of that name if it is over, so that it runs anew; return what was done.
-
-    Args:
+    Attributes:
         client: Access to the API.
-        target: The job to apply.
-        fresh: Delete it though it is not over.
-
-    Raises:
-        InvalidJobError: it is not over, and the manifest asks for another training; or there is
-            none, and no job can begin with the manifest.
+        target: The job as it is asked for.
     """
-    key = key_of_job(target.job)
-    there = await look_up(client, key)
-    if there is None:
-        target.refuse(check_start(target.job))  # with its line; the API tells the field alone
-        return ""
-    if not fresh and not is_finished(there.status):
-        _refuse_another_training(there, target)
-        return f"going on with {key}" if there.status.attempt else ""
-    await client.delete(FINE_TUNE_JOBS, key.name, key.namespace)
-    async with asyncio.timeout(None if fresh else _GONE_SECONDS):
-        while await look_up(client, key) is not None:
-            await asyncio.sleep(_LOOK_SECONDS)
-    was = there.status.phase.value if is_finished(there.status) else "not over"
-    return f"the earlier {key} was {was}; it runs anew, and what it wrote is moved aside"
 
+    client: KubeClient
+    target: Target
 
-async def apply(client: KubeClient, target: Target, kubeconfig: Path) -> str:
-    """Create the job, or change it to what the manifest says; return one line about it.
+    @property
+    def key(self) -> Key:
+        """Namespace and name."""
+        return Key(self.target.job.metadata.namespace, self.target.job.metadata.name)
 
-    Raises:
-        ApplyError: kubectl cannot apply it.
-        ApiError: the API refuses it.
-    """
-    await _make_namespace(client, target.job.metadata.namespace)
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        return await _apply(client, target)
-    process = await asyncio.create_subprocess_exec(
-        kubectl,
-        *("apply", "-f", str(target.manifest.path)),
-        env={**os.environ, "KUBECONFIG": str(kubeconfig)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    said, _ = await process.communicate()
-    text = said.decode(errors="replace").strip()
-    if process.returncode:
-        raise ApplyError(f"kubectl apply -f {target.manifest.path} failed: {text}")
-    return text
+    async def read(self) -> FineTuneJob:
+        """Return the job as the API has it.
 
+        Raises:
+            ApplyError: it has none.
+        """
+        known = await self._known()
+        if known is None or known.job is None:
+            raise ApplyError(f"{self.key} was deleted before its end")
+        return known.job
 
-async def _make_namespace(client: KubeClient, name: str) -> None:
-    try:
-        await client.create(NAMESPACES, {"metadata": {"name": name}})
-    except AlreadyExistsError:
-        return
+    async def make_room(self, *, fresh: bool) -> str:
+        """Delete the job of that name if it is over, so that it runs anew; return what was done.
 
+        Args:
+            fresh: Delete it though it is not over.
 
-async def _apply(client: KubeClient, target: Target) -> str:
-    key, made = key_of_job(target.job), target.manifest.manifest.value
-    name = f"finetunejob.finetune.dev/{key.name}"
-    try:
-        await client.create(FINE_TUNE_JOBS, made, key.namespace)
-    except AlreadyExistsError:
-        there = await client.get(FINE_TUNE_JOBS, key.name, key.namespace)
-        await client.replace(FINE_TUNE_JOBS, {**there, "spec": made["spec"]}, key.namespace)
-        return f"{name} configured"
-    return f"{name} created"
+        Raises:
+            InvalidJobError: it is not over, and the manifest asks for another training; or there
+                is none, and no job can begin with the manifest.
+        """
+        there = await self._known()
+        if there is None:
+            # With its line; the API tells the field alone.
+            self.target.refuse(check_start(self.target.job))
+            return ""
+        if not fresh and not is_finished(there.status):
+            self._refuse_another_training(there)
+            return f"going on with {self.key}" if there.status.attempt else ""
+        await self.client.delete(FINE_TUNE_JOBS, self.key.name, self.key.namespace)
+        async with asyncio.timeout(None if fresh else _GONE_SECONDS):
+            while await self._known() is not None:
+                await asyncio.sleep(_LOOK_SECONDS)
+        was = there.status.phase.value if is_finished(there.status) else "not over"
+        return f"the earlier {self.key} was {was}; it runs anew, and what it wrote is moved aside"
 
+    async def apply(self, kubeconfig: Path) -> str:
+        """Create the job, or change it to what the manifest says; return one line about it.
 
-def _refuse_another_training(there: KnownJob, target: Target) -> None:
-    if there.job is None or not there.status.attempt:
-        return
-    if changed := changes_of_training(there.job.spec, target.job.spec):
-        message = (
-            f"differs from the unfinished job ({', '.join(changed)}); restore the old values to "
-            "go on, or run it anew with --fresh, which moves aside what was written"
+        Args:
+            kubeconfig: For kubectl, which does it where it is installed.
+
+        Raises:
+            ApplyError: kubectl cannot apply it.
+            ApiError: the API refuses it.
+        """
+        with suppress(AlreadyExistsError):
+            await self.client.create(NAMESPACES, {"metadata": {"name": self.key.namespace}})
+        kubectl = shutil.which("kubectl")
+        if kubectl is None:
+            return await self._apply()
+        process = await asyncio.create_subprocess_exec(
+            kubectl,
+            *("apply", "-f", str(self.target.manifest.path)),
+            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
         )
-        raise InvalidJobError([target.manifest.locate(Problem(f"spec.{changed[0]}", message))])
+        said, _ = await process.communicate()
+        text = said.decode(errors="replace").strip()
+        if process.returncode:
+            raise ApplyError(f"kubectl apply -f {self.target.manifest.path} failed: {text}")
+        return text
+
+    async def _apply(self) -> str:
+        made, namespace = self.target.manifest.manifest.value, self.key.namespace
+        there = await self._known()
+        if there is None:
+            await self.client.create(FINE_TUNE_JOBS, made, namespace)
+        else:
+            changed = {**there.raw, "spec": made["spec"]}
+            await self.client.replace(FINE_TUNE_JOBS, changed, namespace)
+        return f"finetunejob.finetune.dev/{self.key.name} {'configured' if there else 'created'}"
+
+    async def _known(self) -> KnownJob | None:
+        try:
+            raw = await self.client.get(FINE_TUNE_JOBS, self.key.name, self.key.namespace)
+        except NotFoundError:
+            return None
+        return read_job(raw)
+
+    def _refuse_another_training(self, there: KnownJob) -> None:
+        if there.job is None or not there.status.attempt:
+            return
+        if changed := changes_of_training(there.job.spec, self.target.job.spec):
+            message = (
+                f"differs from the unfinished job ({', '.join(changed)}); restore the old values "
+                "to go on, or run it anew with --fresh, which moves aside what was written"
+            )
+            problem = Problem(f"spec.{changed[0]}", message)
+            raise InvalidJobError([self.target.manifest.locate(problem)])

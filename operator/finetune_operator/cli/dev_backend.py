@@ -37,7 +37,7 @@ class DevBackend(LocalBackend):
         self,
         context: BackendContext,
         *,
-        is_forced: Callable[[], bool] = lambda: False,
+        is_forced: Callable[[], bool],
         command: Sequence[str] = TRAINER,
     ) -> None:
         super().__init__(context, command=command)
@@ -60,8 +60,7 @@ class DevBackend(LocalBackend):
         """
         job = self._jobs[request.job_uid]
         folders = self.folders(job)
-        store = self._hold(folders.run, folders.checkpoint)
-        self._claim(store, job, request.attempt)
+        _claim(self._hold(folders.run, folders.checkpoint), job, request.attempt)
         return await super().submit(request)
 
     async def observe(self, handle: Handle) -> Observation:
@@ -70,9 +69,9 @@ class DevBackend(LocalBackend):
         seen = await super().observe(handle)
         if seen.all_gone:
             self._release(run_dir)
-        elif run_dir not in self._held and run_dir.is_dir():
+        elif run_dir.is_dir():
             try:
-                self._hold(run_dir)  # it was started by a process before this one
+                self._hold(run_dir)  # it may have been started by a process before this one
             except StoreError as error:
                 raise TransientError(str(error)) from error
         return seen
@@ -95,23 +94,20 @@ class DevBackend(LocalBackend):
         if (store := self._held.pop(run_dir, None)) is not None:
             store.__exit__(None, None, None)
 
-    def _claim(self, store: JobStore, job: FineTuneJob, number: int) -> None:
-        """Move aside what another job has left, and write down whose attempt this is."""
-        there = store.load()
-        if there is not None and there.metadata.uid != job.metadata.uid:
-            if alive := proc.marked(ENV_MARK, f"{there.metadata.uid}-"):
-                raise BackendError(
-                    f"{store.run_dir} is still written by process {alive[0].pid} of an earlier "
-                    "job of that name; end that one first"
-                )
-            log.info("earlier run moved aside", extra={"folder": str(store.move_aside())})
-        if there is None or there.metadata.uid != job.metadata.uid or there.status.attempt < number:
-            store.save(_as_opened(job, number))
 
-
-def _as_opened(job: FineTuneJob, number: int) -> FineTuneJob:
-    """Return the job as a driver leaves it that dies right after it has opened the attempt."""
-    status = job.status
-    while status.attempt < number:
-        status = attempts.open_next(status, datetime.now(UTC))
-    return job.model_copy(update={"status": status})
+def _claim(store: JobStore, job: FineTuneJob, number: int) -> None:
+    """Move aside what another job has left, and write down whose attempt this is."""
+    there = store.load()
+    if there is not None and there.metadata.uid != job.metadata.uid:
+        if alive := proc.marked(ENV_MARK, f"{there.metadata.uid}-"):
+            raise BackendError(
+                f"{store.run_dir} is still written by process {alive[0].pid} of an earlier job of "
+                "that name; end that one first"
+            )
+        log.info("earlier run moved aside", extra={"folder": str(store.move_aside())})
+        there = None
+    if there is None or there.status.attempt < number:
+        # As a driver leaves the job that dies right after it has opened the attempt.
+        before = job.status.model_copy(update={"attempt": number - 1, "attempts": []})
+        status = attempts.open_next(before, datetime.now(UTC))
+        store.save(job.model_copy(update={"status": status}))

@@ -3,12 +3,10 @@
 One process at a time may serve a folder; the kernel's lock says so and goes with that process.
 """
 
-import fcntl
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from finetune_operator.backends.local import locks
@@ -20,40 +18,27 @@ class DevFolderError(FineTuneError):
     """The folder cannot be served."""
 
 
-@dataclass(frozen=True)
 class DevFolder:
     """A folder that `ftctl dev` serves.
 
+    Args:
+        base: The folder; `file://./x` in a manifest is relative to it.
+
     Attributes:
-        base: The folder, absolute; `file://./x` in a manifest is relative to it.
+        base: The folder, absolute.
+        state: The objects of the API.
+        kubeconfig: What kubectl needs; the path is the same at each start.
+        log: The operator's log where it is not printed.
+        export: The line that makes kubectl ask this API.
     """
 
-    base: Path
-
-    @property
-    def path(self) -> Path:
-        """Where everything is kept."""
-        return self.base / "runs" / ".dev"
-
-    @property
-    def state(self) -> Path:
-        """The objects of the API."""
-        return self.path / "state.json"
-
-    @property
-    def kubeconfig(self) -> Path:
-        """What kubectl needs; the path is the same at each start."""
-        return self.path / "kubeconfig"
-
-    @property
-    def log(self) -> Path:
-        """The operator's log where it is not printed."""
-        return self.path / "operator.log"
-
-    @property
-    def export(self) -> str:
-        """The line that makes kubectl ask this API."""
-        return f"export KUBECONFIG={shlex.quote(str(self.kubeconfig))}"
+    def __init__(self, base: Path) -> None:
+        self.base = Path(os.path.normpath(base.absolute()))
+        self._path = self.base / "runs" / ".dev"
+        self.state = self._path / "state.json"
+        self.kubeconfig = self._path / "kubeconfig"
+        self.log = self._path / "operator.log"
+        self.export = f"export KUBECONFIG={shlex.quote(str(self.kubeconfig))}"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -62,28 +47,23 @@ class DevFolder:
         Raises:
             DevFolderError: another process does, or it cannot be written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = locks.opened(self.path / "lock")
-        except OSError as error:
-            raise DevFolderError(
-                f"{self.path} cannot be written ({error.strerror}); make it writable, or serve "
-                "another folder"
-            ) from error
-        try:
-            if not locks.take(lock):
-                holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        lock = self._path / "lock"
+        with ExitStack() as stack:
+            try:
+                self._path.mkdir(parents=True, exist_ok=True)
+                is_free = stack.enter_context(locks.held(lock))
+            except OSError as error:
                 raise DevFolderError(
-                    f"{self.base} is served by process {holder}; use that one ({self.export}), or "
-                    "stop it first"
+                    f"{self._path} cannot be written ({error.strerror}); make it writable, or "
+                    "serve another folder"
+                ) from error
+            if not is_free:
+                raise DevFolderError(
+                    f"{self.base} is served by process {lock.read_text().strip() or 'unknown'}; "
+                    f"use that one ({self.export}), or stop it first"
                 )
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            lock.write_text(str(os.getpid()))
             yield
-        finally:
-            # Not by closing alone: a child between its fork and its exec has the descriptor too.
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
 
     def write_kubeconfig(self, text: str) -> None:
         """Replace the kubeconfig."""

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import os
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,14 +12,14 @@ from rich.text import Text
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import Observation
 from finetune_operator.cli.conclusion import Conclusion
-from finetune_operator.cli.dev_apply import ApplyError, apply, key_of_job, look_up, make_room
+from finetune_operator.cli.dev_apply import ApplyError, DevJob
 from finetune_operator.cli.dev_folder import DevFolder
 from finetune_operator.cli.dev_server import DevServer, serving
-from finetune_operator.cli.dev_stop import StopSignals, resume
+from finetune_operator.cli.dev_stop import resume
 from finetune_operator.cli.live import LiveScreen
 from finetune_operator.cli.plain import PlainScreen
 from finetune_operator.cli.screen import make_screen, stopping
-from finetune_operator.cli.target import Target, open_target
+from finetune_operator.cli.target import open_target
 from finetune_operator.cli.view import View, look
 from finetune_operator.errors import TransientError
 from finetune_operator.kernel.logs import set_up
@@ -32,23 +30,14 @@ from finetune_operator.reconcile.drive import handle_of, is_settled
 _LOOK_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of `ftctl dev --run`.
+def run_one(file: Path, *, port: int, fresh: bool, plain: bool) -> None:
+    """Run the job in `file` through the operator and follow it to its end.
 
-    Attributes:
+    Args:
+        file: The manifest.
         port: Port of the API; 0 takes a free one.
         fresh: Start anew though the job is not over.
         plain: Print lines, also on a terminal.
-    """
-
-    port: int
-    fresh: bool
-    plain: bool
-
-
-def run_one(file: Path, options: RunOptions) -> None:
-    """Run the job in `file` through the operator and follow it to its end.
 
     Raises:
         FineTuneError: it is refused.
@@ -57,41 +46,38 @@ def run_one(file: Path, options: RunOptions) -> None:
     start = time.monotonic()
     target = open_target(file, runs_here=True)
     target.refuse(target.backend.check_inputs(target.job))
-    folder = DevFolder(Path(os.path.normpath(target.manifest.directory)))
     console = Console(highlight=False)
-    job, last = asyncio.run(_run(target, folder, options, console))
+
+    async def work() -> tuple[FineTuneJob, View]:
+        folder = DevFolder(target.manifest.directory)
+        async with serving(folder, port) as server:
+            set_up(LogFormat.TEXT, "INFO", logging.FileHandler(folder.log))
+            job = DevJob(server.client, target)
+            if note := await job.make_room(fresh=fresh):
+                console.print(Text(note), soft_wrap=True)
+            console.print(Text(await job.apply(folder.kubeconfig)))
+            console.print(Text(f"kubectl sees it, too: {folder.export}"), soft_wrap=True)
+            first = look(await job.read(), None)
+            if not target.job.spec.suspend:
+                await resume(server.client, job.key)
+            with make_screen(console, first, plain=plain) as screen:
+                return await _follow(server, job, screen, first)
+
+    job, last = asyncio.run(work())
     again = f"ftctl dev --run {shlex.quote(str(target.manifest.path))}"
     Conclusion(target, job, last, time.monotonic() - start, again).tell(console)
 
 
-async def _run(
-    target: Target, folder: DevFolder, options: RunOptions, console: Console
-) -> tuple[FineTuneJob, View]:
-    signals = StopSignals()
-    with folder.held():
-        set_up(LogFormat.TEXT, "INFO", logging.FileHandler(folder.log))
-        async with serving(folder, options.port, signals) as server:
-            if note := await make_room(server.client, target, fresh=options.fresh):
-                console.print(Text(note), soft_wrap=True)
-            console.print(Text(await apply(server.client, target, folder.kubeconfig)))
-            console.print(Text(f"kubectl sees it, too: {folder.export}"), soft_wrap=True)
-            first = look(await _read(server, target), None)
-            if not target.job.spec.suspend:
-                await resume(server.client, key_of_job(target.job))
-            with make_screen(console, first, plain=options.plain) as screen:
-                return await _follow(server, target, screen, first)
-
-
 async def _follow(
-    server: DevServer, target: Target, screen: LiveScreen | PlainScreen, first: View
+    server: DevServer, job: DevJob, screen: LiveScreen | PlainScreen, first: View
 ) -> tuple[FineTuneJob, View]:
     """Show the job until it is over, or until the user has stopped it."""
-    over = asyncio.create_task(_until_over(server, target, screen, first))
+    over = asyncio.create_task(_until_over(server, job, screen, first))
     asked = asyncio.create_task(server.signals.asked.wait())
     try:
         await server.until(over, asked)
         if not over.done():
-            screen.note(stopping(target.job.spec.deadlines.termination_grace_seconds))
+            screen.note(stopping(job.target.job.spec.deadlines.termination_grace_seconds))
         await server.stop_jobs(screen.note)
         return await over
     finally:
@@ -100,28 +86,20 @@ async def _follow(
 
 
 async def _until_over(
-    server: DevServer, target: Target, screen: LiveScreen | PlainScreen, last: View
+    server: DevServer, job: DevJob, screen: LiveScreen | PlainScreen, last: View
 ) -> tuple[FineTuneJob, View]:
     while True:
-        job = await _read(server, target)
+        now = await job.read()
         # What was said of an older spec, such as that it is suspended, is not true any more.
-        if is_finished(job.status) or job.status.observed_generation >= job.metadata.generation:
-            last = look(job, await _seen(server, job), last)
+        if is_finished(now.status) or now.status.observed_generation >= now.metadata.generation:
+            last = look(now, await _seen(server, now), last)
             screen.show(last)
-            if is_settled(job.status):
-                return job, last
-            stalled = find(job.status, ConditionType.STALLED)
+            if is_settled(now.status):
+                return now, last
+            stalled = find(now.status, ConditionType.STALLED)
             if stalled is not None and stalled.status == "True":
                 raise ApplyError(stalled.message)
         await asyncio.sleep(_LOOK_SECONDS)
-
-
-async def _read(server: DevServer, target: Target) -> FineTuneJob:
-    key = key_of_job(target.job)
-    known = await look_up(server.client, key)
-    if known is None or known.job is None:
-        raise ApplyError(f"{key} was deleted before its end")
-    return known.job
 
 
 async def _seen(server: DevServer, job: FineTuneJob) -> Observation | None:

@@ -4,20 +4,19 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
-from finetune_operator.backends import registry
-from finetune_operator.backends.base import Backend, BackendContext
+from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.cli.dev_backend import DevBackend
 from finetune_operator.cli.dev_folder import DevFolder
-from finetune_operator.cli.dev_stop import StopSignals, resume_all, suspend_all, until_stopped
-from finetune_operator.embedded.server import EmbeddedApi
+from finetune_operator.cli.dev_stop import StopSignals, resume_all, stop_all
+from finetune_operator.embedded import EmbeddedApi
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
@@ -62,8 +61,7 @@ class DevServer:
         Args:
             say: Called with what happens, a sentence at a time.
         """
-        waited = await suspend_all(self.client)
-        stopped = asyncio.create_task(until_stopped(self.client, waited))
+        stopped = asyncio.create_task(stop_all(self.client))
         forced = asyncio.create_task(self.signals.forced.wait())
         try:
             await self.until(stopped, forced)
@@ -81,83 +79,61 @@ class DevServer:
 
 @asynccontextmanager
 async def serving(
-    folder: DevFolder, port: int, signals: StopSignals, *, command: Sequence[str] = TRAINER
+    folder: DevFolder, port: int, *, command: Sequence[str] = TRAINER
 ) -> AsyncIterator[DevServer]:
     """Run API and operator inside the block; attempts that run at its end run on.
 
     Args:
-        folder: Held by the caller.
+        folder: The folder that is served; nobody else does inside the block.
         port: Port of the API on the loopback address; 0 takes a free one.
-        signals: What the user asks for.
         command: What a node of a job runs.
 
     Raises:
-        DevServerError: the port is taken, or the stored objects cannot be read.
+        DevFolderError: another process serves it, or it cannot be written.
+        DevServerError: the port is taken.
+        StateError: the stored objects cannot be read.
     """
-    api = _api(folder, port)
-    try:
-        await api.__aenter__()
-    except OSError as error:
-        said = os.strerror(error.errno) if error.errno else str(error)
-        raise DevServerError(
-            f"--port {port} cannot be used ({said}); choose another, or 0 for a free one"
-        ) from error
-    try:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(folder.held())
+        definitions = (custom_resource_definition(), profile_definition())
+        api = EmbeddedApi(definitions, port=port, state=folder.state)
+        try:
+            await stack.enter_async_context(api)
+        except OSError as error:
+            said = os.strerror(error.errno) if error.errno else str(error)
+            raise DevServerError(
+                f"--port {port} cannot be used ({said}); choose another, or 0 for a free one"
+            ) from error
         folder.write_kubeconfig(yaml.safe_dump(api.kubeconfig(), sort_keys=False))
         client = await KubeClient.connect(str(folder.kubeconfig))
+        await stack.enter_async_context(client)
+        signals = StopSignals()
         context = BackendContext(folder.base, dict(os.environ))
         backend = DevBackend(context, is_forced=signals.forced.is_set, command=command)
-        surroundings = Surroundings(folder.base, _backends(context, backend))
+        stack.callback(backend.release_all)
+        surroundings = Surroundings(folder.base, {backend.name: backend})
         stop = asyncio.Event()
         operator = asyncio.create_task(operate(_settings(folder), stop, surroundings))
         try:
-            async with client:
-                yield DevServer(client, backend, operator, signals)
+            yield DevServer(client, backend, operator, signals)
         finally:
             stop.set()
             await operator
-            backend.release_all()
-    finally:
-        await api.__aexit__(None, None, None)
-
-
-def _api(folder: DevFolder, port: int) -> EmbeddedApi:
-    definitions = (custom_resource_definition(), profile_definition())
-    try:
-        return EmbeddedApi(definitions, port=port, state=folder.state)
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise DevServerError(
-            f"{folder.state} cannot be read ({error}); restore it, or remove it, with which its "
-            "jobs are forgotten, and their files stay"
-        ) from error
 
 
 async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINER) -> None:
     """Serve a folder until Ctrl-C; its first line on standard output is `DevFolder.export`.
 
     Raises:
-        DevFolderError: another process serves it, or it cannot be written.
-        DevServerError: as `serving`.
+        DevFolderError, DevServerError, StateError: as `serving`.
     """
-    signals = StopSignals()
-    with folder.held():
-        async with serving(folder, port, signals, command=command) as server:
-            await resume_all(server.client)
-            print(folder.export, flush=True)
-            log.info("serving", extra={"folder": str(folder.base)})
-            await server.until(asyncio.create_task(signals.asked.wait()))
-            log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
-            await server.stop_jobs(log.warning)
-
-
-def _backends(context: BackendContext, local: DevBackend) -> dict[str, Backend]:
-    """Return what can run jobs without a cluster: there are no pods here."""
-    found: dict[str, Backend] = {local.name: local}
-    for name in registry.available():
-        kind = registry.load(name)
-        if name not in found and not kind.watches:
-            found[name] = kind(context)
-    return found
+    async with serving(folder, port, command=command) as server:
+        await resume_all(server.client)
+        print(folder.export, flush=True)
+        log.info("serving", extra={"folder": str(folder.base)})
+        await server.until(asyncio.create_task(server.signals.asked.wait()))
+        log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
+        await server.stop_jobs(log.warning)
 
 
 def _settings(folder: DevFolder) -> Settings:

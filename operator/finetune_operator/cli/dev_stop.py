@@ -6,9 +6,8 @@ had suspended stay so. The mark is written in the same step, and outlives a cras
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from contextlib import suppress
 
-from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.kernel.jobs import KnownJob, read_job
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.client import KubeClient
@@ -52,58 +51,42 @@ async def resume_all(client: KubeClient) -> None:
 
 async def resume(client: KubeClient, key: Key) -> None:
     """Let one job go on, whoever suspended it."""
-    await _mark(client, key, suspend=False, mark=None)
+    await _suspend(client, key, suspend=False)
 
 
-async def suspend_all(client: KubeClient) -> Sequence[Key]:
-    """Suspend every job of ours that is not over, and return those to wait for."""
-    waited: list[Key] = []
-    for known in await _jobs(client):
-        key = key_of(known.raw)
-        if not known.is_ours or is_finished(known.status):
-            continue
-        waited.append(key)
-        if not _is_deleted(known) and not known.raw["spec"].get("suspend"):
-            await _mark(client, key, suspend=True, mark=_DEV)
-    return waited
-
-
-async def until_stopped(client: KubeClient, keys: Sequence[Key]) -> None:
-    """Return when nothing of these jobs runs, and their status says so."""
-    left = set(keys)
-    while left:
-        known = {key_of(one.raw): one for one in await _jobs(client)}
-        left = {key for key in left if key in known and not _is_stopped(known[key])}
-        if left:
-            await asyncio.sleep(_LOOK_SECONDS)
+async def stop_all(client: KubeClient) -> None:
+    """Suspend every job of ours; return when nothing of them runs and their status says so."""
+    while running := [known for known in await _jobs(client) if not _is_stopped(known)]:
+        for known in running:
+            if not _is_deleted(known) and not known.raw["spec"].get("suspend"):
+                await _suspend(client, key_of(known.raw), suspend=True)
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _is_stopped(known: KnownJob) -> bool:
     status = known.status
-    if _is_deleted(known):
+    if _is_deleted(known) and known.is_ours:
         return False  # it goes when nothing of it runs
-    if is_finished(status):
+    if is_finished(status) or not known.is_ours:
         return True
+    if not known.raw["spec"].get("suspend"):
+        return False
     if status.observed_generation < known.metadata.generation:
         return False
-    return attempts.current(status) is None or _could_not_start(status)
+    could_not_start = status.backend_ref is None and is_true(status, ConditionType.STALLED)
+    return attempts.current(status) is None or could_not_start
 
 
 def _is_deleted(known: KnownJob) -> bool:
     return "deletionTimestamp" in known.raw["metadata"]
 
 
-def _could_not_start(status: FineTuneJobStatus) -> bool:
-    return status.backend_ref is None and is_true(status, ConditionType.STALLED)
-
-
 async def _jobs(client: KubeClient) -> list[KnownJob]:
     return [read_job(one) for one in (await client.list(FINE_TUNE_JOBS)).items]
 
 
-async def _mark(client: KubeClient, key: Key, *, suspend: bool, mark: str | None) -> None:
-    patch = {"metadata": {"annotations": {SUSPENDED_BY: mark}}, "spec": {"suspend": suspend}}
-    try:
+async def _suspend(client: KubeClient, key: Key, *, suspend: bool) -> None:
+    annotations = {SUSPENDED_BY: _DEV if suspend else None}
+    patch = {"metadata": {"annotations": annotations}, "spec": {"suspend": suspend}}
+    with suppress(NotFoundError):  # deleted meanwhile
         await client.patch(FINE_TUNE_JOBS, key.name, key.namespace, patch)
-    except NotFoundError:
-        return  # deleted meanwhile
