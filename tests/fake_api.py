@@ -7,7 +7,7 @@ server, `tests/integration/test_kernel_process.py` shows on one.
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -25,10 +25,11 @@ from finetune_operator.kube.client import (
 from finetune_operator.kube.errors import (
     AlreadyExistsError,
     ConflictError,
+    ForbiddenError,
     GoneError,
     NotFoundError,
 )
-from finetune_operator.kube.resources import Object, Resource
+from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.reconcile.conditions import rfc3339
 
 BeforeCall = Callable[[str, Resource, str], None]
@@ -41,7 +42,10 @@ class FakeApi(KubeClient):
         before: Called before each request with verb, resource and name; what it raises is the
             answer, and nothing has happened.
         after: Called after each write; what it raises is the answer, and it has happened.
+        refused: Kinds that may not be listed or watched in a place, with the verbs; a watch that
+            runs goes on.
         is_hung: Requests are never answered.
+        log_lines: What is in the log of each pod, by its name.
         answer_lag: Returns how long the answer to a write takes, after it has happened.
         watch_lag: Returns how long a watch waits before it tells of the next change.
         now: The server's clock.
@@ -52,7 +56,9 @@ class FakeApi(KubeClient):
         self.calls = CallCounts()
         self.before: BeforeCall = lambda verb, resource, name: None
         self.after: BeforeCall = lambda verb, resource, name: None
+        self.refused: dict[tuple[Resource, str | None], Sequence[str]] = {}
         self.is_hung = False
+        self.log_lines: dict[str, list[str]] = {}
         self.answer_lag: Callable[[], float] = lambda: 0.0
         self.watch_lag: Callable[[], float] = lambda: 0.0
         self.now: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -81,6 +87,7 @@ class FakeApi(KubeClient):
         trim: Trim | None = None,
     ) -> Listing:
         await self._enter("list", resource, "")
+        self._authorize("list", resource, namespace)
         found = [
             trim(one) if trim else one
             for one in self.objects(resource)
@@ -173,6 +180,7 @@ class FakeApi(KubeClient):
         timeout_seconds: int = 300,
     ) -> AsyncIterator[WatchEvent]:
         await self._enter("watch", resource, "")
+        self._authorize("watch", resource, namespace)
         at = int(resource_version)
         end = asyncio.get_running_loop().time() + timeout_seconds
         while True:
@@ -185,7 +193,8 @@ class FakeApi(KubeClient):
                 at = version
                 await asyncio.sleep(self.watch_lag())
                 self.before("event", resource, "")
-                if _matches(event.object, label_selector):
+                is_there = namespace in (None, event.object["metadata"].get("namespace"))
+                if is_there and _matches(event.object, label_selector):
                     yield WatchEvent(event.type, deepcopy(event.object))
             if news:
                 continue
@@ -194,6 +203,20 @@ class FakeApi(KubeClient):
                     await self._changed.wait()
             except TimeoutError:
                 return
+
+    async def log(
+        self,
+        name: str,
+        namespace: str,
+        *,
+        container: str | None = None,
+        tail: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[str]:
+        await self._enter("get", PODS, name)
+        self._found(PODS, name, namespace)
+        for line in self.log_lines.get(name, [])[-(tail or 0) :]:
+            yield line
 
     def break_watches(self) -> None:
         """Wake every watch, so that `before` may end it."""
@@ -206,6 +229,11 @@ class FakeApi(KubeClient):
     def remove(self, resource: Resource, name: str, namespace: str) -> None:
         """Take an object away, as somebody else would."""
         self._leave("", resource, "DELETED", self._found(resource, name, namespace))
+
+    def _authorize(self, verb: str, resource: Resource, place: str | None) -> None:
+        if verb in self.refused.get((resource, place), ()):
+            said = f"{resource} is forbidden: cannot {verb} in {place or 'the cluster'}"
+            raise ForbiddenError(403, "Forbidden", said)
 
     async def _enter(self, verb: str, resource: Resource, name: str) -> None:
         while self.is_hung:
@@ -252,6 +280,7 @@ class FakeApi(KubeClient):
                 owners = one["metadata"].get("ownerReferences", ())
                 if any(owner["uid"] == uid for owner in owners):
                     self._leave("", Resource("", "", plural, ""), "DELETED", one)
+                    self._collect(one["metadata"]["uid"])
 
 
 def _matches(made: Object, selector: str | None) -> bool:

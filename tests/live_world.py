@@ -33,38 +33,39 @@ class FollowedJobs:
 
     def __init__(self, client: KubeClient, options: KopfOptions, on_event: OnEvent) -> None:
         self._client = client
-        self._waits = iter(options.backoff)
+        self._options = options
         self._on_event = on_event
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._follow())
+        places = self._options.namespaces or (None,)
+        self._tasks = [asyncio.create_task(self._follow(place)) for place in places]
 
     async def ended(self) -> None:
-        assert self._task is not None
-        await asyncio.shield(self._task)
+        await asyncio.wait(self._tasks)
 
     def stop(self) -> None:
-        assert self._task is not None
-        self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
 
-    async def _follow(self) -> None:
+    async def _follow(self, place: str | None) -> None:
         version: str | None = None
+        waits = iter(self._options.backoff)
         while True:
             try:
                 if version is None:
-                    listing = await self._client.list(FINE_TUNE_JOBS)
+                    listing = await self._client.list(FINE_TUNE_JOBS, place)
                     version = listing.resource_version
                     for one in listing.items:
                         self._on_event(None, one)
-                watch = self._client.watch(FINE_TUNE_JOBS, resource_version=version)
+                watch = self._client.watch(FINE_TUNE_JOBS, place, resource_version=version)
                 async for event in watch:
                     version = event.resource_version
                     self._on_event(event.type, event.object)
             except GoneError:
                 version = None
             except ApiError:
-                await asyncio.sleep(next(self._waits))
+                await asyncio.sleep(next(waits))
 
 
 class LiveWorld(World):

@@ -18,10 +18,11 @@ class Health:
 
     Attributes:
         is_leading: Whether it holds the Lease; a standby has no queue and no watches.
-        is_ready: It leads and has seen everything once, or it waits for the Lease.
+        is_ready: It leads and has seen all that it may see, or it waits for the Lease.
         queue: Keys that wait or are worked on.
         oldest_seconds: How long the oldest of them has not moved.
         silent_seconds: For each watch, since when nothing was heard and nothing asked.
+        refused: What the API server does not show, and its sentence; jobs there are left alone.
         calls: Requests to the API server so far, by `VERB RESOURCE STATUS`.
     """
 
@@ -30,6 +31,7 @@ class Health:
     queue: int = 0
     oldest_seconds: float = 0.0
     silent_seconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
     def complaints(self, stuck_seconds: float) -> list[str]:
@@ -108,6 +110,7 @@ def _answer(health: Health, complaints: list[str], *, is_good: bool) -> web.Resp
         "queue": health.queue,
         "oldestSeconds": round(health.oldest_seconds, 3),
         "silentSeconds": {key: round(value, 3) for key, value in health.silent_seconds.items()},
+        "refused": health.refused,
         "complaints": complaints,
         "calls": health.calls,
     }

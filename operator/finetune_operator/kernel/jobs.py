@@ -49,6 +49,11 @@ class KnownJob:
         return ObjectMeta.model_validate(self.raw["metadata"])
 
     @property
+    def backend(self) -> str:
+        """Name of its backend; empty where the spec does not tell."""
+        return str((self.raw["spec"].get("backend") or {}).get("type", ""))
+
+    @property
     def is_ours(self) -> bool:
         """Whether this controller acts on it."""
         return bool(self.raw["spec"].get("managedBy", MANAGED_BY) == MANAGED_BY)

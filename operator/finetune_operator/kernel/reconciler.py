@@ -9,6 +9,7 @@ of it is created, and the first one is found by its name where the status does n
 whatever else the status lacks is seen again and written later.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Hand
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel.events import EventPoster, EventType, JobEvent, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
-from finetune_operator.kernel.watches import trim_metadata
+from finetune_operator.kernel.watches import Refused, trim_metadata
 from finetune_operator.kernel.writes import is_worth_writing, merge_patch, opening_left
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
@@ -30,6 +31,7 @@ from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import (
     ConditionType,
+    Reason,
     is_finished,
     is_true,
     parse_rfc3339,
@@ -57,6 +59,7 @@ _LOOK_AGAIN_SECONDS = 1.0
 _SHORTEST_WAIT_SECONDS = 0.1  # whatever a backend asks for
 _MAX_ARTIFACTS = 16
 _UNREADABLE_GRACE_SECONDS = 30.0
+_REFUSED_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Reconciler:
         backends: Who runs attempts.
         events: Who tells people.
         now: The time, with a zone.
+        lacks: What keeps the attempts of a backend in a namespace from being seen; by their names.
     """
 
     def __init__(
@@ -95,12 +99,14 @@ class Reconciler:
         events: EventPoster,
         *,
         now: Callable[[], datetime],
+        lacks: Callable[[str, str], Refused | None] = lambda namespace, backend: None,
     ) -> None:
         self._client = client
         self._cache = cache
         self._backends = backends
         self._events = events
         self._now = now
+        self._lacks = lacks
         self._book = JobBook(cache.get, backends)
         # What no status holds yet: it would be found again, at the cost of calls.
         self._handles: dict[Key, tuple[str, int, Handle]] = {}
@@ -119,10 +125,13 @@ class Reconciler:
         if not known.is_ours:
             return NEVER
         try:
+            if (lacks := self._lacks(key.namespace, known.backend)) is not None:
+                return await self._stand_by(key, known, lacks)
             if known.raw["metadata"].get("deletionTimestamp"):
                 return await self._finalize(key, known)
-            if known.job is None:
-                return await self._hold(key, known)
+            if known.refusal is not None:
+                return await self._hold(key, known, known.refusal)
+            assert known.job is not None, "a job that is not refused can be read"
             return await self._look(key, known, await self._as_it_is(key, known, known.job))
         except _StaleError:
             await self._read_again(key)
@@ -226,16 +235,29 @@ class Reconciler:
         await backend.cancel(handle, order.grace_seconds)
         return (await backend.observe(handle)).all_gone
 
-    async def _hold(self, key: Key, known: KnownJob) -> Look:
-        """Say what cannot be read of a job; an attempt that runs is left alone."""
-        if known.refusal is not None:
-            metadata, status = known.metadata, known.status
-            uid, opened = self._opened.get(key, ("", status))
-            if uid == metadata.uid and not status.attempt:
-                status = opened
-            status = hold(status, known.refusal, self._now(), metadata.generation)
-            await self._write(key, known, status)
+    async def _hold(
+        self, key: Key, known: KnownJob, refusal: Refusal, until: str = "the spec can be read"
+    ) -> Look:
+        """Say what keeps a job from being looked at; an attempt that runs is left alone."""
+        metadata, status = known.metadata, known.status
+        uid, opened = self._opened.get(key, ("", status))
+        if uid == metadata.uid and not status.attempt:
+            status = opened
+        status = hold(status, refusal, self._now(), metadata.generation, until)
+        await self._write(key, known, status)
         return Look(MENDED_SECONDS)
+
+    async def _stand_by(self, key: Key, known: KnownJob, lacks: Refused) -> Look:
+        """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
+        left = lacks.since + _REFUSED_SECONDS - asyncio.get_running_loop().time()
+        if left > 0 or known.raw["metadata"].get("deletionTimestamp"):
+            return Look(max(left, _LOOK_AGAIN_SECONDS))
+        text = (
+            f"spec.backend.type {known.backend}: the operator cannot see what runs in this "
+            f"namespace ({lacks.message}); give it that right"
+        )
+        refusal = Refusal(Reason.BACKEND_FAILED, text)
+        return await self._hold(key, known, refusal, "it can be seen")
 
     async def _finalize(self, key: Key, known: KnownJob) -> Look:
         """End what runs outside the cluster; what is inside goes with its owner."""
@@ -256,7 +278,7 @@ class Reconciler:
         if attempt is None:
             return None
         grace, handle = _UNREADABLE_GRACE_SECONDS, handle_of(known.status)
-        backend = self._backends.get(known.raw["spec"]["backend"]["type"])
+        backend = self._backends.get(known.backend)
         if known.job is not None:
             job = self._with_handle(key, known.job)
             grace = float(job.spec.deadlines.termination_grace_seconds)

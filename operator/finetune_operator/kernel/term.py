@@ -6,7 +6,6 @@ Everything is made anew for each term, so nothing that was true in an earlier on
 import asyncio
 import logging
 import os
-import random
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
@@ -19,11 +18,13 @@ from finetune_operator.kernel.events import EventPoster
 from finetune_operator.kernel.handlers import JobEvents, KopfOptions, KopfThread, OnEvent
 from finetune_operator.kernel.health import Health
 from finetune_operator.kernel.jobs import Backends
+from finetune_operator.kernel.lists import JobLists
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.settings import Settings
+from finetune_operator.kernel.sight import Place, Sight
 from finetune_operator.kernel.surroundings import Surroundings
-from finetune_operator.kernel.watches import WATCHED, KindWatch, Watched, trim_metadata
+from finetune_operator.kernel.watches import KindWatch, Watched, trim_metadata
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
@@ -34,7 +35,6 @@ from finetune_operator.reconcile.conditions import ConditionType
 log = logging.getLogger(__name__)
 
 _REST_SECONDS = 0.25
-_SETTLE_SECONDS = 1.0  # one LIST for all the gaps that one outage makes
 # The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
 
@@ -74,12 +74,18 @@ class Term:
         self._listen = listen
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
-        self._gap = asyncio.Event()
-        self._listed_at = asyncio.get_running_loop().time()
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
         self._queue = WorkQueue(retries, _REST_SECONDS)
         self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
-        self._watches = self._make_watches()
+        self._lists = JobLists(
+            client,
+            self._jobs,
+            namespaces=settings.namespaces,
+            resync_seconds=settings.resync_seconds,
+            backoff=_WATCH_BACKOFF,
+            look=self._queue.add,
+        )
+        self._sight = Sight(self._backends.load_all(), settings.namespaces, self._watch)
         self._is_synced = False
         self._reconciler = Reconciler(
             client,
@@ -87,21 +93,21 @@ class Term:
             self._backends,
             EventPoster(client, settings.identity),
             now=now,
+            lacks=self._sight.lacks,
         )
 
     async def run(self) -> None:
         """Work until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                for watch in self._watches:
+                for watch in self._sight.watches:
                     group.create_task(watch.run())
                 group.create_task(self._run_kopf())
-                await self._list_jobs_until_done()
-                for watch in self._watches:
-                    await watch.is_synced.wait()
+                await self._lists.list_all()
+                await self._sight.settle()
                 self._is_synced = True
                 log.info("synced", extra={"jobs": len(self._jobs)})
-                group.create_task(self._resync())
+                group.create_task(self._lists.run())
                 for _ in range(self._settings.workers):
                     group.create_task(self._work())
         finally:
@@ -109,20 +115,15 @@ class Term:
 
     def health(self) -> Health:
         """Return how it goes."""
-        now = asyncio.get_running_loop().time()
-        silent = {
-            f"{watch.watched.resource} {watch.namespace or ''}".strip(): now - watch.heard_at
-            for watch in self._watches
-        }
         # What kopf hears is no measure, as nothing may happen; that the lists go on is.
-        late = now - self._listed_at - self._settings.resync_seconds
-        silent[str(FINE_TUNE_JOBS)] = max(0.0, late)
+        silent = {**self._sight.silent_seconds(), str(FINE_TUNE_JOBS): self._lists.late_seconds}
         return Health(
             is_leading=True,
-            is_ready=self._is_synced,
+            is_ready=self._is_synced and not self._lists.sees_nothing,
             queue=len(self._queue),
             oldest_seconds=self._queue.oldest_seconds,
             silent_seconds=silent,
+            refused={**self._lists.refused(), **self._sight.refused()},
         )
 
     async def _work(self) -> None:
@@ -157,7 +158,7 @@ class Term:
             failures += 1
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
-            self._gap.set()
+            self._lists.gap.set()
 
     def _on_event(self, kind: str | None, made: Object) -> None:
         kept = trim_metadata(made)
@@ -165,39 +166,8 @@ class Term:
         if changed:
             self._queue.add(key_of(kept))
         if kind is None and self._is_synced:
-            self._gap.set()  # kopf lists after a gap, and says nothing of what was deleted in it
-
-    async def _list_jobs_until_done(self) -> None:
-        failures = 0
-        while True:
-            try:
-                return await self._list_jobs()
-            except ApiError as error:
-                failures += 1
-                self._listed_at = asyncio.get_running_loop().time()
-                log.warning("FineTuneJobs cannot be listed", extra={"error": str(error)})
-                await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
-
-    async def _list_jobs(self) -> None:
-        """Correct the cache by a full list and look at every job."""
-        for namespace in self._settings.namespaces or (None,):
-            listing = await self._client.list(FINE_TUNE_JOBS, namespace, trim=trim_metadata)
-            gone = self._jobs.replace(listing.items, listing.resource_version, namespace)
-            for one in (*gone, *listing.items):
-                self._queue.add(key_of(one))
-        self._listed_at = asyncio.get_running_loop().time()
-
-    async def _resync(self) -> None:
-        while True:
-            wait = self._settings.resync_seconds * random.uniform(0.8, 1.0)
-            try:
-                async with asyncio.timeout(wait):
-                    await self._gap.wait()
-            except TimeoutError:
-                log.debug("time for a full list")
-            await asyncio.sleep(_SETTLE_SECONDS)
-            self._gap.clear()
-            await self._list_jobs_until_done()
+            # kopf lists after a gap, and says nothing of what was deleted in it.
+            self._lists.gap.set()
 
     def _wake(self, key: Key | None) -> None:
         """Wake the job whose child changed; or all that wait for somebody to mend something."""
@@ -209,36 +179,15 @@ class Term:
             if any(_is_stalled(condition) for condition in conditions):
                 self._queue.add(key_of(one))
 
-    def _make_watches(self) -> list[KindWatch]:
-        wanted: dict[str, Watched] = {}
-        for name, backend in self._backends.load_all().items():
-            if isinstance(backend, FineTuneError):
-                log.error("backend left out", extra={"backend": name, "error": str(backend)})
-                continue
-            for kind in backend.watches:
-                if kind in WATCHED:
-                    wanted[kind] = WATCHED[kind]
-                else:
-                    log.error("kind cannot be watched", extra={"backend": name, "kind": kind})
-        return [
-            KindWatch(
-                self._client,
-                watched,
-                self._cache(watched.resource),
-                wake=self._wake,
-                on_gap=self._gap.set,
-                namespace=namespace,
-                backoff=_WATCH_BACKOFF,
-            )
-            for watched in wanted.values()
-            for namespace in self._places(watched.resource)
-        ]
-
-    def _places(self, resource: Resource) -> tuple[str | None, ...]:
-        return (
-            self._settings.namespaces
-            if resource.namespaced and self._settings.namespaces
-            else (None,)
+    def _watch(self, watched: Watched, place: Place) -> KindWatch:
+        return KindWatch(
+            self._client,
+            watched,
+            self._cache(watched.resource),
+            wake=self._wake,
+            on_gap=self._lists.gap.set,
+            namespace=place,
+            backoff=_WATCH_BACKOFF,
         )
 
     def _context(self) -> BackendContext:

@@ -14,7 +14,7 @@ from typing import Any
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, version_of
 from finetune_operator.kube.client import KubeClient, Trim
-from finetune_operator.kube.errors import ApiError, GoneError, NotFoundError
+from finetune_operator.kube.errors import ApiError, ForbiddenError, GoneError, NotFoundError
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
@@ -107,8 +107,24 @@ WATCHED: Mapping[str, Watched] = {
 """Kinds a backend may name in its `watches`."""
 
 
+@dataclass(frozen=True)
+class Refused:
+    """That the API server does not show something, and no failure of a moment.
+
+    Attributes:
+        message: Its sentence.
+        since: From when on, on the loop's clock.
+    """
+
+    message: str
+    since: float
+
+
 class KindWatch:
     """Keeps one cache filled from one namespace, or from all.
+
+    A right that is missing (also with a namespace that is gone) keeps nobody else waiting: the
+    watch counts as synced, says so in `refused` and asks again. What it knew stays in the cache.
 
     Args:
         client: Who asks.
@@ -120,7 +136,8 @@ class KindWatch:
         backoff: Waits between two tries.
 
     Attributes:
-        is_synced: Whether the first list is done.
+        is_synced: Whether the first list is done, or refused.
+        refused: Why nothing can be seen now; whoever goes by the cache must not believe it then.
         heard_at: When the server last said something, or was last asked, on the loop's clock.
     """
 
@@ -138,6 +155,7 @@ class KindWatch:
         self.watched = watched
         self.namespace = namespace
         self.is_synced = asyncio.Event()
+        self.refused: Refused | None = None
         self.heard_at = asyncio.get_running_loop().time()
         self._client = client
         self._cache = cache
@@ -146,6 +164,7 @@ class KindWatch:
         self._backoff = backoff
         self._version: str | None = None
         self._bookmark = -1
+        self._is_list_refused = False
 
     async def run(self) -> None:
         """List and watch until cancelled; a failure is followed by another try."""
@@ -162,8 +181,10 @@ class KindWatch:
                 ):
                     failures = expiries = 0
                     self._hear()
+                    self._allow()
                     self._take_in(event.type, event.object)
                 self._hear()
+                self._allow()
             except GoneError:
                 # An answer: what went wrong before it is over, and must not delay the list.
                 expiries += 1
@@ -174,12 +195,15 @@ class KindWatch:
                 failures += 1
                 self._version = None
                 self.is_synced.set()  # a kind that is not installed has no objects
+            except ForbiddenError as error:
+                failures += 1
+                self._is_list_refused = self._version is None
+                if self._is_list_refused or failures > 1:
+                    self._refuse(str(error))
+                self._version = None
             except ApiError as error:
                 failures += 1
-                log.warning(
-                    "watch broke",
-                    extra={"resource": str(self.watched.resource), "error": str(error)},
-                )
+                log.warning("watch broke", extra=self._about(error=str(error)))
                 self._on_gap()
             await asyncio.sleep(self._backoff.seconds(failures) if failures else _PAUSE_SECONDS)
             self._hear()
@@ -194,9 +218,27 @@ class KindWatch:
         changed = self._cache.replace(listing.items, listing.resource_version, self.namespace)
         self._version = listing.resource_version
         self._hear()
+        if self._is_list_refused:  # who may list may still not watch
+            self._allow()
         for job in _jobs_of(changed):
             self._wake(job)
         self.is_synced.set()
+
+    def _refuse(self, message: str) -> None:
+        if self.refused is None:
+            self.refused = Refused(message, asyncio.get_running_loop().time())
+            log.warning("watch refused", extra=self._about(error=message))
+        self.is_synced.set()
+
+    def _allow(self) -> None:
+        if self.refused is not None:
+            self.refused = None
+            log.info("watch allowed again", extra=self._about())
+            self._on_gap()
+
+    def _about(self, **fields: str) -> dict[str, str]:
+        place = {"namespace": self.namespace} if self.namespace else {}
+        return {"resource": str(self.watched.resource), **place, **fields}
 
     def _take_in(self, kind: str, made: Object) -> None:
         self._version = made["metadata"]["resourceVersion"]

@@ -206,11 +206,22 @@ def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
 
 
 def hold(
-    status: FineTuneJobStatus, refusal: Refusal, now: datetime, generation: int
+    status: FineTuneJobStatus,
+    refusal: Refusal,
+    now: datetime,
+    generation: int,
+    until: str = "the spec can be read",
 ) -> FineTuneJobStatus:
-    """Return the status of a job whose spec cannot be read, so that nothing is done about it.
+    """Return the status of a job about which nothing can be done, as it cannot be read or seen.
 
     An open attempt is told as it was seen last, unless its job was suspended before it was created.
+
+    Args:
+        status: The status it has.
+        refusal: Why.
+        now: Time with a zone.
+        generation: Of the job.
+        until: What must come first, as the end of a sentence.
     """
     attempt = attempts.current(status)
     if is_finished(status):
@@ -220,7 +231,7 @@ def hold(
         return describe(status, situation, now, generation)
     text = (
         f"{refusal.message}; attempt {attempt.number} is left alone and runs on if it runs, and "
-        "what becomes of it is told once the spec can be read"
+        f"what becomes of it is told once {until}"
     )
     return describe(status, Situation(Stage.HELD, refusal.reason, text), now, generation)
 

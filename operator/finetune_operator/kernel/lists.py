@@ -1,0 +1,133 @@
+"""Full lists of FineTuneJobs: at the start, after each gap, and every so often.
+
+They correct the cache that kopf's events fill. What the API server refuses to list (a namespace
+whose Role is gone) keeps no other namespace waiting, is asked for again, and stays as it was known.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kernel.sight import Place, name_in
+from finetune_operator.kernel.watches import trim_metadata
+from finetune_operator.kube.cache import Key, ObjectCache, key_of
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import ApiError, ForbiddenError
+from finetune_operator.kube.resources import FINE_TUNE_JOBS
+
+log = logging.getLogger(__name__)
+
+_SETTLE_SECONDS = 1.0  # one LIST for all the gaps that one outage makes
+_REFUSED_SECONDS = 10.0
+
+
+class JobLists:
+    """Lists FineTuneJobs.
+
+    Args:
+        client: Who asks.
+        cache: What is corrected.
+        namespaces: Namespaces served; empty for all.
+        resync_seconds: The longest time between two full lists.
+        backoff: Waits between two tries.
+        look: Called with each job that was listed or is gone.
+
+    Attributes:
+        gap: Set it where events may have been lost.
+        listed_at: When the API server was last asked for a full list, on the loop's clock.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        cache: ObjectCache,
+        *,
+        namespaces: Sequence[str],
+        resync_seconds: float,
+        backoff: Backoff,
+        look: Callable[[Key], None],
+    ) -> None:
+        self.gap = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.listed_at = self._loop.time()
+        self._client = client
+        self._cache = cache
+        self._places: Sequence[Place] = namespaces or (None,)
+        self._resync_seconds = resync_seconds
+        self._backoff = backoff
+        self._look = look
+        self._refused: dict[Place, str] = {}
+
+    @property
+    def sees_nothing(self) -> bool:
+        """Whether every list was refused."""
+        return len(self._refused) == len(self._places)
+
+    @property
+    def late_seconds(self) -> float:
+        """How much longer than it may the last full list is ago."""
+        return max(0.0, self._loop.time() - self.listed_at - self._resync_seconds)
+
+    def refused(self) -> dict[str, str]:
+        """Return what is not listed, and why."""
+        return {name_in(FINE_TUNE_JOBS, place): said for place, said in self._refused.items()}
+
+    async def list_all(self) -> None:
+        """Return when everything is listed, or refused."""
+        await self._list_until_done(self._places)
+        self.listed_at = self._loop.time()
+
+    async def run(self) -> None:
+        """Go on listing until cancelled."""
+        due = self._next()
+        while True:
+            soon = self._loop.time() + _REFUSED_SECONDS
+            try:
+                async with asyncio.timeout_at(min(due, soon) if self._refused else due):
+                    await self.gap.wait()
+            except TimeoutError:
+                if self._loop.time() < due:
+                    await self._list_until_done(tuple(self._refused))
+                    continue
+            await asyncio.sleep(_SETTLE_SECONDS)
+            self.gap.clear()
+            await self.list_all()
+            due = self._next()
+
+    def _next(self) -> float:
+        return self._loop.time() + self._resync_seconds * random.uniform(0.8, 1.0)
+
+    async def _list_until_done(self, places: Iterable[Place]) -> None:
+        failures = 0
+        while True:
+            try:
+                for place in places:
+                    await self._list(place)
+            except ApiError as error:
+                failures += 1
+                self.listed_at = self._loop.time()
+                log.warning("FineTuneJobs cannot be listed", extra={"error": str(error)})
+                await asyncio.sleep(self._backoff.seconds(failures))
+            else:
+                return
+
+    async def _list(self, place: Place) -> None:
+        try:
+            listing = await self._client.list(FINE_TUNE_JOBS, place, trim=trim_metadata)
+        except ForbiddenError as error:
+            if place not in self._refused:
+                log.warning("list refused", extra=_about(place, error=str(error)))
+            self._refused[place] = str(error)
+            return
+        if self._refused.pop(place, None) is not None:
+            log.info("list allowed again", extra=_about(place))
+        gone = self._cache.replace(listing.items, listing.resource_version, place)
+        for one in (*gone, *listing.items):
+            self._look(key_of(one))
+
+
+def _about(place: Place, **fields: str) -> dict[str, str]:
+    shown = {"namespace": place} if place else {}
+    return {"resource": str(FINE_TUNE_JOBS), **shown, **fields}
