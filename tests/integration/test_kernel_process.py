@@ -1,11 +1,17 @@
 """The operator as a real process on an API server: from apply to Complete, and its budget."""
 
+import asyncio
 import subprocess
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
-from finetune_operator.kube.resources import CONFIG_MAPS
+from finetune_operator.backends.fake import FakeBackend
+from finetune_operator.kernel.run import operate
+from finetune_operator.kernel.settings import Settings
+from finetune_operator.kernel.surroundings import Surroundings
+from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from operators import Api, OperatorProcess, condition, wait_until
 
 
@@ -231,3 +237,31 @@ def test_a_job_whose_attempt_is_outside_the_cluster_waits_for_its_end(
     assert job["metadata"]["finalizers"] == ["finetune.dev/backend"]
     api.delete(namespace, "outside")
     wait_until(lambda: api.job(namespace, "outside") is None, 10)
+
+
+class NoKinds(tuple[str, ...]):
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("a fault that ends the operator")
+
+
+class FaultyBackend(FakeBackend):
+    """A plugin with a fault that nobody has thought of."""
+
+    watches: ClassVar[tuple[str, ...]] = NoKinds()
+
+
+def test_an_operator_that_a_fault_ends_gives_its_lease_back(api: Api) -> None:
+    with api.namespace("fault") as namespace:
+        settings = Settings(
+            kubeconfig=api.kubeconfig,
+            lease_namespace=namespace,
+            health_host="127.0.0.1",
+            health_port=0,
+        )
+        surroundings = Surroundings(backends={"faulty": FaultyBackend()})
+        with pytest.raises(RuntimeError, match="a fault that ends the operator"):
+            asyncio.run(operate(settings, asyncio.Event(), surroundings))
+        lease = api.get(LEASES, namespace, settings.lease_name)
+        assert lease is not None
+        assert lease["spec"]["holderIdentity"] == ""
+        assert lease["spec"]["leaseTransitions"] == 0

@@ -114,11 +114,13 @@ class _Process:
             await _first_of(self._lead(client), stop.wait())
             return
         election = self._election = Election(client, self._lease_options())
-        while not stop.is_set():
-            await _first_of(election.acquire(), stop.wait())
-            if election.is_leading:
-                await _first_of(self._lead(client), election.hold(), stop.wait())
-        await election.release()
+        try:
+            while not stop.is_set():
+                await _first_of(election.acquire(), stop.wait())
+                if election.is_leading:
+                    await _first_of(self._lead(client), election.hold(), stop.wait())
+        finally:
+            await election.release()  # also by a fault of ours, so that a standby need not wait
 
     async def _lead(self, client: KubeClient) -> None:
         self._term = Term(client, self._settings, self._surroundings)

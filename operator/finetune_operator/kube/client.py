@@ -289,8 +289,8 @@ class KubeClient:
 
         Raises:
             GoneError: the resourceVersion is too old; list again.
-            UnavailableError: the connection broke, or the server said nothing, not even a
-                bookmark, for `silence_seconds`.
+            UnavailableError: the connection broke, also in the middle of an event, or the server
+                said nothing, not even a bookmark, for `silence_seconds`.
             NotFoundError: the kind is not served.
         """
         query = {
@@ -303,8 +303,12 @@ class KubeClient:
             query["labelSelector"] = label_selector
         path = resource.path(namespace)
         async for line in self._lines("watch", resource, path, query):
-            event = orjson.loads(line)
-            made, kind = event["object"], event["type"]
+            try:
+                event = orjson.loads(line)
+                made, kind = event["object"], event["type"]
+            except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+                # What ends in the middle of a line has a proxy in between, which was cut off.
+                raise _no_answer(error, f"watch {path}") from error
             if kind == "ERROR":
                 raise _refusal(int(made.get("code", 500)), made, None)
             yield WatchEvent(kind, made)
