@@ -17,7 +17,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test e2e kill-series check format crd quickstart-assets clean bench-trainer bench-operator
+.PHONY: help install run test e2e kill-series check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -73,6 +73,10 @@ KUBE_KIT ?= $(patsubst %/up,%,$(firstword $(wildcard ../*/kube/up)))
 bench-operator: install  ## Measure the operator beside plain batch Jobs (12 min; KUBE_KIT=FOLDER)
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_operator.py \
 	  $(if $(KUBE_KIT),--kit $(KUBE_KIT)) $(BENCH_ARGS)
+
+# Compares speeds, too.
+bench-dev: install quickstart-assets  ## Measure what `ftctl dev` adds to a bare run (5 min)
+	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/benchmarks/dev_share.py $(BENCH_ARGS)
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

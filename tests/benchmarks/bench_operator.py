@@ -11,26 +11,22 @@ it imports, so this file is not called operator.py, which would shadow the stand
 import argparse
 import asyncio
 import json
-import os
-import platform
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import operator_lives as lives
 from bench_cluster import BenchCluster, bench_cluster
+from measured import FOLDER, commit, machine, spread
 from operator_lives import Bench, Result, shown
 from operator_page import page
 
 from finetune_operator.kube.client import ClientOptions, KubeClient
 from operators import Api
 
-ROOT = Path(__file__).parents[2]
 WARM_UP = 20
 
 
@@ -45,7 +41,7 @@ def main() -> None:
     parser.add_argument("--idle-seconds", type=float, default=60.0)
     parser.add_argument("--nodes", type=int, default=200)
     parser.add_argument("--kit", type=Path, help="folder of programs that make a control plane")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
+    parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args()
     # So that what was started is ended then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-operator was told to end"))
@@ -76,7 +72,7 @@ async def measure(options: argparse.Namespace, cluster: BenchCluster) -> Result:
         "jobs": options.jobs,
         "nodes": options.nodes,
         "versions": {name: version(name) for name in ("kopf", "kubernetes", "aiohttp", "pydantic")},
-        "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "commit": commit(),
         "machine": machine(),
     }
 
@@ -160,30 +156,6 @@ def figures(runs: Result) -> dict[str, dict[str, float]]:
 def _per_job(whole: Result, part: str, *, is_event: bool) -> float:
     counts = whole[part].items()
     return sum(n for what, n in counts if what.endswith(" events") == is_event) / whole["jobs"]
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Describe what the figures were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return {
-        "cpu": next(models, platform.machine()),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

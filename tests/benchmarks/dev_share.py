@@ -1,16 +1,15 @@
 """What the operator adds on this machine between apply and the first optimizer step.
 
-    python tests/benchmarks/dev_share.py [PAIRS]
+    python tests/benchmarks/dev_share.py [--pairs 10] [--out docs/benchmarks]
 
 The warm quickstart for one step, without evaluation and answers: in turn applied to a running
-`ftctl dev`, and started as the bare process of the same request. Prints JSON: seconds from apply
-to the main process, and first steps compared pair by pair.
+`ftctl dev`, and started as the bare process of the same request. `make bench-dev` runs it.
 """
 
+import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,25 +19,33 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from measured import FOLDER, ROOT, Limit, commit, figures_table, machine, spread
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from finetune_operator.api.validate import load_job  # noqa: E402
-from finetune_operator.backends.base import Attempt, BackendContext  # noqa: E402
-from finetune_operator.backends.local import proc  # noqa: E402
-from finetune_operator.backends.local.backend import LocalBackend  # noqa: E402
-from finetune_operator.backends.local.layout import AttemptFolder  # noqa: E402
-from finetune_operator.kube.resources import FINE_TUNE_JOBS  # noqa: E402
-from finetune_operator.planner.plan import make_plan  # noqa: E402
-from operators import Api, wait_until  # noqa: E402
+from finetune_operator.api.validate import load_job
+from finetune_operator.backends.base import Attempt, BackendContext
+from finetune_operator.backends.local import proc
+from finetune_operator.backends.local.backend import LocalBackend
+from finetune_operator.backends.local.layout import AttemptFolder
+from finetune_operator.kube.resources import FINE_TUNE_JOBS
+from finetune_operator.planner.plan import make_plan
+from operators import Api, wait_until
 
 PATIENCE_SECONDS = 600
+LIMITS = {"own_share_seconds": Limit(1, "median")}
+_MEANING = {
+    "apply_to_process_seconds": "apply of the job to the start of its main process",
+    "apply_to_first_step_seconds": "apply of the job to the end of its first optimizer step",
+    "bare_to_first_step_seconds": "start of the bare process to the end of its first step",
+    "own_share_seconds": "the difference of the last two, pair by pair",
+}
 
 
 def main() -> None:
-    """Measure and print."""
-    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    """Measure, then write dev.json and dev.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / ".quickstart").symlink_to(ROOT / "examples" / ".quickstart")
@@ -53,44 +60,58 @@ def main() -> None:
         dev.stdout.readline()
         api = Api(f"{name}/runs/.dev/kubeconfig")
         try:
-            print(json.dumps(measure(api, folder, pairs), indent=2))
+            measured = measure(api, folder, options.pairs)
         finally:
             api.close()
             dev.send_signal(signal.SIGTERM)
             dev.communicate()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "dev.json").write_text(json.dumps(measured, indent=2) + "\n")
+    (options.out / "dev.md").write_text(page(measured))
+    print(page(measured))
 
 
 def measure(api: Api, folder: Path, pairs: int) -> dict[str, Any]:
     """Return the figures of so many pairs; which of the two comes first changes."""
-    applied: list[float] = []
-    bare: list[float] = []
-    starts: list[float] = []
+    runs: list[dict[str, float]] = []
     for number in range(pairs):
         first, second = (write(folder, f"{kind}-{number}") for kind in ("api", "bare"))
+        run: dict[str, float] = {}
         turns: list[Callable[[], None]] = [
-            lambda file=first: collect(seconds_applied(api, folder, file), starts, applied),
-            lambda file=second: collect((0.0, seconds_bare(folder, file)), [], bare),
+            lambda run=run, file=first: run.update(seconds_applied(api, folder, file)),
+            lambda run=run, file=second: run.update(bare=seconds_bare(folder, file)),
         ]
         for turn in turns if number % 2 else reversed(turns):
             turn()
+        print(f"pair {number}: {json.dumps(run)}", flush=True)
+        runs.append(run)
     return {
-        "apply_to_process_seconds": summary(starts),
-        "apply_to_first_step_seconds": summary(applied),
-        "bare_to_first_step_seconds": summary(bare),
-        "own_share_seconds": summary([a - b for a, b in zip(applied, bare, strict=True)]),
+        "apply_to_process_seconds": spread([one["process"] for one in runs]),
+        "apply_to_first_step_seconds": spread([one["applied"] for one in runs]),
+        "bare_to_first_step_seconds": spread([one["bare"] for one in runs]),
+        "own_share_seconds": spread([one["applied"] - one["bare"] for one in runs]),
+        "runs": runs,
+        "machine": machine(),
+        "commit": commit(),
     }
 
 
-def collect(measured: tuple[float, float], starts: list[float], steps: list[float]) -> None:
-    """Append what was measured."""
-    starts.append(measured[0])
-    steps.append(measured[1])
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    """Return median, smallest and largest."""
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {key: round(value, 3) for key, value in found.items()}
+def page(measured: dict[str, Any]) -> str:
+    """Return the report for people, as Markdown."""
+    where = measured["machine"]
+    lines = [
+        "# The operator's own share on this machine",
+        "",
+        "Written by `make bench-dev`. The warm quickstart for one optimizer step, without "
+        "evaluation and answers: in turn applied to a running `ftctl dev`, and started as the bare "
+        f"process of the same request; {len(measured['runs'])} pairs.",
+        "",
+        f"Machine: {where['cpu']}, {where['cores']} cores; Python {where['python']}; commit "
+        f"{measured['commit'][:12]}.",
+        "",
+        *figures_table(measured, _MEANING, LIMITS),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def write(folder: Path, name: str) -> Path:
@@ -105,7 +126,7 @@ def write(folder: Path, name: str) -> Path:
     return file
 
 
-def seconds_applied(api: Api, folder: Path, file: Path) -> tuple[float, float]:
+def seconds_applied(api: Api, folder: Path, file: Path) -> dict[str, float]:
     """Apply a job; return seconds to its main process and to its first step."""
     made = yaml.safe_load(file.read_text())
     name, attempt = file.stem, folder / "runs" / "default" / file.stem / "attempts" / "1"
@@ -115,7 +136,7 @@ def seconds_applied(api: Api, folder: Path, file: Path) -> tuple[float, float]:
     wait_until(record.exists, PATIENCE_SECONDS)
     started = born(json.loads(record.read_text())["pid"])
     wait_until(lambda: api.phase("default", name) == "Succeeded", PATIENCE_SECONDS)
-    return started - began, first_step(folder, name) - began
+    return {"process": started - began, "applied": first_step(folder, name) - began}
 
 
 def seconds_bare(folder: Path, file: Path) -> float:

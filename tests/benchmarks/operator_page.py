@@ -8,33 +8,12 @@ anew from the operator.json beside it.
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from measured import FOLDER, Limit, figures_table
+
 Result = dict[str, Any]
-FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The most a figure may be.
-
-    Attributes:
-        judged: Which of `median` and `max` has to keep to it.
-    """
-
-    most: float
-    judged: str = "max"
-
-    def __str__(self) -> str:
-        """Return the table's cell."""
-        return f"{self.judged} ≤ {self.most:g}"
-
-    def verdict(self, figure: dict[str, float]) -> str:
-        """Say whether the figure keeps to it."""
-        return "met" if figure[self.judged] <= self.most else "**missed**"
-
 
 LIMITS = {
     "all_running_ratio_plain_jobs": Limit(1.8, "median"),
@@ -92,23 +71,10 @@ def page(measured: Result) -> str:
         f"Machine: {where['cpu']}, {where['cores']} cores; Python {where['python']}, {libraries}; "
         f"commit {measured['commit'][:12]}.",
         "",
-        *_figures(measured),
+        *figures_table(measured, _MEANING, LIMITS),
     ]
     lines += ["", *_pairs(measured), "", *_processes(measured), "", *_writes(measured)]
     return "\n".join(lines) + "\n"
-
-
-def _figures(measured: Result) -> list[str]:
-    lines = [
-        "| figure | median | min | max | limit | | |",
-        "|---|---:|---:|---:|---|---|---|",
-    ]
-    for name, meaning in _MEANING.items():
-        figure, limit = measured[name], LIMITS.get(name)
-        cells = [f"{figure[key]:.3f}" for key in ("median", "min", "max")]
-        cells += ["", ""] if limit is None else [str(limit), limit.verdict(figure)]
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {meaning} |")
-    return lines
 
 
 def _pairs(measured: Result) -> list[str]:

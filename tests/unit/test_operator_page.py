@@ -4,15 +4,12 @@ import json
 from typing import Any
 
 import pytest
-
-from benchmarks import operator_page
-from benchmarks.operator_page import LIMITS, page
-
-PUBLISHED = operator_page.FOLDER
+from measured import FOLDER
+from operator_page import LIMITS, page
 
 
 def measured() -> dict[str, Any]:
-    made: dict[str, Any] = json.loads((PUBLISHED / "operator.json").read_text(encoding="utf-8"))
+    made: dict[str, Any] = json.loads((FOLDER / "operator.json").read_text(encoding="utf-8"))
     return made
 
 
@@ -22,7 +19,7 @@ def row(text: str, name: str) -> list[str]:
 
 
 def test_the_published_page_is_what_its_json_makes() -> None:
-    assert (PUBLISHED / "operator.md").read_text(encoding="utf-8") == page(measured())
+    assert (FOLDER / "operator.md").read_text(encoding="utf-8") == page(measured())
 
 
 @pytest.mark.parametrize("name", LIMITS)
