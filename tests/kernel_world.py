@@ -63,7 +63,13 @@ class RationedApi(FakeApi):
 
 
 class World:
-    """A cluster, its clock, and an operator process that may die."""
+    """A cluster, its clock, and an operator process that may die.
+
+    Attributes:
+        is_busy: Whether the process has other jobs to open.
+    """
+
+    is_busy = False
 
     def __init__(self) -> None:
         self.api = RationedApi()
@@ -87,6 +93,7 @@ class World:
             self.backends,
             EventPoster(self.api, "test"),
             now=lambda: self.now,
+            is_busy=lambda: self.is_busy,
         )
 
     def cache(self, resource: Resource) -> ObjectCache:

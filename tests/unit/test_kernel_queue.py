@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.queue import WorkQueue
+from finetune_operator.kernel.queue import HEAD_START_SECONDS, WorkQueue
 from finetune_operator.kube.cache import Key
 from virtual_time import run
 
@@ -32,6 +32,72 @@ def test_a_key_added_often_is_taken_once_and_in_its_turn() -> None:
         return taken
 
     assert run(work()) == [A, B]
+
+
+def urgent_queue() -> WorkQueue:
+    return WorkQueue(Backoff(1.0, 8.0), is_urgent=lambda key: key.name.startswith("new"))
+
+
+async def in_turn(made: WorkQueue, count: int) -> list[str]:
+    """Take so many keys, one after the other."""
+    names = []
+    for _ in range(count):
+        key = await made.take()
+        made.done(key)
+        names.append(key.name)
+    return names
+
+
+def test_urgent_keys_are_taken_before_others_and_each_kind_in_its_turn() -> None:
+    async def work() -> list[str]:
+        made = urgent_queue()
+        for name in ("a", "new-1", "b", "new-2"):
+            made.add(Key("ns", name))
+            made.add(Key("ns", name))
+        assert made.has_urgent
+        assert len(made) == 4
+        taken = await in_turn(made, 4)
+        assert not made.has_urgent
+        assert len(made) == 0
+        return taken
+
+    assert run(work()) == ["new-1", "new-2", "a", "b"]
+
+
+def test_a_key_that_waits_longer_than_the_head_start_is_not_overtaken_any_more() -> None:
+    async def work() -> list[str]:
+        made = urgent_queue()
+        made.add(Key("ns", "new-1"))
+        made.add(A)
+        await asyncio.sleep(HEAD_START_SECONDS - 0.1)
+        made.add(Key("ns", "new-2"))
+        made.add(B)
+        await asyncio.sleep(0.2)
+        made.add(Key("ns", "new-3"))
+        return await in_turn(made, 5)
+
+    assert run(work()) == ["new-1", "new-2", "a", "new-3", "b"]
+
+
+@pytest.mark.parametrize("names", [("new-{}", "{}"), ("{}", "new-{}")], ids=["new", "others"])
+def test_however_many_keys_of_one_kind_come_the_other_kind_is_not_forgotten(
+    names: tuple[str, str],
+) -> None:
+    many, few = names
+
+    async def work() -> float:
+        made = urgent_queue()
+        made.add(Key("ns", few.format("few")))
+        for number in range(200):
+            for part in range(2):  # twice as many as are taken
+                made.add(Key("ns", many.format(f"{number}-{part}")))
+            if await in_turn(made, 1) == [few.format("few")]:
+                return now()
+            await asyncio.sleep(0.1)
+        raise AssertionError("it is not taken")
+
+    # What came within the head start is taken before it, at half the pace at which it came.
+    assert run(work()) <= 2 * HEAD_START_SECONDS + 0.2
 
 
 def test_a_key_that_changes_while_it_is_worked_on_comes_again_and_not_before() -> None:

@@ -221,6 +221,56 @@ def test_the_first_status_is_told_after_three_seconds_of_nothing_else() -> None:
     run(work())
 
 
+def test_the_first_status_waits_while_other_jobs_are_to_be_opened_but_not_for_ever() -> None:
+    async def work() -> None:
+        world = World()
+        world.is_busy = True
+        await world.apply()
+        for _ in range(3):
+            look = await world.settle()
+            assert look.again_in_seconds is not None
+            assert look.again_in_seconds <= 3
+            assert world.job["status"]["phase"] == "Pending"
+            world.now += timedelta(seconds=3)
+        world.now += timedelta(seconds=1)
+        await world.settle()
+        assert world.job["status"]["phase"] == "Starting"
+
+    run(work())
+
+
+def test_a_refusal_is_told_however_many_other_jobs_are_to_be_opened() -> None:
+    async def work() -> None:
+        world = World()
+        world.is_busy = world.api.is_used_up = True
+        await world.apply()
+        await world.settle()
+        assert world.condition("Stalled")["message"] == QUOTA_SENTENCE
+
+    run(work())
+
+
+def test_a_job_is_new_until_its_attempt_was_opened_or_something_was_told_about_it() -> None:
+    async def work() -> None:
+        world = World()
+        assert not world.reconciler.is_new(KEY)
+        await world.apply()
+        await world.catch_up()
+        assert world.reconciler.is_new(KEY)
+        await world.reconciler.reconcile(KEY)
+        assert not world.reconciler.is_new(KEY)
+        world.start_process()
+        await world.catch_up()
+        assert world.reconciler.is_new(KEY)
+        world.now += timedelta(seconds=3)
+        await world.settle()
+        world.start_process()
+        await world.catch_up()
+        assert not world.reconciler.is_new(KEY)
+
+    run(work())
+
+
 def test_an_attempt_that_is_gone_as_soon_as_it_is_cancelled_is_looked_at_again() -> None:
     async def work() -> None:
         world = World()

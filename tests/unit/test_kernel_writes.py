@@ -1,5 +1,6 @@
 """Which statuses are worth a write, what is patched, and which Events follow."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.fake import ended
 from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
-from finetune_operator.kernel.writes import is_worth_writing, merge_patch
+from finetune_operator.kernel.writes import is_worth_writing, merge_patch, opening_left
 from finetune_trainer.config import FailureClass, Phase
 
 
@@ -52,6 +53,33 @@ def test_the_handle_counts_only_where_the_name_does_not_lead_to_it() -> None:
     changed = life.status.model_copy(update={"backend_ref": ref})
     assert not is_worth_writing(life.status, changed, with_handle=False)
     assert is_worth_writing(life.status, changed, with_handle=True)
+
+
+@pytest.mark.parametrize(
+    ("is_busy", "age", "left"),
+    [
+        pytest.param(False, 0, 3, id="three seconds"),
+        pytest.param(False, 2.5, 0.5, id="the rest of three seconds"),
+        pytest.param(False, 3, 0, id="no longer while nobody else waits"),
+        pytest.param(True, 2.5, 0.5, id="busy or not, it is looked at after three"),
+        pytest.param(True, 3, 1, id="a second longer at a time while others wait"),
+        pytest.param(True, 9.5, 0.5, id="ten seconds in all"),
+        pytest.param(True, 10, 0, id="no longer whoever waits"),
+    ],
+)
+def test_that_an_attempt_was_opened_may_stay_untold(is_busy: bool, age: float, left: float) -> None:
+    life = Life()
+    saved, opened = life.status, life.decide().status
+    now = life.now + timedelta(seconds=age)
+    assert opening_left(saved, opened, now, is_busy=is_busy) == left
+
+
+def test_what_keeps_a_first_attempt_from_running_is_told_at_once_however_busy() -> None:
+    life = Life()
+    saved = life.status
+    life.see()
+    stuck = Observation(AttemptPhase.PENDING, reason="Unschedulable", message="no node")
+    assert opening_left(saved, life.decide(stuck).status, life.now, is_busy=True) == 0
 
 
 JSON = st.recursive(

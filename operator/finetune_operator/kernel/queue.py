@@ -2,13 +2,22 @@
 
 Handlers and watches add keys, workers take them. What comes while a key is worked on makes it come
 again afterwards; what comes right after a look waits a moment for more of its kind, as one change
-of a gang is many events. Lives on one event loop; its time is the loop's.
+of a gang is many events. An urgent key overtakes those that came up to HEAD_START_SECONDS before
+it, so that either kind's wait has a bound. Lives on one event loop; its time is the loop's.
 """
 
 import asyncio
+import math
+from collections.abc import Callable
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kube.cache import Key
+
+HEAD_START_SECONDS = 5.0
+
+
+def _never(key: Key) -> bool:
+    return False
 
 
 class WorkQueue:
@@ -17,14 +26,23 @@ class WorkQueue:
     Args:
         backoff: How long a key waits after failures.
         rest_seconds: How long events do not bring a key back that was just looked at.
+        is_urgent: Whether a key is to be taken before others; asked when it begins to wait.
     """
 
-    def __init__(self, backoff: Backoff, rest_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        backoff: Backoff,
+        rest_seconds: float = 0.0,
+        *,
+        is_urgent: Callable[[Key], bool] = _never,
+    ) -> None:
         self._backoff = backoff
         self._rest_seconds = rest_seconds
+        self._is_urgent = is_urgent
         self._loop = asyncio.get_running_loop()
         self._filled = asyncio.Event()
-        self._ready: dict[Key, float] = {}  # since when; in the order they are taken
+        self._urgent: dict[Key, float] = {}  # since when; in the order they are taken
+        self._ready: dict[Key, float] = {}  # ... those that are not urgent
         self._taken: dict[Key, float] = {}
         self._again: set[Key] = set()
         self._rests: dict[Key, asyncio.TimerHandle] = {}
@@ -35,13 +53,18 @@ class WorkQueue:
 
     def __len__(self) -> int:
         """Count the keys that wait for a worker or are in its hands, not those that sleep."""
-        return len(self._ready) + len(self._taken) + len(self._woken)
+        return len(self._urgent) + len(self._ready) + len(self._taken) + len(self._woken)
 
     @property
     def oldest_seconds(self) -> float:
         """How long the oldest of them has waited, or been worked on; 0 where there is none."""
-        since = [*self._ready.values(), *self._taken.values()]
+        since = [*self._urgent.values(), *self._ready.values(), *self._taken.values()]
         return self._loop.time() - min(since) if since else 0.0
+
+    @property
+    def has_urgent(self) -> bool:
+        """Whether an urgent key waits for a worker."""
+        return bool(self._urgent)
 
     def add(self, key: Key) -> None:
         """Have the key looked at, now or after the look or the wait that is under way."""
@@ -67,12 +90,14 @@ class WorkQueue:
         self._timers[key] = self._loop.call_later(seconds, self._ring, key)
 
     async def take(self) -> Key:
-        """Return the key that waits longest; the caller must say `done` or `failed`."""
-        while not self._ready:
+        """Return the key whose turn it is; the caller must say `done` or `failed`."""
+        while not self._urgent and not self._ready:
             self._filled.clear()
             await self._filled.wait()
-        key = next(iter(self._ready))
-        del self._ready[key]
+        is_urgent = _oldest(self._urgent) - HEAD_START_SECONDS <= _oldest(self._ready)
+        waits = self._urgent if is_urgent else self._ready
+        key = next(iter(waits))
+        del waits[key]
         self._taken[key] = self._loop.time()
         self._stop_timer(key)
         self._woken.discard(key)
@@ -118,8 +143,9 @@ class WorkQueue:
         self._rests.clear()
 
     def _put(self, key: Key) -> None:
-        if key not in self._ready and key not in self._taken:
-            self._ready[key] = self._loop.time()
+        if key not in self._urgent and key not in self._ready and key not in self._taken:
+            waits = self._urgent if self._is_urgent(key) else self._ready
+            waits[key] = self._loop.time()
             self._filled.set()
 
     def _give_back(self, key: Key) -> None:
@@ -144,3 +170,7 @@ class WorkQueue:
     def _stop_timer(self, key: Key) -> None:
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
+
+
+def _oldest(waits: dict[Key, float]) -> float:
+    return next(iter(waits.values()), math.inf)

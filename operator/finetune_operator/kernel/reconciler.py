@@ -89,6 +89,7 @@ class Reconciler:
         events: Who tells people.
         now: The time, with a zone.
         lacks: What keeps the attempts of a backend in a namespace from being seen; by their names.
+        is_busy: Whether other jobs wait for their first look, which comes before reporting.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Reconciler:
         *,
         now: Callable[[], datetime],
         lacks: Callable[[str, str], Refused | None] = lambda namespace, backend: None,
+        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._client = client
         self._cache = cache
@@ -107,10 +109,18 @@ class Reconciler:
         self._events = events
         self._now = now
         self._lacks = lacks
+        self._is_busy = is_busy
         self._book = JobBook(cache.get, backends)
         # What no status holds yet: it would be found again, at the cost of calls.
         self._handles: dict[Key, tuple[str, int, Handle]] = {}
         self._opened: dict[Key, tuple[str, FineTuneJobStatus]] = {}
+
+    def is_new(self, key: Key) -> bool:
+        """Say whether the job waits for its first look: nothing was told about it, or opened."""
+        made = self._cache.get(key)
+        if made is None or key in self._opened:
+            return False
+        return not (made.get("status") or {}).get("observedGeneration")
 
     async def reconcile(self, key: Key) -> Look:
         """Look at one job and do what is to be done.
@@ -158,7 +168,7 @@ class Reconciler:
         if is_finished(status):
             self._forget(key)
             return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
-        waits = (decision.requeue_seconds, opening_left(known.status, status, self._now()) or None)
+        waits = (decision.requeue_seconds, self._opening_left(known, status) or None)
         return _look_in(min((one for one in waits if one is not None), default=None))
 
     def _plan(
@@ -321,7 +331,7 @@ class Reconciler:
     async def _write(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> KnownJob:
         """Write the status if that is worth a write, and tell what has become true by it."""
         with_handle = known.job is not None and self._is_outside(known.job)
-        if not with_handle and opening_left(known.status, status, self._now()):
+        if not with_handle and self._opening_left(known, status):
             self._opened[key] = (known.raw["metadata"]["uid"], status)
             return known
         if not is_worth_writing(known.status, status, with_handle=with_handle):
@@ -333,6 +343,9 @@ class Reconciler:
         for event in events_between(known.status, status):
             await self._events.post(known.metadata, event)
         return written
+
+    def _opening_left(self, known: KnownJob, status: FineTuneJobStatus) -> float:
+        return opening_left(known.status, status, self._now(), is_busy=self._is_busy())
 
     async def _patch(
         self, key: Key, known: KnownJob, change: Object, *, is_status: bool = False

@@ -75,7 +75,7 @@ class Term:
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
-        self._queue = WorkQueue(retries, _REST_SECONDS)
+        self._queue = WorkQueue(retries, _REST_SECONDS, is_urgent=self._is_new)
         self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
         self._lists = JobLists(
             client,
@@ -94,6 +94,7 @@ class Term:
             EventPoster(client, settings.identity),
             now=now,
             lacks=self._sight.lacks,
+            is_busy=lambda: self._queue.has_urgent,
         )
 
     async def run(self) -> None:
@@ -168,6 +169,9 @@ class Term:
         if kind is None and self._is_synced:
             # kopf lists after a gap, and says nothing of what was deleted in it.
             self._lists.gap.set()
+
+    def _is_new(self, key: Key) -> bool:
+        return self._reconciler.is_new(key)
 
     def _wake(self, key: Key | None) -> None:
         """Wake the job whose child changed; or all that wait for somebody to mend something."""

@@ -3,8 +3,9 @@
 A job that starts says much that nobody waits for; the write budget leaves two patches until it is
 Running. So what only passes by (nodes that get ready, the handle that can be found again, progress
 before the first step, `waits for its nodes` and `starts its ranks`) is written with the next
-change that matters. That the first attempt was opened passes by for some seconds too: of many jobs
-that are applied at once all are created before the first is written about.
+change that matters. That the first attempt was opened passes by for some seconds too, and for some
+more while other jobs wait to be opened: of many that are applied at once all are created before the
+first is written about.
 """
 
 from datetime import datetime
@@ -22,6 +23,8 @@ from finetune_operator.reconcile.conditions import (
 
 _PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
 _OPENING_SECONDS = 3.0
+_BUSY_OPENING_SECONDS = 10.0
+_STILL_BUSY_SECONDS = 1.0
 _APART = frozenset({"backend_ref", "conditions", "nodes", "progress"})
 
 
@@ -56,11 +59,20 @@ def _gist(condition: Condition) -> tuple[object, ...]:
     return (condition.type, condition.status, reason, message, condition.observed_generation)
 
 
-def opening_left(saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime) -> float:
+def opening_left(
+    saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime, *, is_busy: bool
+) -> float:
     """Return how many seconds `new` need not be written yet, as it only opens the first attempt.
 
     Whoever reads the resource meanwhile sees the status that the CRD gives a new job. An operator
     that dies before it has written finds the attempt by its name.
+
+    Args:
+        saved: What the API server has.
+        new: What was decided.
+        now: Time with a zone.
+        is_busy: Whether other jobs wait to be opened, which comes first; ask again when the
+            seconds are over.
     """
     opened, ready = attempts.current(new), find(new, ConditionType.RESOURCES_READY)
     is_untold = not saved.attempt and find(saved, ConditionType.ACCEPTED) is None
@@ -70,8 +82,10 @@ def opening_left(saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime
         return 0.0
     if ready is None or ready.reason not in _PASSING:
         return 0.0
-    age = now - parse_rfc3339(opened.start_time)
-    return max(0.0, _OPENING_SECONDS - age.total_seconds())
+    age = (now - parse_rfc3339(opened.start_time)).total_seconds()
+    if is_busy and age >= _OPENING_SECONDS:
+        return max(0.0, min(_STILL_BUSY_SECONDS, _BUSY_OPENING_SECONDS - age))
+    return max(0.0, _OPENING_SECONDS - age)
 
 
 def merge_patch(old: Any, new: Any) -> dict[str, Any]:
