@@ -9,7 +9,7 @@ from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.watches import WATCHED, KindWatch
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.errors import ApiError, NotFoundError, UnavailableError
-from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import CONFIG_MAPS, Object, Resource
 from virtual_time import run
 
@@ -171,3 +171,38 @@ def test_a_kind_that_is_not_installed_counts_as_seen_and_is_found_later() -> Non
         assert scene.names() == {"a"}
 
     play(script)
+
+
+def test_of_a_pod_all_that_is_long_is_left_out_and_what_its_end_needs_is_kept() -> None:
+    long = "x" * 100_000
+    made: Object = {
+        "metadata": {
+            "name": "tiny-1-0",
+            "labels": {JOB_UID_LABEL: "uid"},
+            "annotations": {"finetune.dev/config": long, GRACE_ANNOTATION: "600"},
+            "managedFields": [{"fieldsV1": long}],
+        },
+        "spec": {"nodeName": "node-1", "containers": [{"name": "trainer", "args": [long]}]},
+        "status": {"phase": "Running"},
+    }
+    kept = WATCHED["v1/Pod"].trim(made)
+    assert kept["metadata"]["annotations"] == {GRACE_ANNOTATION: "600"}
+    assert kept["spec"] == {"nodeName": "node-1", "containers": [{"name": "trainer"}]}
+    assert len(str(kept)) < 300
+    del made["metadata"]["annotations"]
+    assert "annotations" not in WATCHED["v1/Pod"].trim(made)["metadata"]
+
+
+def test_of_a_batch_job_the_facts_are_kept_and_the_pods_template_is_not() -> None:
+    facts = {"finetune.dev/attempt-facts": "{}"}
+    template = {"metadata": {"annotations": {"finetune.dev/config": "x" * 100_000}}}
+    made = {
+        "metadata": {"name": "tiny-1", "annotations": facts},
+        "spec": {"parallelism": 2, "template": template},
+    }
+    kept = WATCHED["batch/v1/Job"].trim(made)
+    assert kept == {
+        "metadata": {"name": "tiny-1", "annotations": facts},
+        "spec": {"parallelism": 2},
+        "status": {},
+    }

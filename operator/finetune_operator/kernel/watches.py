@@ -15,14 +15,12 @@ from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, version_of
 from finetune_operator.kube.client import KubeClient, Trim
 from finetune_operator.kube.errors import ApiError, ForbiddenError, GoneError, NotFoundError
-from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     FINE_TUNE_PROFILES,
     JOBS,
-    NODES,
     PODS,
-    SERVICES,
     Object,
     Resource,
 )
@@ -36,7 +34,6 @@ _METADATA = (
     "uid",
     "resourceVersion",
     "labels",
-    "annotations",
     "creationTimestamp",
     "deletionTimestamp",
     "ownerReferences",
@@ -54,11 +51,14 @@ def trim_metadata(made: Object) -> Object:
 
 
 def trim_pod(made: Object) -> Object:
-    """Keep of a pod who it is, where it is and how it is."""
+    """Keep of a pod who it is, where it is and how it is; of its annotations GRACE_ANNOTATION."""
     spec = _kept(made.get("spec", {}), "nodeName", "containers")
     names = [_kept(one, "name") for one in spec.pop("containers", ())]
+    metadata = _kept(made["metadata"], *_METADATA)
+    if grace := _kept(made["metadata"].get("annotations") or {}, GRACE_ANNOTATION):
+        metadata["annotations"] = grace
     return {
-        "metadata": _kept(made["metadata"], *_METADATA),
+        "metadata": metadata,
         "spec": {**spec, "containers": names},
         "status": made.get("status", {}),
     }
@@ -67,18 +67,9 @@ def trim_pod(made: Object) -> Object:
 def trim_job(made: Object) -> Object:
     """Keep of a batch Job who it is, its size and its status."""
     return {
-        "metadata": _kept(made["metadata"], *_METADATA),
+        "metadata": _kept(made["metadata"], *_METADATA, "annotations"),
         "spec": _kept(made.get("spec", {}), "suspend", "parallelism", "completions"),
         "status": made.get("status", {}),
-    }
-
-
-def trim_node(made: Object) -> Object:
-    """Keep of a node its labels, taints and conditions."""
-    return {
-        "metadata": _kept(made["metadata"], *_METADATA),
-        "spec": _kept(made.get("spec", {}), "taints", "unschedulable"),
-        "status": _kept(made.get("status", {}), "conditions"),
     }
 
 
@@ -99,9 +90,7 @@ class Watched:
 WATCHED: Mapping[str, Watched] = {
     "batch/v1/Job": Watched(JOBS, trim=trim_job),
     "v1/Pod": Watched(PODS, trim=trim_pod),
-    "v1/Service": Watched(SERVICES),
     "v1/ConfigMap": Watched(CONFIG_MAPS),
-    "v1/Node": Watched(NODES, None, trim_node),
     "finetune.dev/v1alpha1/FineTuneProfile": Watched(FINE_TUNE_PROFILES, None),
 }
 """Kinds a backend may name in its `watches`."""

@@ -8,16 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.names import (
-    CANCELLED_ANNOTATION,
-    GRACE_ANNOTATION,
-    QUEUE_LABEL,
-    AttemptName,
-)
+from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, QUEUE_LABEL, AttemptName
 from finetune_operator.backends.aks.reasons import was_cancelled
 from finetune_operator.backends.aks.words import condition, is_alive
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ConflictError, InvalidError, NotFoundError
+from finetune_operator.kube.labels import GRACE_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS, Object
 
 MIN_GRACE_SECONDS = 1.0

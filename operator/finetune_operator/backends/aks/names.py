@@ -27,9 +27,6 @@ CANCELLED_ANNOTATION = "finetune.dev/cancelled"
 LAST_LINES_ANNOTATION = "finetune.dev/last-lines"
 """On a batch Job that failed: the end of the guilty pod's log."""
 
-GRACE_ANNOTATION = "finetune.dev/grace-seconds"
-"""On each pod: time it has between SIGTERM and SIGKILL unless it is told otherwise."""
-
 OWNED_PREFIXES = (
     "finetune.dev/",
     "app.kubernetes.io/",

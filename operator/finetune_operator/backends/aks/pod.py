@@ -12,12 +12,11 @@ from finetune_operator.backends.aks import pod_template, scheduling, volumes
 from finetune_operator.backends.aks.names import (
     CONFIG_ANNOTATION,
     CONTAINER,
-    GRACE_ANNOTATION,
     METRICS_PORT_NAME,
     RENDEZVOUS_PORT,
 )
 from finetune_operator.backends.aks.profiles import aks_of
-from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
 from finetune_trainer.config import ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
 
 Json = dict[str, Any]
