@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from builders import manifest
+from finetune_operator.api.v1alpha1 import FineTuneProfileSpec
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.resources import (
@@ -104,6 +105,18 @@ class Api:
         made = manifest(name=name, **fields)
         made["metadata"].pop("namespace")
         return self.run(self.client.create(FINE_TUNE_JOBS, made, namespace))
+
+    @contextmanager
+    def profile(self, name: str, spec: FineTuneProfileSpec) -> Iterator[None]:
+        """Have a FineTuneProfile."""
+        kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
+        said = spec.model_dump(by_alias=True, exclude_none=True, mode="json")
+        made = {**kind, "metadata": {"name": name}, "spec": said}
+        self.run(self.client.create(FINE_TUNE_PROFILES, made))
+        try:
+            yield
+        finally:
+            self.run(self.client.delete(FINE_TUNE_PROFILES, name))
 
     def job(self, namespace: str, name: str = "tiny") -> Object | None:
         return self.get(FINE_TUNE_JOBS, namespace, name)

@@ -12,6 +12,7 @@ from aiohttp import web
 from finetune_operator.kube.config import ClusterAccess, load_access
 from loop_thread import loop_thread
 
+Done = Callable[[str, str, bytes], None]
 _HOP = frozenset({"host", "content-length", "transfer-encoding", "connection", "authorization"})
 
 
@@ -21,14 +22,14 @@ class WriteProxy:
     Args:
         kubeconfig: Of the cluster behind the proxy.
         folder: Where the kubeconfig that leads through it is written.
-        done: Called with method and path after a write has succeeded and before it is answered;
-            not for Leases.
+        done: Called with method, path and the API server's answer after a write has succeeded and
+            before it is answered; not for Leases.
 
     Attributes:
         kubeconfig: That file.
     """
 
-    def __init__(self, kubeconfig: str, folder: Path, done: Callable[[str, str], None]) -> None:
+    def __init__(self, kubeconfig: str, folder: Path, done: Done) -> None:
         self.kubeconfig = folder / "through-the-proxy.yaml"
         self._behind = kubeconfig
         self._done = done
@@ -74,14 +75,14 @@ class WriteProxy:
             request.method,
             self._access.host + request.raw_path,
             headers={**headers, **await self._access.headers()},
-            data=await request.read(),
+            data=await request.read() or None,  # b"" would be sent as of some media type
             timeout=aiohttp.ClientTimeout(total=None),
         ) as answer:
             kept = {key: one for key, one in answer.headers.items() if key.lower() not in _HOP}
             is_write = request.method != "GET" and "/leases" not in request.path
             if is_write and answer.status < 300:
                 said = await answer.read()
-                self._done(request.method, request.path)
+                self._done(request.method, request.path, said)
                 return web.Response(status=answer.status, headers=kept, body=said)
             passed = web.StreamResponse(status=answer.status, headers=kept)
             with contextlib.suppress(ConnectionResetError):  # who asked may be dead

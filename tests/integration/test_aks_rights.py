@@ -1,15 +1,13 @@
 """An operator whose account lacks a right: what is told, and that it goes on once it is given."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from aks_cases import JOB, profile
 from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
-from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
+from finetune_operator.kube.resources import JOBS, Object
 from operators import Api, OperatorProcess, condition, wait_until
 from service_account import open_account
 
@@ -23,18 +21,6 @@ def all_but(verb: str, right: Permission) -> list[Permission]:
     return [rest if one == right else one for one in ALL]
 
 
-@contextmanager
-def named_profile(api: Api, name: str) -> Iterator[None]:
-    kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
-    spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
-    made = {**kind, "metadata": {"name": name}, "spec": spec}
-    api.run(api.client.create(FINE_TUNE_PROFILES, made))
-    try:
-        yield
-    finally:
-        api.run(api.client.delete(FINE_TUNE_PROFILES, name))
-
-
 @pytest.mark.parametrize(
     "cluster", [pytest.param("real", marks=pytest.mark.cluster)], indirect=True
 )
@@ -44,7 +30,7 @@ def test_a_right_that_is_missing_is_told_in_the_conditions_and_missed_no_more_on
     (right,) = (one for one in WHERE_JOBS_ARE if one.resource == JOBS)
     with (
         api.namespace("rights") as namespace,
-        named_profile(api, namespace),
+        api.profile(namespace, profile()),
         open_account(api, namespace, tmp_path) as account,
         OperatorProcess(account.kubeconfig, namespace, backends="") as operator,
     ):

@@ -29,7 +29,7 @@ class Killer:
         self.proxy = WriteProxy(api.kubeconfig, folder, self._kill)
         self._operator: OperatorProcess | None = None
 
-    def _kill(self, method: str, path: str) -> None:
+    def _kill(self, method: str, path: str, answer: bytes) -> None:
         self.writes.append(f"{method} {path.partition(f'/{self.namespace}/')[2]}")
         if self._operator is not None:
             self._operator.send(signal.SIGKILL)
