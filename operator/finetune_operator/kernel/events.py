@@ -1,8 +1,8 @@
 """Kubernetes Events: what happened to a job, each told at most once.
 
 They are for people (`kubectl describe`); no decision reads them, and a failure to post one is
-logged and forgotten. One that a dying operator could not post is not posted later: the status, which
-is written first, says the same.
+logged and forgotten. One that a dying operator could not post is not posted later: the status,
+which is written first, says the same.
 """
 
 import hashlib
