@@ -21,7 +21,7 @@ from finetune_operator.backends.base import (
     Observation,
     Request,
 )
-from finetune_operator.errors import AlreadyOwnedError
+from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
@@ -30,6 +30,12 @@ from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 
 PENDING = {"phase": "Pending"}
+
+
+def _demand_quiet(job: FineTuneJob) -> None:
+    """Refuse to go on beside what is left of another attempt: for the revision `lingers`."""
+    if job.spec.model.revision == "lingers":
+        raise TransientError("a pod is still there; waiting until it is gone")
 
 
 class ConfigMapBackend:
@@ -56,6 +62,7 @@ class ConfigMapBackend:
         return ()
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
+        _demand_quiet(plan.job)
         metadata = plan.job.metadata
         name = f"{metadata.name}-{attempt.number}"
         labels = {
@@ -98,6 +105,8 @@ class ConfigMapBackend:
         return Handle("ConfigMap", f"{namespace}/{request.name}", there["metadata"]["uid"])
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        if job.status.attempt:
+            _demand_quiet(job)
         namespace, name = job.metadata.namespace, f"{job.metadata.name}-{attempt.number}"
         made = self._cache.get(Key(namespace, name))
         if made is None and attempt.number <= job.status.attempt:

@@ -1,5 +1,7 @@
 """What is decided about a job in each situation."""
 
+from dataclasses import replace
+
 import pytest
 
 from decisions import PENDING, START, Life, lives, running
@@ -230,6 +232,50 @@ def test_the_pending_deadline_counts_only_while_nothing_runs() -> None:
     assert life.see(PENDING) == (Cancel(120.0),)
     life.see(Observation(AttemptPhase.FAILED, all_gone=True))
     assert life.condition("Failed") == ("True", "PendingDeadlineExceeded")
+
+
+QUEUED = Observation(AttemptPhase.PENDING, reason="Queued", message="waits in queue team")
+
+
+def test_the_pending_deadline_does_not_count_the_time_in_a_queue() -> None:
+    life = started(deadlines__pending_seconds=60, queue={"name": "team"})
+    life.see(QUEUED)
+    assert life.requeue is None
+    life.wait(3600)
+    assert life.see(QUEUED) == ()
+    life.wait(1)
+    assert life.see(PENDING) == ()
+    life.wait(59)
+    assert life.see(PENDING) == ()
+    life.see(QUEUED)  # another job of more importance takes its place
+    life.wait(3600)
+    assert life.see(PENDING) == ()
+    life.wait(60)
+    assert life.see(PENDING) == (Cancel(120.0),)
+    assert life.condition("Failed") == ("False", "PendingDeadlineExceeded")
+
+
+NO_ANSWER = Observation(AttemptPhase.UNKNOWN, message="no answer", look_again_seconds=1.0)
+
+
+@pytest.mark.parametrize("before", [running(3), lives(KILLED)], ids=["trains", "ends"])
+def test_an_attempt_that_had_its_nodes_meets_no_pending_deadline(before: Observation) -> None:
+    life = started(deadlines__pending_seconds=60)
+    life.see(before)
+    life.wait(3600)
+    assert life.see(NO_ANSWER) == ()
+    assert life.requeue == 1.0
+
+
+def test_looks_that_fail_for_long_are_told_of_an_attempt_that_does_not_run_yet() -> None:
+    life = started(deadlines__pending_seconds=60)
+    life.see(PENDING)
+    fails = replace(NO_ANSWER, reason="BackendFailed")
+    assert life.see(fails) == ()
+    assert life.condition("ResourcesReady") == ("False", "BackendFailed")
+    assert life.said("Ready") == "no answer"
+    life.wait(60)
+    assert life.see(fails) == (Cancel(120.0),)
 
 
 @pytest.mark.parametrize(

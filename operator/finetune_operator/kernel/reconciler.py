@@ -36,6 +36,7 @@ from finetune_operator.reconcile.conditions import (
     is_true,
     parse_rfc3339,
 )
+from finetune_operator.reconcile.creation import PATIENCE_SECONDS, block, delay, give_up
 from finetune_operator.reconcile.decide import (
     MENDED_SECONDS,
     Cancel,
@@ -44,7 +45,6 @@ from finetune_operator.reconcile.decide import (
     Refusal,
     Submit,
     as_opened,
-    block,
     decide,
     hold,
 )
@@ -113,6 +113,7 @@ class Reconciler:
         self._book = JobBook(cache.get, backends)
         # What no status holds yet: it would be found again, at the cost of calls.
         self._handles: dict[Key, tuple[str, int, Handle]] = {}
+        self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
         self._opened: dict[Key, tuple[str, FineTuneJobStatus]] = {}
 
     def is_new(self, key: Key) -> bool:
@@ -148,14 +149,14 @@ class Reconciler:
             return AT_ONCE
 
     async def _look(self, key: Key, known: KnownJob, job: FineTuneJob) -> Look:
-        observation = await self._observe(job)
+        observation = await self._observe(key, job)
         decision = decide(job, observation, self._now(), self._plan(known, job, observation))
         submits = next((one for one in decision.actions if isinstance(one, Submit)), None)
         opened = attempts.current(job.status)
         is_resumed = is_true(job.status, ConditionType.SUSPENDED)
         if submits and opened and opened.number == submits.number and not is_resumed:
             # The status has this attempt already, so nothing new is said before it exists.
-            return await self._submit(key, known, job, submits.number)
+            return await self._submit_again(key, known, job, submits.number)
         if submits is not None:
             known = await self._with_finalizer(key, known, job)
         status = await self._collected(job, decision)
@@ -180,19 +181,26 @@ class Reconciler:
             return self._book.plan(job)
         return self._book.judge(known)
 
-    async def _observe(self, job: FineTuneJob) -> Observation | None:
+    async def _observe(self, key: Key, job: FineTuneJob) -> Observation | None:
         if attempts.current(job.status) is None:
             return None
         if (handle := handle_of(job.status)) is None:
             return _ABSENT if _is_or_was_suspended(job) else None  # it was looked for by its name
         try:
-            return await self._backend(job).observe(handle)
+            seen = await self._backend(job).observe(handle)
         except (BackendError, ApiError) as error:
             if not error.retryable:
                 raise
+            since = self._unseen.setdefault(key, self._now())
+            lasts = self._now() - since >= timedelta(seconds=PATIENCE_SECONDS)
             return Observation(
-                AttemptPhase.UNKNOWN, message=str(error), look_again_seconds=_LOOK_AGAIN_SECONDS
+                AttemptPhase.UNKNOWN,
+                reason=Reason.BACKEND_FAILED if lasts else "",
+                message=str(error),
+                look_again_seconds=_LOOK_AGAIN_SECONDS,
             )
+        self._unseen.pop(key, None)
+        return seen
 
     async def _collected(self, job: FineTuneJob, decision: Decision) -> FineTuneJobStatus:
         """Ask what was exported before Complete is written: after a crash it is asked again."""
@@ -202,12 +210,23 @@ class Reconciler:
         artifacts = list(await self._backend(job).collect(handle))
         return decision.status.model_copy(update={"artifacts": artifacts[:_MAX_ARTIFACTS]})
 
+    async def _submit_again(self, key: Key, known: KnownJob, job: FineTuneJob, number: int) -> Look:
+        """Submit an attempt that may have been submitted, unless its job fails meanwhile."""
+        status = give_up(job, self._now())
+        if status is None:
+            return await self._submit(key, known, job, number)
+        # A creation that was not answered may have been carried out.
+        if handle_of((await self._found(key, known, job)).status) is None:
+            await self._write(key, known, status)
+        return AT_ONCE
+
     async def _submit(self, key: Key, known: KnownJob, job: FineTuneJob, number: int) -> Look:
         """Create the attempt, or adopt what was created of it; what is in the way is told."""
         try:
             handle = await self._create(job, number)
         except FineTuneError as error:
             if error.retryable:
+                await self._tell_delay(key, known, job, error)
                 raise
             log.warning("attempt not created", extra=_about(key, attempt=number, error=error))
             return await self._block(key, known, job, str(error))
@@ -219,6 +238,16 @@ class Reconciler:
             await self._write(key, known, self._with_handle(key, job).status)
         await self._tell_created(key, known, number, handle)
         return Look(FIRST_LOOK_SECONDS)
+
+    async def _tell_delay(
+        self, key: Key, known: KnownJob, job: FineTuneJob, error: FineTuneError
+    ) -> None:
+        """Say why an attempt is long in coming; the queue has it tried again."""
+        status = delay(job, str(error), self._now())
+        if isinstance(error, BackendError):  # it was looked for, and does not exist
+            status = give_up(job, self._now()) or status
+        if status is not None:
+            await self._write(key, known, status)
 
     async def _block(self, key: Key, known: KnownJob, job: FineTuneJob, message: str) -> Look:
         await self._write(key, known, block(job, message, self._now()))
@@ -386,15 +415,19 @@ class Reconciler:
             job = job.model_copy(update={"status": status})
         job = self._with_handle(key, job)
         is_open = attempts.current(job.status) is not None
-        if (is_open and job.status.backend_ref is None) or not job.status.attempt:
+        is_unknown = not job.status.attempt or (is_open and job.status.backend_ref is None)
+        is_looked_for = self._is_inside(job) or (is_open and _is_or_was_suspended(job))
+        if not is_unknown or not is_looked_for:
+            return job
+        try:
             return await self._found(key, known, job)
-        return job
+        except FineTuneError as error:
+            await self._tell_delay(key, known, job, error)
+            raise
 
     async def _found(self, key: Key, known: KnownJob, job: FineTuneJob) -> FineTuneJob:
-        """Look for an attempt that a process before this one has created and not written down."""
+        """Look for an attempt that was created and not written down, by its name."""
         number = job.status.attempt or 1
-        if not self._is_inside(job) and not (job.status.attempt and _is_or_was_suspended(job)):
-            return job
         found = await self._backend(job).find(job, Attempt(number))
         if found is None:
             return job
@@ -424,6 +457,7 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         self._handles.pop(key, None)
         self._opened.pop(key, None)
+        self._unseen.pop(key, None)
 
     def _backend(self, job: FineTuneJob) -> Backend:
         return self._backends.get(job.spec.backend.type)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1.lifecycle import Deadlines
-from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
+from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
-from finetune_operator.reconcile.attempts import active_since
+from finetune_operator.reconcile.attempts import active_since, current
 from finetune_operator.reconcile.conditions import ConditionType, Reason, find, parse_rfc3339
 
 _DEADLINES = (Reason.PENDING_DEADLINE_EXCEEDED, Reason.ACTIVE_DEADLINE_EXCEEDED)
@@ -37,14 +37,43 @@ def active(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | None:
     return Deadline(at, Reason.ACTIVE_DEADLINE_EXCEEDED, message)
 
 
-def pending(limits: Deadlines, attempt: AttemptStatus, observation: Observation) -> Deadline | None:
-    """Return the end of an attempt's wait for resources; None once it has them."""
-    waits = observation.phase in (AttemptPhase.PENDING, AttemptPhase.UNKNOWN)
-    if limits.pending_seconds is None or attempt.start_time is None or not waits:
+def pending(
+    limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
+) -> Deadline | None:
+    """Return the end of the open attempt's wait for resources; None where it does not wait for any.
+
+    Time in a queue does not count: nobody looks for nodes before the queue lets the attempt go.
+    """
+    attempt = current(status)
+    if limits.pending_seconds is None or attempt is None or attempt.start_time is None:
         return None
+    if observation.phase is AttemptPhase.UNKNOWN:
+        waits = is_waiting(status)
+    else:
+        waits = observation.phase is AttemptPhase.PENDING
+    if not waits or observation.reason == Reason.QUEUED:
+        return None
+    since = _waits_since(status, parse_rfc3339(attempt.start_time), now)
     message = f"no resources within deadlines.pendingSeconds {limits.pending_seconds}"
-    at = parse_rfc3339(attempt.start_time) + timedelta(seconds=limits.pending_seconds)
+    at = since + timedelta(seconds=limits.pending_seconds)
     return Deadline(at, Reason.PENDING_DEADLINE_EXCEEDED, message)
+
+
+def _waits_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> datetime:
+    """Return when the queue let the attempt go, which is now if it was in its queue till now."""
+    admitted = find(status, ConditionType.ADMITTED)
+    if admitted is None or admitted.last_transition_time is None:
+        return opened
+    if admitted.reason == Reason.QUEUED:
+        return now
+    let_go = parse_rfc3339(admitted.last_transition_time)
+    return max(opened, let_go) if admitted.status == "True" else opened
+
+
+def is_waiting(status: FineTuneJobStatus) -> bool:
+    """Say whether the open attempt had not all of its resources when it was seen last."""
+    found = find(status, ConditionType.RESOURCES_READY)
+    return found is not None and found.status == "False" and found.reason != Reason.RESTARTING
 
 
 def ending(status: FineTuneJobStatus) -> tuple[Reason, str] | None:

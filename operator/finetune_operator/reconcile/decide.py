@@ -112,7 +112,7 @@ class _View:
         return Decision(actions, self.described(status, situation), requeue)
 
     def described(self, status: FineTuneJobStatus, situation: Situation) -> FineTuneJobStatus:
-        has_queue = self.spec.queue is not None
+        has_queue = bool(self.spec.queue)
         return describe(status, situation, self.now, self.generation, has_queue=has_queue)
 
     def seconds_until(self, moment: datetime) -> float:
@@ -163,7 +163,7 @@ def as_opened(
     status = job.status if isinstance(plan, Refusal) else _note_plan(job.status, plan)
     status = attempts.open_next(status, since)
     # It was made of the first spec, as any later change would have met a status that was written.
-    situation, has_queue = _starting(status.attempt), job.spec.queue is not None
+    situation, has_queue = _starting(status.attempt), bool(job.spec.queue)
     return describe(status, situation, since, generation=1, has_queue=has_queue)
 
 
@@ -179,30 +179,8 @@ def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
         )
         status = attempts.close(status, words, "", now)
     status = status.model_copy(update={"completion_time": rfc3339(now)})
-    situation = Situation(Stage.FAILED, Reason.REFUSED, message)
-    return describe(status, situation, now, job.metadata.generation)
-
-
-def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
-    """Return the status of a job whose open attempt cannot be created now.
-
-    For what others can mend: a quota, a missing right, an object of somebody else in the way. The
-    attempt stays open, until a deadline of the job has passed; look again after MENDED_SECONDS.
-    """
-    status, attempt = job.status, attempts.current(job.status)
-    waits = Observation(AttemptPhase.PENDING, message=message)
-    limits = [deadlines.active(job.spec.deadlines, status)]
-    if attempt is not None:
-        limits.append(deadlines.pending(job.spec.deadlines, attempt, waits))
-    passed = next((limit for limit in limits if limit and limit.at <= now), None)
-    if attempt is not None and passed is not None:
-        plan = Refusal(Reason.CREATION_FAILED, message)
-        view = _View(job.spec, job.metadata.generation, status, now, plan)
-        status = attempts.close(status, failures.verdict(waits), "", now)
-        return _fail(view, status, passed.reason, f"{passed.message}: {message}").status
-    situation = Situation(Stage.BLOCKED, Reason.CREATION_FAILED, message)
-    has_queue = job.spec.queue is not None
-    return describe(job.status, situation, now, job.metadata.generation, has_queue=has_queue)
+    situation, has_queue = Situation(Stage.FAILED, Reason.REFUSED, message), bool(job.spec.queue)
+    return describe(status, situation, now, job.metadata.generation, has_queue=has_queue)
 
 
 def hold(
@@ -321,7 +299,7 @@ def _during_attempt(
         limit
         for limit in (
             deadlines.active(view.spec.deadlines, status),
-            deadlines.pending(view.spec.deadlines, attempt, observation),
+            deadlines.pending(view.spec.deadlines, status, observation, view.now),
         )
         if limit is not None
     ]
@@ -346,7 +324,10 @@ def _during_attempt(
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         actions = (Cancel(_grace_of_the_rest(observation, grace)),)
     elif observation.phase is AttemptPhase.UNKNOWN:
-        return Decision((), status, requeue)  # nothing is known, so nothing new is said
+        if not observation.reason or not deadlines.is_waiting(status):
+            return Decision((), status, requeue)  # nothing is known, so nothing new is said
+        stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
+        situation, actions = Situation(stage, observation.reason, observation.message), ()
     else:
         situation, actions = _watching(attempt, status, observation), ()
     status = _with_progress(view, status, situation, observation)

@@ -151,7 +151,9 @@ class Deadlines(ApiModel):
     """Limits in seconds."""
 
     pending_seconds: Seconds | None = Field(
-        None, description="Longest wait for resources before the job fails."
+        None,
+        description="Longest wait for resources before the job fails; time in a queue does not "
+        "count.",
     )
     active_seconds: Seconds | None = Field(
         None, description="Longest life of the job over all attempts."
