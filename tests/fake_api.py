@@ -166,8 +166,10 @@ class FakeApi(KubeClient):
             made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
             await self._answer(self._leave("delete", resource, "MODIFIED", made))
             return
-        made = self._leave("delete", resource, "DELETED", there)
-        self._collect(there["metadata"]["uid"])
+        try:
+            made = self._leave("delete", resource, "DELETED", there)
+        finally:
+            self._collect(there["metadata"]["uid"])  # whether or not anybody hears of it
         await self._answer(made)
 
     async def watch(

@@ -23,6 +23,7 @@ from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS
 KEY = Key("ns", "tiny")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 POINTS = [
+    EntryPoint("aks", "finetune_operator.backends.aks.backend:AksBackend", registry.GROUP),
     EntryPoint("configmap", "configmap_backend:ConfigMapBackend", registry.GROUP),
     EntryPoint("fake", "finetune_operator.backends.fake:FakeBackend", registry.GROUP),
 ]

@@ -21,37 +21,58 @@ log = logging.getLogger(__name__)
 NUM_LINES = 50
 _READ_SECONDS = 3.0  # its node may be lost
 _MAX_CHARACTERS = 16_384
+_MOST_TRIES = 3
 
 
-async def keep_last_lines(
-    children: Children, name: AttemptName, batch_job: Object, pods: Sequence[Object]
-) -> None:
-    """Write down what the guilty pod said last, unless that was done.
+class LastLines:
+    """Keeps last lines in one cluster; remembers which could not be written down."""
 
-    A log that cannot be read is no reason to hold the attempt up: that is written down instead.
-    """
-    if kept_lines(batch_job) or was_cancelled(batch_job):
-        return
-    pod = guilty_pod(pods)
-    if pod is None or end_of(pod).words.exit_code == ExitCode.PREEMPTED:
-        return  # it never ran, or was told to stop
-    client, pod_name = children.cluster.client, pod["metadata"]["name"]
+    def __init__(self) -> None:
+        self._failures: dict[str, int] = {}
+
+    async def keep(
+        self, children: Children, name: AttemptName, batch_job: Object, pods: Sequence[Object]
+    ) -> None:
+        """Write down what the guilty pod said last, unless that was done.
+
+        A log that cannot be read is no reason to hold the attempt up: that is written down instead.
+
+        Raises:
+            ApiError: it was not written down, and may be within seconds.
+        """
+        if kept_lines(batch_job) or was_cancelled(batch_job):
+            return
+        pod = guilty_pod(pods)
+        if pod is None or end_of(pod).words.exit_code == ExitCode.PREEMPTED:
+            return  # it never ran, or was told to stop
+        uid = batch_job["metadata"]["uid"]
+        text = await _last_words(children, pod)
+        change = {"metadata": {"uid": uid, "annotations": {LAST_LINES_ANNOTATION: text}}}
+        try:
+            client = children.cluster.client
+            children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
+        except ApiError as error:
+            self._failures[uid] = self._failures.get(uid, 0) + 1
+            # What stops the rest of the attempt comes after, and then nobody asks again.
+            if error.retryable and self._failures[uid] < _MOST_TRIES:
+                raise
+            log.warning("the last lines of %s are not kept (%s)", name, error)
+
+    def forget(self, uid: str) -> None:
+        """Drop what is known of an attempt that is over."""
+        self._failures.pop(uid, None)
+
+
+async def _last_words(children: Children, pod: Object) -> str:
+    client, metadata = children.cluster.client, pod["metadata"]
+    name, namespace = metadata["name"], metadata["namespace"]
     try:
         async with asyncio.timeout(_READ_SECONDS):
-            lines = client.log(pod_name, name.namespace, container=CONTAINER, tail=NUM_LINES)
+            lines = client.log(name, namespace, container=CONTAINER, tail=NUM_LINES)
             said = "\n".join([line async for line in lines])[-_MAX_CHARACTERS:]
     except (ApiError, TimeoutError) as error:
         said = f"its log could not be read ({error or type(error).__name__})"
-    text = f"the last lines of pod {pod_name}:\n{said or '(none)'}"
-    metadata = {
-        "uid": batch_job["metadata"]["uid"],
-        "annotations": {LAST_LINES_ANNOTATION: text},
-    }
-    try:
-        change = {"metadata": metadata}
-        children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
-    except ApiError as error:
-        log.warning("the last lines of %s are not kept (%s)", name, error)
+    return f"the last lines of pod {name}:\n{said or '(none)'}"
 
 
 def kept_lines(batch_job: Object) -> list[str]:

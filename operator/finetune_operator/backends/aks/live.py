@@ -10,7 +10,7 @@ from datetime import datetime
 from finetune_operator.backends.aks import observe, rank_zero, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.last_lines import keep_last_lines
+from finetune_operator.backends.aks.last_lines import LastLines
 from finetune_operator.backends.aks.logs import read_log
 from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, facts_of, is_owned
 from finetune_operator.backends.aks.progress import ProgressReader
@@ -36,6 +36,7 @@ class LiveAttempts:
         self._names = RankZeroNames()
         self._stuck = StuckGangs()
         self._canceller = Canceller()
+        self._last_lines = LastLines()
         self._known: set[str] = set()
 
     async def submit(self, request: Request) -> Handle:
@@ -80,7 +81,7 @@ class LiveAttempts:
         pods = await self._children.pods(name, handle.uid)
         seen = observe.look(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
-            await keep_last_lines(self._children, name, batch_job, pods)
+            await self._last_lines.keep(self._children, name, batch_job, pods)
         if seen.all_gone:
             self._forget(handle.uid)
         elif batch_job is not None:
@@ -169,6 +170,7 @@ class LiveAttempts:
         self._stuck.forget(uid)
         self._names.forget(uid)
         self._canceller.forget(uid)
+        self._last_lines.forget(uid)
 
     def _forget_deleted(self) -> None:
         """Drop what is known of attempts that went with their job: nobody looks at those again."""

@@ -14,7 +14,7 @@ from finetune_operator.backends.aks.words import is_alive
 from finetune_operator.backends.base import Handle, Request
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
+from finetune_operator.kube.errors import AlreadyExistsError, ConflictError, NotFoundError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     JOBS,
@@ -45,11 +45,11 @@ async def submit(request: Request, children: Children) -> Handle:
         *once, batch_job = request.objects
         client, is_later = children.cluster.client, name.number > 1
         await asyncio.gather(
-            *(create_or_adopt(client, one, request.job_uid, is_there=is_later) for one in once)
+            _delete_old(children, name, request.job_uid),
+            *(create_or_adopt(client, one, request.job_uid, is_there=is_later) for one in once),
         )
         there = await create_or_adopt(client, batch_job, request.job_uid)
         children.note(there)
-        await _delete_old(client, name, request.job_uid)
     return Handle(kind="Job", name=request.name, uid=there["metadata"]["uid"])
 
 
@@ -123,15 +123,17 @@ def _whose(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
     )
 
 
-async def _delete_old(client: KubeClient, name: AttemptName, job_uid: str) -> None:
-    """Delete the batch Job of the attempt before the last one; that one's logs stay readable."""
+async def _delete_old(children: Children, name: AttemptName, job_uid: str) -> None:
+    """Delete the batch Job of the attempt before the last one; that one's logs stay readable.
+
+    Before the new one is created: nobody comes here again once it exists.
+    """
     old = AttemptName(name.namespace, name.job, name.number - 2)
-    if old.number < 1:
+    there = await children.batch_job(old) if old.number > 0 else None
+    if there is None or not is_owned(there, job_uid):
         return
     try:
-        there = await client.get(JOBS, old.batch_job, old.namespace)
-        if is_owned(there, job_uid):
-            uid = there["metadata"]["uid"]
-            await client.delete(JOBS, old.batch_job, old.namespace, uid=uid)
-    except NotFoundError:
-        return
+        uid = there["metadata"]["uid"]
+        await children.cluster.client.delete(JOBS, old.batch_job, old.namespace, uid=uid)
+    except (ConflictError, NotFoundError):
+        return  # it is gone already

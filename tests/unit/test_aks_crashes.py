@@ -1,0 +1,238 @@
+"""One job's life with the aks backend, lived again with a crash or a fault at every write.
+
+Each is compared with the undisturbed one after every chapter: the children whole, and the status.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from aks_world import ADDRESS, AksWorld
+from finetune_operator.kube.errors import ThrottledError, UnavailableError
+from finetune_operator.kube.resources import Object, Resource
+from finetune_trainer.config import FailureClass, Phase, Progress, Termination
+from kernel_world import Crash, at_write, nothing
+from played_pods import ProgressServer
+
+Chapter = Callable[[AksWorld, ProgressServer], Coroutine[Any, Any, None]]
+
+
+async def _begin(world: AksWorld, said: ProgressServer) -> None:
+    await world.apply()
+
+
+async def _first_has_an_address(world: AksWorld, said: ProgressServer) -> None:
+    await world.make_pods(1)
+    await world.run_pods(1, 0)
+
+
+async def _first_runs(world: AksWorld, said: ProgressServer) -> None:
+    said.progress = trains(1)
+    await world.run_pods(1, 1)
+
+
+async def _first_loses_a_pod(world: AksWorld, said: ProgressServer) -> None:
+    await world.end_pods(1, 1, code=137)
+
+
+async def _first_is_gone(world: AksWorld, said: ProgressServer) -> None:
+    await world.conclude(1, "Failed")
+
+
+async def _second_runs(world: AksWorld, said: ProgressServer) -> None:
+    said.progress = trains(2)
+    await world.make_pods(2)
+    await world.run_pods(2, 0, 1)
+
+
+async def _suspend(world: AksWorld, said: ProgressServer) -> None:
+    await world.change(suspend=True)
+
+
+async def _second_is_gone(world: AksWorld, said: ProgressServer) -> None:
+    await world.end_pods(2, 0, 1, code=75, words=words(FailureClass.PREEMPTED, 75))
+    await world.conclude(2, "Failed")
+
+
+async def _resume(world: AksWorld, said: ProgressServer) -> None:
+    await world.change(suspend=False)
+
+
+async def _third_runs(world: AksWorld, said: ProgressServer) -> None:
+    said.progress = trains(5)
+    await world.make_pods(3)
+    await world.run_pods(3, 0, 1)
+
+
+async def _third_fails(world: AksWorld, said: ProgressServer) -> None:
+    await world.end_pods(3, 0, 1, code=1)
+    await world.conclude(3, "Failed")
+
+
+async def _fourth_runs(world: AksWorld, said: ProgressServer) -> None:
+    said.progress = trains(8)
+    await world.make_pods(4)
+    await world.run_pods(4, 0, 1)
+
+
+async def _fourth_completes(world: AksWorld, said: ProgressServer) -> None:
+    done = words(FailureClass.COMPLETED, 0, artifacts=("/mnt/models/tiny/adapter",))
+    await world.end_pods(4, 0, 1, code=0, words=done)
+    await world.conclude(4, "Complete")
+
+
+STORY: tuple[Chapter, ...] = (
+    _begin,
+    _first_has_an_address,
+    _first_runs,
+    _first_loses_a_pod,
+    _first_is_gone,
+    _second_runs,
+    _suspend,
+    _second_is_gone,
+    _resume,
+    _third_runs,
+    _third_fails,
+    _fourth_runs,
+    _fourth_completes,
+)
+
+
+def trains(step: int) -> Progress:
+    return Progress(phase=Phase.TRAINING, step=step, total_steps=10)
+
+
+def words(failure: FailureClass, code: int, **fields: Any) -> str:
+    said = Termination(failure_class=failure, exit_code=code, message="it ended", **fields)
+    return said.to_json()
+
+
+@dataclass
+class Telling:
+    """What a telling of the story came to.
+
+    Attributes:
+        seen: Children and status after each chapter.
+        writes: What the operator wrote, in order.
+        most_alive: Most attempts that lived at one time.
+    """
+
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)
+    most_alive: int = 0
+
+
+async def tell(world: AksWorld, said: ProgressServer) -> Telling:
+    """Play the whole story; a minute passes with each chapter."""
+    telling = Telling()
+    count = world.api.after
+
+    def note(verb: str, resource: Resource, name: str) -> None:
+        telling.writes.append(f"{verb} {resource.plural}/{name}")
+        count(verb, resource, name)
+
+    world.api.after = note
+    for chapter in STORY:
+        before, after = world.api.before, world.api.after
+        world.api.before = world.api.after = nothing
+        await chapter(world, said)
+        world.api.before, world.api.after = before, after
+        world.now += timedelta(minutes=1)
+        await settle(world)
+        telling.seen.append({**world.children(), "status": status(world)})
+    telling.most_alive = world.most_alive
+    return telling
+
+
+async def settle(world: AksWorld) -> None:
+    """Look until nothing changes, also when a pod has been asked how far it is."""
+    async with asyncio.timeout(20):
+        while True:
+            look = await world.settle()
+            if look.again_in_seconds is None or look.again_in_seconds > SOON_SECONDS:
+                return
+            await asyncio.sleep(0.01)
+
+
+def status(world: AksWorld) -> Object:
+    """Return the status without what may be written later: the handle, and how many nodes run."""
+    found: Object = {key: one for key, one in world.job["status"].items() if key != "backendRef"}
+    return {**found, "nodes": {**found.get("nodes", {}), "ready": 0}}
+
+
+def lived(disturb: Callable[[AksWorld], None] = lambda world: None) -> Telling:
+    async def work() -> Telling:
+        async with ProgressServer(trains(0)).serving(ADDRESS) as said:
+            world = AksWorld(said.port)
+            disturb(world)
+            return await tell(world, said)
+
+    return asyncio.run(work())
+
+
+SOON_SECONDS = 1.0
+"""So soon is looked again at what was not answered, and at a pod that was asked just now."""
+AWAY = UnavailableError(0, "Timeout", "no answer in time")
+BUSY = ThrottledError(429, "TooManyRequests", "later", 1.0)
+WRITTEN = {
+    "create networkpolicies/tiny-finetune",
+    "create services/tiny-finetune",
+    "create jobs/tiny-1",
+    "create endpointslices/tiny-finetune",
+    "patch endpointslices/tiny-finetune",
+    "patch jobs/tiny-1",
+    "delete pods/tiny-1-0",
+    "delete jobs/tiny-1",
+    "delete jobs/tiny-2",
+    "patch finetunejobs/tiny",
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Telling:
+    return lived()
+
+
+def test_the_undisturbed_life_ends_well_and_makes_every_kind_of_write(undisturbed: Telling) -> None:
+    assert undisturbed.seen[-1]["status"]["phase"] == "Succeeded"
+    assert undisturbed.seen[-1]["status"]["artifacts"] == ["pvc://models/tiny/adapter"]
+    assert set(undisturbed.writes) >= WRITTEN
+    assert undisturbed.most_alive == 1
+    cancelled = json.loads(undisturbed.seen[3]["Job tiny-1"])
+    assert cancelled["metadata"]["annotations"]["finetune.dev/last-lines"].endswith("CUDA error")
+    assert cancelled["spec"]["activeDeadlineSeconds"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_done"),
+    [
+        pytest.param(Crash(), True, id="crash after the write"),
+        pytest.param(AWAY, True, id="done, and no answer"),
+        pytest.param(BUSY, False, id="refused for now"),
+    ],
+)
+def test_a_fault_at_any_write_leaves_the_children_and_the_status_of_an_undisturbed_life(
+    error: BaseException, is_done: bool, undisturbed: Telling
+) -> None:
+    for number, write in enumerate(undisturbed.writes, 1):
+        if write.startswith("create events/"):
+            continue  # what a status tells is not told again
+        telling = lived(lambda world, at=number: fault(world, at, error, is_done=is_done))
+        assert telling.most_alive == 1, write
+        for chapter, seen, expected in zip(STORY, telling.seen, undisturbed.seen, strict=True):
+            differ = {key for key in {*seen, *expected} if seen.get(key) != expected.get(key)}
+            assert not differ, f"{write} (write {number}), after {chapter.__name__}"
+
+
+def fault(world: AksWorld, number: int, error: BaseException, *, is_done: bool) -> None:
+    """Let the write of that number fail, after it was done or instead."""
+    hook, count = at_write(number, error), world.api.after
+    if is_done:
+        world.api.after = lambda *call: (count(*call), hook(*call))[0]
+    else:
+        world.api.before = hook
