@@ -143,7 +143,7 @@ class AksWorld(World):
 
     async def run_pods(self, number: int, *indexes: int) -> None:
         for index in indexes:
-            state = {"running": {}}
+            state: Object = {"running": {}}
             await self._tell(PODS, f"tiny-{number}-{index}", state, phase="Running", podIP=ADDRESS)
 
     async def end_pods(self, number: int, *indexes: int, code: int, words: str = "") -> None:

@@ -222,17 +222,26 @@ def test_a_fault_at_any_write_leaves_the_children_and_the_status_of_an_undisturb
     for number, write in enumerate(undisturbed.writes, 1):
         if write.startswith("create events/"):
             continue  # what a status tells is not told again
-        telling = lived(lambda world, at=number: fault(world, at, error, is_done=is_done))
+        telling = lived(fault(number, error, is_done=is_done))
         assert telling.most_alive == 1, write
         for chapter, seen, expected in zip(STORY, telling.seen, undisturbed.seen, strict=True):
             differ = {key for key in {*seen, *expected} if seen.get(key) != expected.get(key)}
             assert not differ, f"{write} (write {number}), after {chapter.__name__}"
 
 
-def fault(world: AksWorld, number: int, error: BaseException, *, is_done: bool) -> None:
-    """Let the write of that number fail, after it was done or instead."""
-    hook, count = at_write(number, error), world.api.after
-    if is_done:
-        world.api.after = lambda *call: (count(*call), hook(*call))[0]
-    else:
-        world.api.before = hook
+def fault(number: int, error: BaseException, *, is_done: bool) -> Callable[[AksWorld], None]:
+    """Return what lets the write of that number fail, after it was done or instead."""
+
+    def disturb(world: AksWorld) -> None:
+        hook, count = at_write(number, error), world.api.after
+
+        def after(verb: str, resource: Resource, name: str) -> None:
+            count(verb, resource, name)
+            hook(verb, resource, name)
+
+        if is_done:
+            world.api.after = after
+        else:
+            world.api.before = hook
+
+    return disturb
