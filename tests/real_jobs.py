@@ -90,9 +90,12 @@ class Jobs:
 
     def children(self, name: str) -> list[Object]:
         """Return everything that belongs to a job, pods included."""
+        return self.everything("--selector", f"finetune.dev/job={name}")
+
+    def everything(self, *selector: str) -> list[Object]:
+        """Return what is in the jobs' namespace of the kinds that a job may leave behind."""
         kinds = "jobs,pods,services,endpointslices,networkpolicies,configmaps,secrets"
-        selector = ("--selector", f"finetune.dev/job={name}", "--namespace", NAMESPACE)
-        return self.cluster.list(kinds, *selector)
+        return self.cluster.list(kinds, *selector, "--namespace", NAMESPACE)
 
     def pods(self, name: str, attempt: int) -> list[Object]:
         """Return the pods of an attempt, rank 0's first."""

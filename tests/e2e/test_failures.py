@@ -2,11 +2,14 @@
 
 import pytest
 
-from real_jobs import NAMESPACE, Jobs, profile
+from finetune_operator.kube.resources import Object
+from operators import condition, wait_until
+from real_jobs import NAMESPACE, Jobs, is_over, profile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ONE_NODE = {"nodes": 1, "gpusPerNode": 0}
+GPU = "nvidia.com/gpu"
 
 
 def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs) -> None:
@@ -51,6 +54,31 @@ def test_what_a_failed_job_said_last_outlives_its_pods(jobs: Jobs) -> None:
         "the last lines of pod fails",
     )
     assert "/mnt/models/absent.jsonl" in "\n".join(said)
+
+
+def test_pods_that_ask_for_gpus_go_to_nodes_that_offer_them_and_say_if_there_are_none(
+    jobs: Jobs,
+) -> None:
+    """A node may offer what it does not have, as that of the tests' own cluster does."""
+    nodes = jobs.cluster.list("nodes")
+    offered = {one["metadata"]["name"]: one["status"]["allocatable"].get(GPU, 0) for one in nodes}
+    if not any(map(int, offered.values())):
+        pytest.skip(f"no node offers {GPU}")
+    jobs.apply("gpus", topology={"nodes": 2, "gpusPerNode": 2})
+
+    def trains_or_is_over() -> Object | None:
+        made = jobs.get("gpus")
+        return made if is_over(made) or condition(made, "Running")["status"] == "True" else None
+
+    made = wait_until(trains_or_is_over, 120, "gpus to train or to fail")
+    pods = jobs.pods("gpus", 1)
+    assert [one["spec"]["containers"][0]["resources"]["limits"][GPU] for one in pods] == ["2", "2"]
+    assert all(int(offered[one["spec"]["nodeName"]]) >= 2 for one in pods)
+    if is_over(made):
+        (attempt,) = made["status"]["attempts"]
+        assert attempt["failureClass"] == "ConfigError"
+        assert "0 are visible; lower spec.topology.gpusPerNode" in attempt["message"]
+    jobs.delete("gpus")
 
 
 STUCK = [

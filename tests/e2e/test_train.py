@@ -111,21 +111,21 @@ def test_two_nodes_with_fsdp_find_each_other_through_a_service_with_a_selector(
 
 @pytest.fixture(scope="module")
 def training(jobs: Jobs) -> Object:
-    """A job that trains and does not come to an end by itself."""
-    jobs.apply("trains", topology={"nodes": 1, "gpusPerNode": 0, "processesPerNode": 2})
+    """A job of two nodes that trains and does not come to an end by itself."""
+    jobs.apply("trains")
     return jobs.wait("trains", "Running")
 
 
 def test_a_running_job_says_so_and_counts_its_checkpoints(training: Object, jobs: Jobs) -> None:
     assert condition(training, "ResourcesReady")["status"] == "True"
-    assert training["status"]["nodes"] == {"desired": 1, "ready": 1, "worldSize": 2}
+    assert training["status"]["nodes"] == {"desired": 2, "ready": 2, "worldSize": 2}
     wait_until(lambda: jobs.get("trains")["status"].get("checkpoint", {}).get("last"), 90)
 
 
-def test_its_pod_is_a_user_who_writes_to_volumes_alone_and_knows_no_secret(
+def test_its_pods_are_a_user_who_writes_to_volumes_alone_and_knows_no_secret(
     training: Object, jobs: Jobs
 ) -> None:
-    (pod,) = jobs.pods("trains", 1)
+    pod, _ = jobs.pods("trains", 1)
     volumes = {kind for one in pod["spec"]["volumes"] for kind in one if kind != "name"}
     assert volumes == {"downwardAPI", "emptyDir", "persistentVolumeClaim"}  # no token
     (container,) = pod["spec"]["containers"]
@@ -153,14 +153,15 @@ def test_a_job_that_is_deleted_while_its_log_is_followed_leaves_nothing(
     training: Object, jobs: Jobs
 ) -> None:
     where = ("trains", "-n", NAMESPACE, "--rank", "1")
-    (pod,) = jobs.pods("trains", 1)
+    _, pod = jobs.pods("trains", 1)
     say = "open('/proc/1/fd/1', 'w').write('said by the main process\\n')"
     python = jobs.cluster.given.python
     jobs.kubectl("exec", pod["metadata"]["name"], "--", python, "-c", say)
     so_far = jobs.cluster.ftctl("logs", *where)
     assert "said by the main process\n" in so_far.stdout, so_far.stderr
-    kinds = {one["kind"] for one in jobs.children("trains")}
-    assert kinds == {"Job", "Pod", "NetworkPolicy"}
+    children = jobs.children("trains")
+    kinds = {one["kind"] for one in children}
+    assert kinds == {"Job", "Pod", "NetworkPolicy", "Service", "EndpointSlice"}
     with jobs.cluster.start_ftctl("logs", *where, "--follow") as following:
         assert following.stdout is not None
         assert following.stdout.readline()
@@ -168,3 +169,7 @@ def test_a_job_that_is_deleted_while_its_log_is_followed_leaves_nothing(
         assert "Preempted: " in following.stdout.read()
     assert following.returncode == 0
     assert jobs.api.job(NAMESPACE, "trains") is None
+    gone = {training["metadata"]["uid"], *(one["metadata"]["uid"] for one in children)}
+    for one in jobs.everything():
+        owners = one["metadata"].get("ownerReferences", [])
+        assert not gone & {one["metadata"]["uid"], *(owner["uid"] for owner in owners)}
