@@ -7,7 +7,7 @@ import pytest
 
 from fake_api import BeforeCall
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kube.errors import ApiError, ThrottledError, UnavailableError
+from finetune_operator.kube.errors import ApiError, ForbiddenError, ThrottledError, UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, Resource
 from kernel_world import KEY, World, nothing
 from virtual_time import run
@@ -129,5 +129,91 @@ def test_what_keeps_a_job_from_being_suspended_is_told() -> None:
         await look(world, 1)
         assert world.job["status"]["phase"] == "Suspending"
         assert "a pod is still there" in world.condition("Suspended")["message"]
+
+    run(work())
+
+
+def patches(world: World) -> int:
+    return world.api.calls.by_kind.get(("patch", "finetunejobs", 200), 0)
+
+
+async def stuck(world: World, message: str, reason: str = "Unschedulable") -> None:
+    await world.play(1, phase="Pending", reason=reason, message=message)
+    await look(world, 1)
+
+
+async def starting() -> World:
+    world = World()
+    await world.apply()
+    await world.settle()
+    return world
+
+
+def test_a_sentence_that_changes_often_is_written_every_fifteen_seconds_and_in_the_end() -> None:
+    async def work() -> None:
+        world = await starting()
+        for number in range(31):
+            await stuck(world, f"0/{number} nodes are available")
+            assert world.condition("ResourcesReady")["reason"] == "Unschedulable"
+        assert patches(world) == 3
+        asked = await world.settle()
+        assert asked.again_in_seconds is None
+        await stuck(world, "no node is left")
+        again = (await world.settle()).again_in_seconds
+        assert again is not None
+        assert again <= 15
+        world.now += timedelta(seconds=again)
+        await world.settle()
+        assert world.condition("ResourcesReady")["message"] == "no node is left"
+        assert patches(world) == 4
+        assert (await world.settle()).again_in_seconds is None
+
+    run(work())
+
+
+def test_another_reason_is_written_at_once_unless_it_was_told_a_moment_ago() -> None:
+    async def work() -> None:
+        world = await starting()
+        await stuck(world, "pod 0 has no node")
+        await stuck(world, "pod 1 has no volume", "VolumeNotReady")
+        assert world.condition("ResourcesReady")["reason"] == "VolumeNotReady"
+        assert patches(world) == 2
+        for _ in range(5):
+            await stuck(world, "pod 0 has no node")
+            await stuck(world, "pod 1 has no volume", "VolumeNotReady")
+        assert patches(world) == 2
+        await stuck(world, "", "")
+        assert world.condition("ResourcesReady")["reason"] == "Provisioning"
+        assert patches(world) == 3
+
+    run(work())
+
+
+def test_that_a_job_runs_is_written_at_once_whatever_was_told_before() -> None:
+    async def work() -> None:
+        world = await starting()
+        for number in range(3):
+            await stuck(world, f"0/{number} nodes are available")
+        await world.play(1, phase="Running", ready="1", step="1")
+        await look(world, 1)
+        assert world.job["status"]["phase"] == "Running"
+
+    run(work())
+
+
+def test_a_quota_whose_numbers_change_is_written_every_fifteen_seconds() -> None:
+    async def work() -> None:
+        world = World()
+        for used in range(4):
+            world.api.before = refusing(ForbiddenError(403, "Forbidden", f"quota: {used} used"))
+            await (world.settle() if used else world.apply())
+            look_again = (await world.settle()).again_in_seconds
+            assert look_again is not None
+            assert look_again <= 30
+        assert patches(world) == 1
+        world.now += timedelta(seconds=look_again)
+        await world.settle()
+        assert world.condition("Stalled")["message"] == "quota: 3 used"
+        assert patches(world) == 2
 
     run(work())

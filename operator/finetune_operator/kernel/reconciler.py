@@ -21,7 +21,7 @@ from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel.events import EventPoster, EventType, JobEvent, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.watches import Refused, trim_metadata
-from finetune_operator.kernel.writes import is_worth_writing, merge_patch, opening_left
+from finetune_operator.kernel.writes import WordsTold, is_worth_writing, merge_patch, opening_left
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError, ConflictError, NotFoundError
@@ -113,6 +113,7 @@ class Reconciler:
         self._book = JobBook(cache.get, backends)
         # What no status holds yet: it would be found again, at the cost of calls.
         self._handles: dict[Key, tuple[str, int, Handle]] = {}
+        self._words = WordsTold()
         self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
         self._opened: dict[Key, tuple[str, FineTuneJobStatus]] = {}
 
@@ -169,7 +170,11 @@ class Reconciler:
         if is_finished(status):
             self._forget(key)
             return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
-        waits = (decision.requeue_seconds, self._opening_left(known, status) or None)
+        waits = (
+            decision.requeue_seconds,
+            self._opening_left(known, status) or None,
+            self._words_left(key, known, status) or None,
+        )
         return _look_in(min((one for one in waits if one is not None), default=None))
 
     def _plan(
@@ -250,8 +255,9 @@ class Reconciler:
             await self._write(key, known, status)
 
     async def _block(self, key: Key, known: KnownJob, job: FineTuneJob, message: str) -> Look:
-        await self._write(key, known, block(job, message, self._now()))
-        return Look(MENDED_SECONDS)
+        status = block(job, message, self._now())
+        known = await self._write(key, known, status)
+        return Look(self._words_left(key, known, status) or MENDED_SECONDS)
 
     async def _create(self, job: FineTuneJob, number: int) -> Handle:
         plan = self._book.plan(job)
@@ -365,16 +371,22 @@ class Reconciler:
             return known
         if not is_worth_writing(known.status, status, with_handle=with_handle):
             return known
+        if self._words_left(key, known, status):
+            return known
         change = merge_patch(_dumped(known.status), _dumped(status))
         written = await self._patch(key, known, {"status": change}, is_status=True)
         extra = _about(key, phase=status.phase.value, attempt=status.attempt)
         log.info("status written", extra=extra)
+        self._words.note(key, status, self._now())
         for event in events_between(known.status, status):
             await self._events.post(known.metadata, event)
         return written
 
     def _opening_left(self, known: KnownJob, status: FineTuneJobStatus) -> float:
         return opening_left(known.status, status, self._now(), is_busy=self._is_busy())
+
+    def _words_left(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> float:
+        return self._words.left(key, known.status, status, self._now())
 
     async def _patch(
         self, key: Key, known: KnownJob, change: Object, *, is_status: bool = False
@@ -458,6 +470,7 @@ class Reconciler:
         self._handles.pop(key, None)
         self._opened.pop(key, None)
         self._unseen.pop(key, None)
+        self._words.forget(key)
 
     def _backend(self, job: FineTuneJob) -> Backend:
         return self._backends.get(job.spec.backend.type)

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
+from finetune_operator.kube.cache import Key
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -25,6 +26,9 @@ _PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
 _OPENING_SECONDS = 3.0
 _BUSY_OPENING_SECONDS = 10.0
 _STILL_BUSY_SECONDS = 1.0
+_WORDS_SECONDS = 15.0
+_REASONS_KEPT = 4
+_Reasons = tuple[tuple[str, str], ...]
 _APART = frozenset({"backend_ref", "conditions", "nodes", "progress"})
 
 
@@ -48,7 +52,7 @@ def _essence(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]
         {name: value for name, value in status.nodes if name != "ready"},
         None if starts else status.progress,
         status.backend_ref if with_handle else None,
-        *(_gist(one) for one in status.conditions),
+        *((one.type, one.status, one.observed_generation) for one in status.conditions),
     )
 
 
@@ -56,7 +60,7 @@ def _gist(condition: Condition) -> tuple[object, ...]:
     reason, message = condition.reason, condition.message
     if reason in _PASSING:
         reason = message = ""
-    return (condition.type, condition.status, reason, message, condition.observed_generation)
+    return (reason, message)
 
 
 def opening_left(
@@ -93,6 +97,46 @@ def merge_patch(old: Any, new: Any) -> dict[str, Any]:
     made: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         before = old.get(key)
+class WordsTold:
+    """When this process told which reasons, so that sentences that change often are written seldom.
+
+    A scheduler words anew what it lacks with each node that joins, and of two stuck pods now this
+    one is heard, now that one. A reason is written at once unless it was told a moment ago.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[Key, dict[_Reasons, datetime]] = {}
+
+    def left(
+        self, key: Key, saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime
+    ) -> float:
+        """Return how many seconds `new` need not be written yet, as it only words things anew."""
+        told = self._told.get(key, {}).get(_reasons(new))
+        if told is None or not is_worth_writing(saved, new, with_handle=False):
+            return 0.0
+        ready = find(new, ConditionType.RESOURCES_READY)
+        has_no_obstacle = ready is not None and ready.reason in _PASSING
+        if has_no_obstacle or _facts(saved, with_handle=False) != _facts(new, with_handle=False):
+            return 0.0
+        return max(0.0, _WORDS_SECONDS - (now - told).total_seconds())
+
+    def note(self, key: Key, written: FineTuneJobStatus, now: datetime) -> None:
+        """Remember that it was written; of what was told longest ago something is forgotten."""
+        told = self._told.setdefault(key, {})
+        told.pop(_reasons(written), None)
+        told[_reasons(written)] = now
+        for reasons in list(told)[:-_REASONS_KEPT]:
+            del told[reasons]
+
+    def forget(self, key: Key) -> None:
+        """Drop what is known of a job that is over."""
+        self._told.pop(key, None)
+
+
+def _reasons(status: FineTuneJobStatus) -> _Reasons:
+    return tuple((one.type, one.reason) for one in status.conditions)
+
+
         if isinstance(value, dict) and isinstance(before, dict):
             if inner := merge_patch(before, value):
                 made[key] = inner
