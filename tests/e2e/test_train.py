@@ -92,10 +92,11 @@ def test_the_status_of_a_finished_job_tells_how_it_went(ddp: Object) -> None:
 def test_events_and_columns_tell_it_in_short(ddp: Object, jobs: Jobs) -> None:
     assert jobs.events("ddp") == ["AttemptCreated", "Training", "Completed"]
     head, row = jobs.kubectl("get", "ftj", "ddp").splitlines()
-    columns = "NAME PHASE STEP STEPS LOSS NODES RESTARTS ETA-SECONDS AGE"
+    columns = "NAME PHASE REASON STEP STEPS LOSS NODES RESTARTS ETA-SECONDS AGE"
     assert " ".join(head.split()) == columns
-    name, phase, step, steps, _, nodes, restarts, *_ = row.split()
-    assert (name, phase, step, steps) == ("ddp", "Succeeded", str(STEPS), str(STEPS))
+    name, phase, reason, step, steps, _, nodes, restarts, *_ = row.split()
+    assert (name, phase, reason) == ("ddp", "Succeeded", "Completed")
+    assert (step, steps) == (str(STEPS), str(STEPS))
     assert (nodes, restarts) == ("0", "0")
 
 

@@ -121,11 +121,11 @@ def test_get_shows_the_columns_of_the_crd_and_selects_by_label(kubectl: Kubectl)
     (row,) = columns(kubectl("get", "ftj", "-l", "team=a"))
     assert row.pop("AGE")
     assert row == {
-        "NAME": "shown", "PHASE": "Running", "STEP": "3", "STEPS": "9", "LOSS": "1.25",
-        "NODES": "0", "RESTARTS": "0", "ETA-SECONDS": "",
+        "NAME": "shown", "PHASE": "Running", "REASON": "Pending", "STEP": "3", "STEPS": "9",
+        "LOSS": "1.25", "NODES": "0", "RESTARTS": "0", "ETA-SECONDS": "",
     }  # fmt: skip
     (wide,) = columns(kubectl("get", "finetunejobs", "shown", "-o", "wide"))
-    assert (wide["BACKEND"], wide["REASON"]) == ("local", "Pending")
+    assert wide["BACKEND"] == "local"
     assert "finetunejob.finetune.dev/shown" in kubectl("get", "all")
     assert kubectl("get", "ftj", "-l", "team=b") == ""
 
@@ -146,13 +146,13 @@ def test_get_w_prints_a_line_for_each_change(kubectl: Kubectl) -> None:
         finally:
             watch.terminate()
             reader.join(20)
-    assert lines[0].split()[:3] == ["NAME", "PHASE", "STEP"]
+    assert lines[0].split()[:3] == ["NAME", "PHASE", "REASON"]
     assert [line for line in lines[1:] if line.startswith("NAME")] == []
 
 
 def _step(line: str) -> int:
     words = line.split()
-    return int(words[2]) if words[1] == "Running" else 0
+    return int(words[3]) if words[1] == "Running" else 0
 
 
 def test_describe_tells_the_spec_the_status_and_the_events(kubectl: Kubectl) -> None:

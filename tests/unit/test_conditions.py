@@ -121,3 +121,12 @@ def test_a_job_without_a_queue_waits_for_none_unless_the_cluster_queues_it() -> 
     life = [OPENED, BLOCKED, HAS_NO_NODE, QUEUED, TRAINS]
     told = [NO_QUEUE, NO_QUEUE, NO_QUEUE, WAITS, LET_GO]
     assert admissions(life, has_queue=False) == told
+
+
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.RESTARTING])
+def test_an_attempt_in_a_queue_is_queued_and_starts_when_it_is_let_go(stage: Stage) -> None:
+    status, phases = FineTuneJobStatus(), []
+    for reason in ("Provisioning", "Queued", "Unschedulable"):
+        status = describe(status, Situation(stage, reason, "a sentence", exists=True), NOW, 1)
+        phases.append(status.phase.value)
+    assert phases == [stage.value, "Queued", stage.value]

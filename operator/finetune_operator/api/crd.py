@@ -46,6 +46,7 @@ class PrinterColumn:
 
 COLUMNS = (
     PrinterColumn("Phase", ".status.phase"),
+    PrinterColumn("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
     PrinterColumn("Step", ".status.progress.step", "integer"),
     PrinterColumn("Steps", ".status.progress.totalSteps", "integer"),
     PrinterColumn("Loss", ".status.progress.loss", "number"),
@@ -58,7 +59,6 @@ COLUMNS = (
     PrinterColumn("Strategy", ".status.plan.strategy", wide=True),
     PrinterColumn("Backend", ".spec.backend.type", wide=True),
     PrinterColumn("Queue", ".spec.queue.name", wide=True),
-    PrinterColumn("Reason", '.status.conditions[?(@.type=="Ready")].reason', wide=True),
 )
 
 PROFILE_COLUMNS = (

@@ -46,7 +46,12 @@ def is_worth_writing(
 
 
 def _essence(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]:
-    starts = status.phase in (JobPhase.STARTING, JobPhase.RESTARTING)
+    return (*_facts(status, with_handle), *(_gist(one) for one in status.conditions))
+
+
+def _facts(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]:
+    """Return what a status tells without a word: reasons and sentences are left out."""
+    starts = status.phase in (JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RESTARTING)
     return (
         {name: value for name, value in status if name not in _APART},
         {name: value for name, value in status.nodes if name != "ready"},
@@ -92,11 +97,6 @@ def opening_left(
     return max(0.0, _OPENING_SECONDS - age)
 
 
-def merge_patch(old: Any, new: Any) -> dict[str, Any]:
-    """Return the JSON merge patch (RFC 7396) that turns one object into another."""
-    made: dict[str, Any] = {key: None for key in old if key not in new}
-    for key, value in new.items():
-        before = old.get(key)
 class WordsTold:
     """When this process told which reasons, so that sentences that change often are written seldom.
 
@@ -137,6 +137,11 @@ def _reasons(status: FineTuneJobStatus) -> _Reasons:
     return tuple((one.type, one.reason) for one in status.conditions)
 
 
+def merge_patch(old: Any, new: Any) -> dict[str, Any]:
+    """Return the JSON merge patch (RFC 7396) that turns one object into another."""
+    made: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
         if isinstance(value, dict) and isinstance(before, dict):
             if inner := merge_patch(before, value):
                 made[key] = inner

@@ -290,9 +290,10 @@ def describe(
     if (last := status.checkpoint.last) is not None:
         text = f"the newest committed checkpoint is of step {last.step}"
         say(ConditionType.CHECKPOINT_READY, True, Reason.COMMITTED, text)
+    waits = situation.reason == Reason.QUEUED and situation.stage in _GOES_ON
     return status.model_copy(
         update={
-            "phase": row.phase or status.phase,
+            "phase": JobPhase.QUEUED if waits else row.phase or status.phase,
             "conditions": list(conditions.values()),
             "observed_generation": generation,
         }
