@@ -22,7 +22,7 @@ from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import PROFILE_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.aks.reasons import from_events
-from finetune_operator.backends.aks.volumes import claim_uri
+from finetune_operator.backends.aks.volumes import output_uri
 from finetune_operator.backends.base import Attempt, AttemptPhase, BackendContext
 from finetune_operator.cli.app import app
 from finetune_operator.errors import BackendError
@@ -93,10 +93,113 @@ def test_a_configuration_that_no_pod_can_hold_is_refused_with_what_to_shorten() 
         backend().render(plan, Attempt(1))
 
 
-def test_folders_come_back_as_the_uris_they_were_named_by() -> None:
-    assert claim_uri("/mnt/models/tiny/adapter") == "pvc://models/tiny/adapter"
-    assert claim_uri("file:///mnt/models/tiny") == "pvc://models/tiny"
-    assert claim_uri("/scratch/output") == "/scratch/output"
+def test_what_was_exported_comes_back_by_the_uri_of_its_folder() -> None:
+    place = ("pvc://blob/tiny/", "/big/disk/tiny")
+    assert output_uri("/big/disk/tiny/adapter", *place) == "pvc://blob/tiny/adapter"
+    assert output_uri("file:///big/disk/tiny", *place) == "pvc://blob/tiny"
+    assert output_uri("/big/disk/tiny-2", *place) == "/big/disk/tiny-2"
+
+
+BLOB = {"csi": {"driver": "blob.csi.azure.com", "volumeAttributes": {"containerName": "models"}}}
+
+
+def with_volumes(**given: Mapping[str, Any]) -> AksBackend:
+    """Return the backend with volumes in its profile, by name, each mounted below /vol."""
+    made = [{"name": name, "mountPath": f"/vol/{name}", **one} for name, one in given.items()]
+    return backend(profile(volumes=made, allow={"claims": ["checkpoints"]}))
+
+
+def test_a_job_names_volumes_of_its_profile_whatever_they_are() -> None:
+    given = with_volumes(
+        rows={"source": {"hostPath": {"path": "/data"}}, "readOnly": True},
+        base={"source": {"emptyDir": {}}},
+        blob={"source": BLOB},
+    )
+    named = {
+        "model__source": "pvc://base/llama",
+        "dataset": {"source": "pvc://rows/train.jsonl", "evalSource": "pvc://rows/eval.jsonl"},
+        "output__uri": "pvc://blob/tiny",
+        "checkpoint": {"uri": "pvc://checkpoints/tiny", "resumeFrom": "pvc://blob/old/step-9"},
+    }
+    plan = planned(**{**JOB, **named})
+    assert given.validate(plan.job) == []
+    batch_job = given.render(plan, Attempt(1)).objects[-1]
+    template = batch_job["spec"]["template"]
+    text = template["metadata"]["annotations"]["finetune.dev/config"]
+    config = TrainConfig.model_validate_json(text)
+    assert config.model.path == "/vol/base/llama"
+    assert config.data.train.path == "/vol/rows/train.jsonl"
+    assert config.data.eval is not None
+    assert config.data.eval.path == "/vol/rows/eval.jsonl"
+    assert config.checkpoint.dir == "/mnt/checkpoints/tiny"
+    assert config.checkpoint.resume_from == "/vol/blob/old/step-9"
+    assert config.output.dir == "/vol/blob/tiny"
+    # None is mounted a second time as a claim of its name.
+    (container,) = template["spec"]["containers"]
+    mounts = [one["mountPath"] for one in container["volumeMounts"]]
+    assert mounts[4:] == ["/vol/rows", "/vol/base", "/vol/blob", "/mnt/checkpoints"]
+    assert len(template["spec"]["volumes"]) == 3 + 4
+
+
+READ_ONLY = "which is read-only"
+LOST = "which is each pod's own and ends with it"
+ELSE = "name another volume, or a claim"
+
+
+@pytest.mark.parametrize(
+    ("volume", "job_changes", "severity", "says"),
+    [
+        pytest.param(
+            {"source": BLOB, "readOnly": True},
+            {"output__uri": "pvc://v/a"},
+            Severity.ERROR,
+            f"spec.output.uri pvc://v/a is on volume v of profile default, {READ_ONLY}; {ELSE}",
+            id="output where nothing can be written",
+        ),
+        pytest.param(
+            {"source": {"nfs": {"server": "x", "path": "/", "readOnly": True}}},
+            {"checkpoint__uri": "pvc://v/a"},
+            Severity.ERROR,
+            f"spec.checkpoint.uri pvc://v/a is on volume v of profile default, {READ_ONLY}; {ELSE}",
+            id="checkpoints where the source says read-only",
+        ),
+        pytest.param(
+            {"source": {"configMap": {"name": "x"}}},
+            {"output__uri": "pvc://v"},
+            Severity.ERROR,
+            f"spec.output.uri pvc://v is on volume v of profile default, {READ_ONLY}; {ELSE}",
+            id="output in a ConfigMap",
+        ),
+        pytest.param(
+            {"source": {"emptyDir": {}}},
+            {"output__uri": "pvc://v/a"},
+            Severity.ERROR,
+            f"spec.output.uri pvc://v/a is on volume v of profile default, {LOST}; {ELSE}",
+            id="output that is lost with the pod",
+        ),
+        pytest.param(
+            {"source": {"emptyDir": {}}},
+            {"checkpoint__uri": "pvc://v/a"},
+            Severity.WARNING,
+            f"spec.checkpoint.uri pvc://v/a is on volume v of profile default, {LOST}, so every "
+            f"restart begins anew; {ELSE}",
+            id="checkpoints that are lost with the pod",
+        ),
+        pytest.param(
+            {"source": {"ephemeral": {}}},
+            {"checkpoint__uri": "pvc://v/a", "topology__nodes": 2},
+            Severity.ERROR,
+            f"spec.checkpoint.uri pvc://v/a is on volume v of profile default, {LOST}; {ELSE}",
+            id="checkpoints that two nodes do not share",
+        ),
+    ],
+)
+def test_what_is_written_must_reach_a_volume_that_outlives_the_pod(
+    volume: Mapping[str, Any], job_changes: Mapping[str, Any], severity: Severity, says: str
+) -> None:
+    made = [{"name": "v", "mountPath": "/vol", **volume}]
+    (found,) = backend(profile(volumes=made)).validate(job(**{**JOB, **job_changes}))
+    assert (str(found), found.severity) == (says, severity)
 
 
 REFUSED: list[tuple[Mapping[str, Any], str, str]] = [

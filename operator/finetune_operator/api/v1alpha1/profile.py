@@ -97,10 +97,10 @@ class ResourceSettings(ApiModel):
 
 
 class ProfileVolume(ApiModel):
-    """A volume that every pod gets."""
+    """A volume that every pod gets, and that every job may name."""
 
     name: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=50)] = Field(
-        description="Its name."
+        description="Its name; pvc://NAME/PATH in a job is a path on it."
     )
     mount_path: Path = Field(description="Where it is mounted.")
     read_only: bool = Field(False, description="Mount it read-only.")
@@ -156,7 +156,9 @@ class Allowances(ApiModel):
     secrets: Patterns = Field(
         [], description="Secrets a job may name, for the hub token, for env or to pull its image."
     )
-    claims: Patterns = Field([], description="PersistentVolumeClaims a job may name.")
+    claims: Patterns = Field(
+        [], description="PersistentVolumeClaims a job may name, besides the profile's volumes."
+    )
     images: Patterns = Field([], description="Images a job may choose, besides the profile's own.")
     priority_classes: Patterns = Field(
         [], description="Kueue's WorkloadPriorityClasses a job may wait with."
@@ -216,7 +218,7 @@ class FineTuneProfileSpec(ApiModel):
         ResourceSettings(), description="What each pod asks of its node."
     )
     volumes: Annotated[list[ProfileVolume], Field(max_length=32)] = Field(
-        [], description="Volumes that every pod gets."
+        [], description="Volumes that every pod gets, and that every job may name."
     )
     cache_directory: Path = Field(
         "/scratch/cache",

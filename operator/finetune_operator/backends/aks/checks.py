@@ -32,6 +32,7 @@ def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
         *_namespace(job, profile),
         *_sizes(job, profile),
         *_names(job, profile.spec),
+        *_kept(job, profile),
         *_queue(job, profile.spec),
         *_nodes(job, profile),
         *_template(job, profile.spec),
@@ -138,7 +139,28 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
     for path, uri in {**volumes.inputs_of(job), **volumes.outputs_of(job)}.items():
         if uri.startswith(CLAIM):
             claim = uri.removeprefix(CLAIM).partition("/")[0]
-            yield from refused(path, "a claim", claim, allow.claims)
+            if volumes.volume_of(claim, profile) is None:
+                yield from refused(path, "a claim", claim, allow.claims)
+
+
+def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
+    """What is written to a volume of the profile must get there, and outlive its pod."""
+    for path, uri in volumes.outputs_of(job).items():
+        name = volumes.claim_path(uri).claim
+        volume = volumes.volume_of(name, profile.spec)
+        if volume is None:
+            continue
+        where = f"{uri} is on volume {name} of profile {profile.name}"
+        advice = "name another volume, or a claim"
+        if not volumes.is_writable(volume):
+            yield Problem(path, f"{where}, which is read-only; {advice}")
+        elif volumes.is_lost_with_its_pod(volume):
+            text = f"{where}, which is each pod's own and ends with it"
+            if path == "spec.checkpoint.uri" and job.spec.topology.nodes == 1:
+                text += f", so every restart begins anew; {advice}"
+                yield Problem(path, text, Severity.WARNING)
+            else:
+                yield Problem(path, f"{text}; {advice}")
 
 
 def _queue(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:

@@ -120,8 +120,10 @@ class LiveAttempts:
         if seen.phase is not AttemptPhase.SUCCEEDED:
             return ()
         named = seen.termination.artifacts if seen.termination else ()
-        output = facts_of(batch_job).output
-        return tuple(dict.fromkeys(map(volumes.claim_uri, named))) or (output,)
+        facts = facts_of(batch_job)
+        folder = facts.output_folder
+        uris = (volumes.output_uri(path, facts.output, folder) for path in named)
+        return tuple(dict.fromkeys(uris)) or (facts.output,)
 
     async def _owned(self, name: AttemptName, handle: Handle) -> Object | None:
         """Return the batch Job, if what is there is the one that the handle means."""

@@ -56,6 +56,7 @@ class AttemptFacts(ApiModel):
         metrics_port: Port of rank 0's /progress.
         status_interval_seconds: Shortest time between two looks at the progress of a steady run.
         output: URI of the folder of the trained model.
+        output_folder: Its path in a pod; empty where it is not known.
         service: Service that gives rank 0 its name, where we write its endpoints; else empty.
     """
 
@@ -65,6 +66,7 @@ class AttemptFacts(ApiModel):
     metrics_port: int
     status_interval_seconds: int
     output: str
+    output_folder: str = ""
     service: str = ""
 
 

@@ -177,7 +177,7 @@ def _volumes(inputs: PodInputs) -> list[Json]:
     if (size := inputs.profile.resources.shared_memory) is not None:
         memory["sizeLimit"] = size
     field = {"fieldPath": f"metadata.annotations['{CONFIG_ANNOTATION}']"}
-    claims = volumes.claims_of(inputs.job)
+    claims = volumes.claims_of(inputs.job, inputs.profile)
     return [
         {"name": "config", "downwardAPI": {"items": [{"path": "config.json", "fieldRef": field}]}},
         {"name": "dev-shm", "emptyDir": memory},
@@ -191,7 +191,7 @@ def _volumes(inputs: PodInputs) -> list[Json]:
 
 
 def _mounts(inputs: PodInputs) -> list[Json]:
-    claims = volumes.claims_of(inputs.job)
+    claims = volumes.claims_of(inputs.job, inputs.profile)
     return [
         {"name": "config", "mountPath": volumes.CONFIG_FOLDER, "readOnly": True},
         {"name": "dev-shm", "mountPath": "/dev/shm"},

@@ -27,7 +27,7 @@ from finetune_operator.backends.base import Attempt, Request
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.planner.plan import Plan
-from finetune_operator.planner.train_config import derive_train_config
+from finetune_operator.planner.train_config import Locations, derive_train_config
 from finetune_trainer.config import ExitCode
 
 Json = dict[str, Any]
@@ -102,13 +102,13 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName) -> Json:
         if spec.queue.priority_class is not None:
             priority = spec.queue.priority_class
             metadata["labels"] |= {"kueue.x-k8s.io/priority-class": priority}
-    facts = _facts(plan, profile)
+    places = _places(plan, profile)
     metadata["annotations"] = {
-        FACTS_ANNOTATION: facts.model_dump_json(by_alias=True),
+        FACTS_ANNOTATION: _facts(plan, profile, places).model_dump_json(by_alias=True),
         PROFILE_ANNOTATION: profile.to_annotation(),
     }
     host = network.rendezvous_host(name, child_name(name.job)) if plan.nodes > 1 else ""
-    config, run_dir = _config(plan, profile, name)
+    config = _config(plan, name, places)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -122,12 +122,12 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName) -> Json:
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": _failure_rules()},
             "suspend": spec.queue is not None,  # the queue lets it go
-            "template": pod(PodInputs(job, profile.spec, labels, config, run_dir, host)),
+            "template": pod(PodInputs(job, profile.spec, labels, config, places.run_dir, host)),
         },
     }
 
 
-def _facts(plan: Plan, profile: Snapshot) -> AttemptFacts:
+def _facts(plan: Plan, profile: Snapshot, places: Locations) -> AttemptFacts:
     spec = plan.job.spec
     writes_slice = profile.spec.rank_zero_name is RankZeroName.ENDPOINT_SLICE and plan.nodes > 1
     return AttemptFacts(
@@ -136,15 +136,19 @@ def _facts(plan: Plan, profile: Snapshot) -> AttemptFacts:
         metrics_port=spec.observability.metrics_port,
         status_interval_seconds=spec.observability.status_interval_seconds,
         output=spec.output.uri or "",
+        output_folder=places.output_dir,
         service=child_name(plan.job.metadata.name) if writes_slice else "",
     )
 
 
-def _config(plan: Plan, profile: Snapshot, name: AttemptName) -> tuple[str, str]:
-    """Return the trainer's configuration as JSON, and its run directory."""
+def _places(plan: Plan, profile: Snapshot) -> Locations:
     cpu = profile.spec.resources.cpu or requested_cpu(plan.job.spec.pod_template)
     threads = max(1, int(amount(cpu or 1)) // plan.processes_per_node)
-    places = volumes.locations(plan.job, profile.spec, threads)
+    return volumes.locations(plan.job, profile.spec, threads)
+
+
+def _config(plan: Plan, name: AttemptName, places: Locations) -> str:
+    """Return the trainer's configuration as JSON."""
     config = derive_train_config(plan, name.number, places)
     value = config.model_dump(by_alias=True, exclude_none=True, mode="json")
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -153,7 +157,7 @@ def _config(plan: Plan, profile: Snapshot, name: AttemptName) -> tuple[str, str]
             f"spec makes a configuration of {size} bytes, and at most {MAX_CONFIG_BYTES} reach a "
             "pod; shorten model.chatTemplate, observability.samplePrompts or the longest list"
         )
-    return text, places.run_dir
+    return text
 
 
 def _failure_rules() -> list[Json]:

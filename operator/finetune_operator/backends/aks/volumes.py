@@ -1,6 +1,8 @@
-"""Where a pod finds what a job names by URI: claims are mounted below /mnt. Pure.
+"""Where a pod finds what a job names by URI. Pure.
 
-Also says which URIs the backend can use; `render` and `checks` ask the same functions.
+`pvc://NAME/PATH` is on the profile's volume NAME, where that is mounted, else on the claim NAME of
+the job's namespace, below /mnt. Also says which URIs the backend can use; `render` and `checks` ask
+the same functions.
 """
 
 import re
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
+from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, ProfileVolume
 from finetune_operator.planner.train_config import Locations
 from finetune_trainer.config import DatasetSource
 
@@ -21,6 +23,8 @@ TERMINATION_PATH = "/dev/termination-log"
 CONFIG_FOLDER = "/etc/finetune"
 SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
 
+_LOST_WITH_ITS_POD = frozenset({"emptyDir", "ephemeral"})
+_NEVER_WRITABLE = frozenset({"configMap", "downwardAPI", "image", "projected", "secret"})
 # Anything else the libraries would take for a folder of the pod.
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -32,19 +36,15 @@ class BadUriError(ValueError):
 
 @dataclass(frozen=True)
 class ClaimPath:
-    """A path on a claim.
+    """A path on a claim, or on a volume of the profile.
 
     Attributes:
-        path: Below the claim's root; empty for the root itself.
+        claim: Name of the claim, or of the volume.
+        path: Below its root; empty for the root itself.
     """
 
     claim: str
     path: str
-
-    @property
-    def in_pod(self) -> str:
-        """The absolute path in every pod."""
-        return str(MOUNT_ROOT / self.claim / self.path)
 
 
 def claim_path(uri: str) -> ClaimPath:
@@ -63,11 +63,49 @@ def claim_path(uri: str) -> ClaimPath:
     return ClaimPath(claim, path.strip("/"))
 
 
-def claim_uri(path: str) -> str:
-    """Return the `pvc://` URI of a path in a pod; the path itself where it is on no claim."""
-    path = path.removeprefix("file://")
-    below = path.removeprefix(f"{MOUNT_ROOT}/")
-    return f"{CLAIM}{below}" if below != path else path
+def volume_of(name: str, profile: FineTuneProfileSpec) -> ProfileVolume | None:
+    """Return the profile's volume that `pvc://NAME/PATH` is on; None where NAME is a claim."""
+    return next((one for one in profile.volumes if one.name == name), None)
+
+
+def is_writable(volume: ProfileVolume) -> bool:
+    """Say whether pods can write to the volume."""
+    if volume.read_only or not _NEVER_WRITABLE.isdisjoint(volume.source):
+        return False
+    return not any(isinstance(one, dict) and one.get("readOnly") for one in volume.source.values())
+
+
+def is_lost_with_its_pod(volume: ProfileVolume) -> bool:
+    """Say whether each pod has a volume of its own, which ends with it."""
+    # Kubernetes takes no source at all for an emptyDir.
+    return not volume.source or not _LOST_WITH_ITS_POD.isdisjoint(volume.source)
+
+
+def path_in_pod(uri: str, profile: FineTuneProfileSpec) -> str:
+    """Return the absolute path that `pvc://NAME/PATH` has in every pod.
+
+    Raises:
+        BadUriError: as `claim_path`.
+    """
+    place = claim_path(uri)
+    volume = volume_of(place.claim, profile)
+    root = PurePosixPath(volume.mount_path) if volume else MOUNT_ROOT / place.claim
+    return str(root / place.path)
+
+
+def output_uri(path: str, output: str, folder: str) -> str:
+    """Return the URI of what was exported; its path in the pod where it is not in the folder.
+
+    Args:
+        path: Its path in a pod; may be a `file://` URI.
+        output: URI of the output folder.
+        folder: Path of the output folder in the pod.
+    """
+    exported = PurePosixPath(path.removeprefix("file://"))
+    if not folder or not exported.is_relative_to(folder):
+        return str(exported)
+    below = exported.relative_to(folder)
+    return "/".join((output.rstrip("/"), *below.parts))
 
 
 def inputs_of(job: FineTuneJob) -> dict[str, str]:
@@ -102,13 +140,18 @@ def is_hub_name(uri: str) -> bool:
     return _HUB_NAME.fullmatch(uri.removeprefix(HUB)) is not None
 
 
-def claims_of(job: FineTuneJob) -> Mapping[str, bool]:
-    """Return the claims that the job names by URI, and whether each is only read."""
+def claims_of(job: FineTuneJob, profile: FineTuneProfileSpec) -> Mapping[str, bool]:
+    """Return the claims that the job names by URI, and whether each is only read.
+
+    Without volumes of the profile, which every pod has anyway.
+    """
     claims: dict[str, bool] = {}
     for named, is_read_only in ((inputs_of(job), True), (outputs_of(job), False)):
         for uri in named.values():
             if uri.startswith(CLAIM):
                 claim = claim_path(uri).claim
+                if volume_of(claim, profile) is not None:
+                    continue
                 claims[claim] = claims.get(claim, True) and is_read_only
     return claims
 
@@ -121,39 +164,39 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
     """
     spec = job.spec
     dataset, lora = spec.dataset, spec.method.lora
+
+    def place(uri: str) -> str:
+        return uri.removeprefix(HUB) if uri.startswith(HUB) else path_in_pod(uri, profile)
+
+    def rows(uri: str, split: str, weight: float = 1.0) -> DatasetSource:
+        is_hub = uri.startswith(HUB)
+        return DatasetSource(path=place(uri), split=split, is_hub=is_hub, weight=weight)
+
     held_out = None
     if dataset.eval_source or dataset.eval_split:
         source = dataset.eval_source or dataset.source
         split = dataset.eval_split or ("train" if dataset.eval_source else dataset.split)
-        held_out = _rows(source, split)
-    checkpoints = PurePosixPath(_folder(spec.checkpoint.uri, "checkpoints"))
+        held_out = rows(source, split)
+    checkpoints = PurePosixPath(_folder(spec.checkpoint.uri, "checkpoints", profile))
     resume = spec.checkpoint.resume_from
     return Locations(
-        model=_path(spec.model.source),
-        train=_rows(dataset.source, dataset.split, dataset.weight),
-        also=tuple(_rows(one.source, one.split, one.weight) for one in dataset.also),
+        model=place(spec.model.source),
+        train=rows(dataset.source, dataset.split, dataset.weight),
+        also=tuple(rows(one.source, one.split, one.weight) for one in dataset.also),
         eval=held_out,
-        adapter=_path(lora.start_from) if lora and lora.start_from else None,
+        adapter=place(lora.start_from) if lora and lora.start_from else None,
         # Beside what it belongs to, so that curves and logs outlive the pods too.
         run_dir=str(checkpoints / "run"),
         checkpoint_dir=str(checkpoints),
-        output_dir=_folder(spec.output.uri, "output"),
+        output_dir=_folder(spec.output.uri, "output", profile),
         cache_dir=str(PurePosixPath(profile.cache_directory) / "tokens"),
         termination_path=TERMINATION_PATH,
-        resume_from=resume if resume in ("auto", "none") else _path(resume),
+        resume_from=resume if resume in ("auto", "none") else place(resume),
         threads_per_process=threads,
         metrics_host="0.0.0.0",
         scheduled_events_url=None if spec.capacity == "onDemand" else SCHEDULED_EVENTS,
     )
 
 
-def _path(uri: str) -> str:
-    return uri.removeprefix(HUB) if uri.startswith(HUB) else claim_path(uri).in_pod
-
-
-def _rows(uri: str, split: str, weight: float = 1.0) -> DatasetSource:
-    return DatasetSource(path=_path(uri), split=split, is_hub=uri.startswith(HUB), weight=weight)
-
-
-def _folder(uri: str | None, name: str) -> str:
-    return str(SCRATCH / name) if uri is None else claim_path(uri).in_pod
+def _folder(uri: str | None, name: str, profile: FineTuneProfileSpec) -> str:
+    return str(SCRATCH / name) if uri is None else path_in_pod(uri, profile)
