@@ -121,8 +121,10 @@ def test_a_life_is_told_in_few_events() -> None:
     see(ended(0))
     see()
     assert told == [
+        ("Normal", "AttemptCreated"),
         ("Normal", "Training"),
         ("Warning", "WorkerLost"),
+        ("Normal", "AttemptCreated"),
         ("Normal", "Training"),
         ("Normal", "Completed"),
     ]

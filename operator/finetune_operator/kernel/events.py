@@ -70,6 +70,10 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
             for one in new.attempts
             if one.number in ended and not is_true(new, ConditionType.SUSPENDED)
         ]
+    created = new.backend_ref
+    if created is not None and created != old.backend_ref:
+        said = f"attempt {new.attempt} is {created.kind} {created.name}"
+        told.append(JobEvent(EventType.NORMAL, "AttemptCreated", said))
     for kind in _TOLD:
         found = find(new, kind)
         if found is None or not is_true(new, kind):

@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
 from finetune_operator.errors import BackendError, FineTuneError
-from finetune_operator.kernel.events import EventPoster, EventType, JobEvent, events_between
+from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.watches import Refused, trim_metadata
 from finetune_operator.kernel.writes import WordsTold, is_worth_writing, merge_patch, opening_left
@@ -221,7 +221,7 @@ class Reconciler:
         if status is None:
             return await self._submit(key, known, job, number)
         # A creation that was not answered may have been carried out.
-        if handle_of((await self._found(key, known, job)).status) is None:
+        if handle_of((await self._found(key, job)).status) is None:
             await self._write(key, known, status)
         return AT_ONCE
 
@@ -239,9 +239,9 @@ class Reconciler:
             log.exception("attempt not created", extra=_about(key, attempt=number))
             return await self._block(key, known, job, fault_of(job, error))
         self._handles[key] = (job.metadata.uid, number, handle)
+        log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
         if self._is_outside(job):
             await self._write(key, known, self._with_handle(key, job).status)
-        await self._tell_created(key, known, number, handle)
         return Look(FIRST_LOOK_SECONDS)
 
     async def _tell_delay(
@@ -432,12 +432,12 @@ class Reconciler:
         if not is_unknown or not is_looked_for:
             return job
         try:
-            return await self._found(key, known, job)
+            return await self._found(key, job)
         except FineTuneError as error:
             await self._tell_delay(key, known, job, error)
             raise
 
-    async def _found(self, key: Key, known: KnownJob, job: FineTuneJob) -> FineTuneJob:
+    async def _found(self, key: Key, job: FineTuneJob) -> FineTuneJob:
         """Look for an attempt that was created and not written down, by its name."""
         number = job.status.attempt or 1
         found = await self._backend(job).find(job, Attempt(number))
@@ -447,14 +447,8 @@ class Reconciler:
             status = as_opened(job, found, self._now(), self._book.plan(job))
             job = job.model_copy(update={"status": status})
         self._handles[key] = (job.metadata.uid, number, found.handle)
-        await self._tell_created(key, known, number, found.handle)
+        log.info("attempt found", extra=_about(key, attempt=number, handle=found.handle.name))
         return self._with_handle(key, job)
-
-    async def _tell_created(self, key: Key, known: KnownJob, number: int, handle: Handle) -> None:
-        """Tell people; an Event that was told before is not told again."""
-        log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
-        said = f"attempt {number} is {handle.kind} {handle.name}"
-        await self._events.post(known.metadata, JobEvent(EventType.NORMAL, "AttemptCreated", said))
 
     def _with_handle(self, key: Key, job: FineTuneJob) -> FineTuneJob:
         """Return the job with the handle that its status does not hold yet."""
