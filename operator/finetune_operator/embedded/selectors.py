@@ -29,8 +29,8 @@ class _Term:
         return is_found is not self.is_negated
 
 
-def selects(kind: Kind, query: Mapping[str, str]) -> Callable[[Object], bool]:
-    """Return whether an object has the labels and fields that are asked for.
+def selects(kind: Kind, namespace: str, query: Mapping[str, str]) -> Callable[[Object], bool]:
+    """Return whether an object is in the namespace, with the labels and fields, asked for.
 
     Raises:
         RefusalError: a selector cannot be read, or a custom resource has no such field selector.
@@ -44,9 +44,11 @@ def selects(kind: Kind, query: Mapping[str, str]) -> Callable[[Object], bool]:
             raise bad_request(f"field label not supported: {term.key}")
 
     def matches(made: Object) -> bool:
-        there = made["metadata"].get("labels") or {}
-        return all(term.holds(there.get(term.key)) for term in labels) and all(
-            term.holds(str(find(made, f".{term.key}") or "")) for term in fields
+        labelled = made["metadata"].get("labels") or {}
+        return (
+            namespace in ("", made["metadata"].get("namespace"))
+            and all(term.holds(labelled.get(term.key)) for term in labels)
+            and all(term.holds(str(find(made, f".{term.key}") or "")) for term in fields)
         )
 
     return matches

@@ -90,10 +90,9 @@ class Store:
         """Return one object."""
         return self._objects[str(kind.resource)].get(key)
 
-    def objects(self, kind: Kind, namespace: str | None = None) -> list[Object]:
-        """Return all objects of a kind, or those of one namespace, in the order of their names."""
-        stored = self._objects[str(kind.resource)]
-        return [stored[key] for key in sorted(stored) if namespace in (None, key.namespace)]
+    def objects(self, kind: Kind) -> list[Object]:
+        """Return all objects of a kind, in the order of their names."""
+        return [made for _, made in sorted(self._objects[str(kind.resource)].items())]
 
     def put(self, kind: Kind, made: Object) -> Object:
         """Store an object in place of the one of its name, and return it with its version.

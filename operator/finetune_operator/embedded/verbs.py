@@ -89,8 +89,8 @@ def _list(store: Store, asked: Asked) -> Answer:
     A page shows the objects as they are now, but the list keeps the version of its first page, so
     that a watch from there on repeats what came in between and misses nothing.
     """
-    matches = selects(asked.kind, asked.query)
-    items = [one for one in store.objects(asked.kind, asked.key.namespace or None) if matches(one)]
+    matches = selects(asked.kind, asked.key.namespace, asked.query)
+    items = [made for made in store.objects(asked.kind) if matches(made)]
     version = store.version
     if token := asked.query.get("continue"):
         try:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
@@ -37,10 +38,11 @@ class Watch:
         self._asked = asked
         self._at = asked.number("resourceVersion")
         self._seconds = asked.number("timeoutSeconds") or _SECONDS
-        self._has_bookmarks = asked.query.get("allowWatchBookmarks") == "true"
+        has_bookmarks = asked.query.get("allowWatchBookmarks") == "true"
+        self._bookmark_seconds = _BOOKMARK_SECONDS if has_bookmarks else math.inf
         self._marks_first = asked.query.get("sendInitialEvents") == "true"
         self._sends_first = self._marks_first or not self._at
-        self._matches = selects(asked.kind, asked.query)
+        self._matches = selects(asked.kind, asked.key.namespace, asked.query)
 
     @property
     def is_dropped(self) -> bool:
@@ -50,7 +52,7 @@ class Watch:
     async def events(self) -> AsyncIterator[Object]:
         """Yield events until the time is over, the watch is dropped, or the server ends."""
         clock = asyncio.get_running_loop().time
-        end, bookmark_at = clock() + self._seconds, clock() + _BOOKMARK_SECONDS
+        end, bookmark_at = clock() + self._seconds, clock() + self._bookmark_seconds
         for event in self._first():
             yield event
         while not (self._store.is_closed or self.is_dropped) and clock() < end:
@@ -65,8 +67,8 @@ class Watch:
             self._at = self._store.version
             for event in filter(None, map(self._event, changes)):
                 yield event
-            if self._has_bookmarks and clock() >= bookmark_at:
-                bookmark_at = clock() + _BOOKMARK_SECONDS
+            if clock() >= bookmark_at:
+                bookmark_at = clock() + self._bookmark_seconds
                 yield self._bookmark({})
             if self._at == self._store.version:
                 with suppress(TimeoutError):
@@ -78,15 +80,13 @@ class Watch:
         if not self._sends_first:
             return
         self._at = self._store.version
-        there = self._store.objects(self._asked.kind, self._asked.key.namespace or None)
-        yield from ({"type": "ADDED", "object": made} for made in there if self._matches(made))
+        for made in filter(self._matches, self._store.objects(self._asked.kind)):
+            yield {"type": "ADDED", "object": made}
         if self._marks_first:
             yield self._bookmark({"annotations": {"k8s.io/initial-events-end": "true"}})
 
     def _event(self, change: Change) -> Object | None:
         """Return a change as it is to somebody who sees what is selected only."""
-        if self._asked.key.namespace not in ("", change.made["metadata"].get("namespace")):
-            return None
         was = change.before is not None and self._matches(change.before)
         is_now = change.type != "DELETED" and self._matches(change.made)
         if not was and not is_now:
