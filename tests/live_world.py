@@ -48,6 +48,9 @@ class FollowedJobs:
         for task in self._tasks:
             task.cancel()
 
+    def overdue_seconds(self) -> float:
+        return 0.0
+
     async def _follow(self, place: str | None) -> None:
         version: str | None = None
         waits = iter(self._options.backoff)

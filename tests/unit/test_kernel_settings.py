@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -76,6 +77,26 @@ def test_a_line_of_json_holds_its_fields_and_the_traceback() -> None:
         "message": "look failed",
         "job": "ns/a",
     }
+
+
+def test_of_a_request_that_kopf_makes_again_and_again_only_the_first_failure_is_told() -> None:
+    code = """
+import logging, sys
+from finetune_operator.kernel.logs import set_up
+from finetune_operator.kernel.settings import LogFormat
+set_up(LogFormat.TEXT, "INFO", logging.StreamHandler(sys.stdout))
+import kopf
+from kopf._cogs.clients.watching import logger
+for number in (1, 2, 10):
+    logger.error(f"Request attempt #{number} failed; will retry: GET /x -> TimeoutError()")
+logger.error("something else")
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = [line.split(" ERROR ")[1] for line in shown.stdout.splitlines()]
+    assert told == [
+        "Request attempt #1 failed; will retry: GET /x -> TimeoutError()",
+        "something else",
+    ]
 
 
 def test_a_process_is_alive_as_long_as_its_work_moves() -> None:

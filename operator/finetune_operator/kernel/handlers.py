@@ -20,7 +20,8 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
 log = logging.getLogger(__name__)
 
-_SERVER_SECONDS = 240  # the API server refuses a fraction
+_LOGIN_SECONDS = 5.0
+_LATE_SECONDS = 2.0  # ... and no longer is a server waited for that forgets to end a watch
 
 _THREAD = "kopf"
 
@@ -36,11 +37,13 @@ class KopfOptions:
         namespaces: Namespaces served; empty for all.
         backoff: Waits between two tries, without an end: kopf would end the process with them.
         request_seconds: Longest time for one request that is no watch.
+        watch_seconds: Longest time for one watch; whole, as the API server refuses a fraction.
     """
 
     namespaces: Sequence[str]
     backoff: Backoff
     request_seconds: float
+    watch_seconds: int = 240
 
 
 class JobEvents(Protocol):
@@ -54,6 +57,9 @@ class JobEvents(Protocol):
 
     def stop(self) -> None:
         """Tell no more."""
+
+    def overdue_seconds(self) -> float:
+        """Return for how long it should have asked the API server for something, and has not."""
 
 
 class KopfThread:
@@ -73,6 +79,9 @@ class KopfThread:
         self._stop = threading.Event()
         self._ended = asyncio.Event()
         self._sessions: list[aiohttp.ClientSession] = []
+        self._tried_token: str | None = None
+        paths = (FINE_TUNE_JOBS.path(place) for place in options.namespaces or (None,))
+        self._asked_at = dict.fromkeys(paths, self._loop.time())
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
@@ -87,6 +96,19 @@ class KopfThread:
         """Ask it to end; no event comes any more, though the thread may live on for seconds."""
         self._on_event = _ignore
         self._stop.set()
+
+    def overdue_seconds(self) -> float:
+        """Return for how long a watch that must have ended was not followed by another request.
+
+        Events are no measure, as nothing may happen; but every watch ends, and a server that is
+        away is asked again and again.
+        """
+        since = min(self._asked_at.values()) + self._watch_seconds
+        return max(0.0, self._loop.time() - since)
+
+    @property
+    def _watch_seconds(self) -> float:
+        return self._options.watch_seconds + _LATE_SECONDS
 
     def _run(self) -> None:
         try:
@@ -116,14 +138,16 @@ class KopfThread:
         registry = kopf.OperatorRegistry()
 
         # A sync handler that opened the session would do so on another thread, without a loop.
-        @kopf.on.login(registry=registry)
+        @kopf.on.login(registry=registry, backoff=_LOGIN_SECONDS)
         async def login(**_: Any) -> kopf.AiohttpSession:
+            if self._sessions:
+                await self._log_in_again()
             session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=32, ssl=self._access.ssl_context()),
-                headers=await self._access.headers(),
+                middlewares=(self._ask,),
                 read_bufsize=2**21,
             )
-            self._sessions.append(session)  # kopf closes only what it has opened itself
+            self._sessions.append(session)  # kopf closes those whose token was refused
             return kopf.AiohttpSession(server=self._access.host, aiohttp_session=session)
 
         @kopf.on.event(FINE_TUNE_JOBS.group, FINE_TUNE_JOBS.plural, registry=registry)
@@ -132,11 +156,33 @@ class KopfThread:
 
         return registry
 
+    async def _log_in_again(self) -> None:
+        """Get a new token after a 401; kopf would try the old one again without a pause."""
+        await self._access.renew()
+        token = (await self._access.headers()).get("Authorization")
+        if token == self._tried_token:
+            await asyncio.sleep(_LOGIN_SECONDS)
+        self._tried_token = token
+
+    async def _ask(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """Send a request with the token of the moment: it is renewed on disk while kopf runs."""
+        request.headers.update(await self._access.headers())
+        self._call(self._note_asked, request.url.path)
+        return await handler(request)
+
+    def _note_asked(self, path: str) -> None:
+        for known in self._asked_at:
+            if path.endswith(known):  # the server may have a path of its own before it
+                self._asked_at[known] = self._loop.time()
+
     def _settings(self) -> kopf.OperatorSettings:
         made = kopf.OperatorSettings()
         made.networking.error_backoffs = self._options.backoff
         made.networking.request_timeout = self._options.request_seconds
-        made.watching.server_timeout = _SERVER_SECONDS
+        made.watching.server_timeout = self._options.watch_seconds
+        made.watching.client_timeout = self._watch_seconds
         made.watching.chunk_size = 500
         made.persistence.diffbase_storage = _NoDiffs()
         made.queueing.idle_timeout = 0.2  # a worker task and its queue live so long after an event

@@ -21,7 +21,8 @@ class Health:
         is_ready: It leads and has seen all that it may see, or it waits for the Lease.
         queue: Keys that wait or are worked on.
         oldest_seconds: How long the oldest of them has not moved.
-        silent_seconds: For each watch, since when nothing was heard and nothing asked.
+        silent_seconds: For each watch, since when nothing was heard and nothing asked; for that of
+            FineTuneJobs, how much longer than it may.
         refused: What the API server does not show, and its sentence; jobs there are left alone.
         calls: Requests to the API server so far, by `VERB RESOURCE STATUS`.
     """

@@ -15,6 +15,7 @@ _LEVELS = {
     "aiohttp.access": logging.WARNING,
     "asyncio": logging.WARNING,
 }
+_KOPFS_REQUESTS = "kopf._cogs.clients.watching"
 
 
 def set_up(log_format: LogFormat, level: str, handler: logging.Handler | None = None) -> None:
@@ -30,6 +31,13 @@ def set_up(log_format: LogFormat, level: str, handler: logging.Handler | None = 
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, least in _LEVELS.items():
         logging.getLogger(name).setLevel(least)
+    logging.getLogger(_KOPFS_REQUESTS).addFilter(_is_first_failure)
+
+
+def _is_first_failure(record: logging.LogRecord) -> bool:
+    """Say whether a line of kopf's is not about another try of a request that had failed."""
+    said = record.getMessage()
+    return not said.startswith("Request attempt #") or said.startswith("Request attempt #1 ")
 
 
 class TextLine(logging.Formatter):

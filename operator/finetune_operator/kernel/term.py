@@ -86,6 +86,7 @@ class Term:
             look=self._queue.add,
         )
         self._sight = Sight(self._backends.load_all(), settings.namespaces, self._watch)
+        self._events: JobEvents | None = None
         self._is_synced = False
         self._reconciler = Reconciler(
             client,
@@ -116,8 +117,9 @@ class Term:
 
     def health(self) -> Health:
         """Return how it goes."""
-        # What kopf hears is no measure, as nothing may happen; that the lists go on is.
-        silent = {**self._sight.silent_seconds(), str(FINE_TUNE_JOBS): self._lists.late_seconds}
+        overdue = self._events.overdue_seconds() if self._events else 0.0
+        late = max(overdue, self._lists.late_seconds)
+        silent = {**self._sight.silent_seconds(), str(FINE_TUNE_JOBS): late}
         return Health(
             is_leading=True,
             is_ready=self._is_synced and not self._lists.sees_nothing,
@@ -151,6 +153,7 @@ class Term:
                 self._settings.namespaces, _WATCH_BACKOFF, self._settings.request_seconds
             )
             events = self._listen(self._client, options, self._on_event)
+            self._events = events
             events.start()
             try:
                 await events.ended()

@@ -1,0 +1,130 @@
+"""kopf's thread beside an API server: what it asks for, and with which token."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes.aio.client import Configuration
+from kubernetes.aio.config import load_kube_config
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kernel.handlers import KopfOptions, KopfThread
+from finetune_operator.kube.config import ClusterAccess
+from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
+from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource
+from gates import Gate
+from operators import Api, OperatorProcess, wait_until
+from service_account import open_account
+
+
+class StickingAccess(ClusterAccess):
+    """Access whose login may hang.
+
+    Attributes:
+        is_stuck: No header comes any more.
+    """
+
+    is_stuck = False
+
+    async def headers(self) -> dict[str, str]:
+        while self.is_stuck:
+            await asyncio.sleep(0.05)
+        return await super().headers()
+
+
+async def most_overdue(events: KopfThread, seconds: float) -> float:
+    most, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        most = max(most, events.overdue_seconds())
+        await asyncio.sleep(0.1)
+    return most
+
+
+def test_an_idle_watch_is_never_overdue_and_one_that_hangs_is_soon(api: Api) -> None:
+    async def work(namespace: str) -> tuple[float, float]:
+        configuration = Configuration()
+        loader = await load_kube_config(api.kubeconfig, client_configuration=configuration)
+        access = StickingAccess(configuration, loader)
+        options = KopfOptions((namespace,), Backoff(0.1, 0.5), 5.0, watch_seconds=1)
+        events = KopfThread(access, options, lambda kind, made: None)
+        events.start()
+        try:
+            idle = await most_overdue(events, 10)
+            access.is_stuck = True
+            return idle, await most_overdue(events, 10)
+        finally:
+            access.is_stuck = False
+            events.stop()
+            await events.ended()
+
+    with api.namespace("idle") as namespace:
+        idle, stuck = asyncio.run(work(namespace))
+    assert idle == 0
+    assert 4 < stuck < 10
+
+
+_ACCOUNTS = "serviceaccounts/operator/token"
+
+
+def token_bound_to(api: Api, namespace: str, secret: str) -> str:
+    """Return a token of the account that is refused once the Secret is gone."""
+    made = api.run(api.client.create(SECRETS, {"metadata": {"name": secret}}, namespace))
+    bound = {"kind": "Secret", "apiVersion": "v1", "name": secret, "uid": made["metadata"]["uid"]}
+    requests = Resource("", "v1", _ACCOUNTS, "TokenRequest")
+    body = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": requests.kind,
+        "spec": {"boundObjectRef": bound},
+    }
+    token: str = api.run(api.client.create(requests, body, namespace))["status"]["token"]
+    return token
+
+
+def was_refused(operator: OperatorProcess) -> bool:
+    return any(kind.endswith(" 401") for kind in operator.health()["calls"])
+
+
+def with_user(kubeconfig: Path, user: Object) -> Path:
+    config: Object = yaml.safe_load(kubeconfig.read_text())
+    config["users"][0]["user"] = user
+    kubeconfig.write_text(yaml.safe_dump(config))
+    return kubeconfig
+
+
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("real", marks=pytest.mark.cluster)], indirect=True
+)
+def test_a_token_that_is_refused_is_followed_by_the_one_that_took_its_place(
+    api: Api, tmp_path: Path
+) -> None:
+    children = Permission(CONFIG_MAPS, ("create", "get", "list", "patch", "watch"))
+    file = tmp_path / "token"
+    with api.namespace("tokens") as namespace, open_account(api, namespace, tmp_path) as account:
+        account.grant((*WHERE_JOBS_ARE, *FOR_THE_LEASE, children))
+        file.write_text(token_bound_to(api, namespace, "one"))
+        kubeconfig = with_user(account.kubeconfig, {"tokenFile": str(file)})
+        with (
+            Gate(str(kubeconfig), tmp_path) as gate,
+            OperatorProcess(gate.kubeconfig, namespace) as operator,
+        ):
+            operator.wait_for("synced", 60)
+            api.apply(namespace, "before")
+            wait_until(lambda: "before-1" in api.attempts(namespace), 10)
+            new = token_bound_to(api, namespace, "two")
+            api.run(api.client.delete(SECRETS, "one", namespace))
+            wait_until(lambda: was_refused(operator), 30, "the old token is refused")
+            gate.shut()  # every watch begins anew, as it does within minutes anyway
+            gate.open()
+            time.sleep(2)  # kopf is refused, too
+            file.write_text(new)
+            api.apply(namespace, "after")
+            wait_until(lambda: "after-1" in api.attempts(namespace), 20)
+            api.play(namespace, "after-1", phase="Running", ready="1", step="1")
+            wait_until(lambda: api.phase(namespace, "after") == "Running", 10)
+            time.sleep(11)  # no list is owed to the outage any more, and only kopf tells of a job
+            api.apply(namespace, "later")
+            wait_until(lambda: "later-1" in api.attempts(namespace), 5)
+            assert len(operator.said("leading")) == 1
+            assert operator.said("kopf ended; it starts again") == []
