@@ -2,12 +2,10 @@
 
 Afterwards everything must be as in the namespace of a twin that met no fault. The control plane is
 the tests' own: KUBEBUILDER_ASSETS names the folder of its programs (etcd and kube-apiserver, as
-setup-envtest fetches them). With FINETUNE_TEST_FULL_OUTAGES=1 the Lease has its default times and
-etcd hangs for 30 s.
+setup-envtest fetches them). The Lease has its default times, and etcd hangs for longer than those.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 from control_plane import PROGRAMS, ControlPlane
+from finetune_operator.kernel.settings import Settings
 from finetune_operator.kube.errors import (
     AlreadyExistsError,
     GoneError,
@@ -32,14 +31,7 @@ pytestmark = [
     pytest.mark.skipif(PROGRAMS is None, reason="KUBEBUILDER_ASSETS names no control plane"),
 ]
 
-IS_FULL = os.environ.get("FINETUNE_TEST_FULL_OUTAGES") == "1"
-LEASE: dict[str, Any] = (
-    {}
-    if IS_FULL
-    else {"lease_seconds": 6, "renew_deadline_seconds": 4, "renew_seconds": 1, "request_seconds": 5}
-)
-RENEW_DEADLINE_SECONDS = 10 if IS_FULL else 4
-ETCD_SECONDS = 30 if IS_FULL else 8
+ETCD_SECONDS = 30
 RECOVERY_SECONDS = 15
 WRITES = ("create", "update", "patch", "delete")
 NO_BACKOFF = {"backoff": {"baseSeconds": 0, "maxSeconds": 1}}
@@ -151,7 +143,7 @@ def undisturbed(api: Api) -> dict[str, Any]:
     """Return what the story comes to where nothing goes wrong."""
     with (
         api.namespace("twin") as namespace,
-        OperatorProcess(api.kubeconfig, namespace, "one", **LEASE) as operator,
+        OperatorProcess(api.kubeconfig, namespace) as operator,
     ):
         operator.wait_for("synced")
         story = Story(api, namespace, "twin")
@@ -175,7 +167,7 @@ def _is_over(told: dict[str, Any]) -> bool:
 def etcd_hangs(plane: ControlPlane, story: Story, gate: Gate, operator: OperatorProcess) -> None:
     end = plane.stop_etcd(ETCD_SECONDS)
     started_at = time.monotonic()
-    wait_until(lambda: not operator.health()["leading"], RENEW_DEADLINE_SECONDS + 1)
+    wait_until(lambda: not operator.health()["leading"], Settings().renew_deadline_seconds + 1)
     before = operator.calls(*WRITES)
     time.sleep(max(0.0, started_at + ETCD_SECONDS - 1 - time.monotonic()))
     assert operator.calls(*WRITES) == before
@@ -222,7 +214,7 @@ def test_one_process_outlives_a_hanging_etcd_a_restart_and_an_expired_watch(
     with (
         own_api.namespace("outages") as namespace,
         Gate(str(plane.kubeconfig), tmp_path) as gate,
-        OperatorProcess(gate.kubeconfig, namespace, "one", **LEASE) as operator,
+        OperatorProcess(gate.kubeconfig, namespace) as operator,
     ):
         operator.wait_for("synced")
         for name, outage in outages.items():
