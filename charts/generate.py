@@ -18,6 +18,7 @@ from finetune_operator.kube import permissions
 
 CHART = Path(__file__).parent / "finetune-operator"
 SCHEMA = CHART / "values.schema.json"
+_NO_VALUES = frozenset({"lease_namespace"})  # what the chart itself knows
 _KEPT = ("description", "type", "items", "enum", "minimum", "maximum", "exclusiveMinimum")
 
 
@@ -61,6 +62,7 @@ def settings_schema() -> dict[str, Any]:
     properties = {
         to_camel(name): _one(found, whole.get("$defs", {}))
         for name, found in whole["properties"].items()
+        if name not in _NO_VALUES
     }
     properties["healthPort"]["minimum"] = 1  # probes must know the port
     return {

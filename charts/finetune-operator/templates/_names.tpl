@@ -54,9 +54,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and (include "finetune-operator.isAlone" .) (gt (int .Values.replicas) 1) -}}
 {{- fail (printf "replicas is %d, but settings.leaderElection is false or settings.identity is set, so that several would lead at once; set replicas to 1" (int .Values.replicas)) -}}
 {{- end -}}
-{{- if not (has $settings.leaseNamespace (list "" .Release.Namespace)) -}}
-{{- fail (printf "settings.leaseNamespace %s is not the release's namespace %s, from which jobs let the operator in; leave it empty" $settings.leaseNamespace .Release.Namespace) -}}
-{{- end -}}
 {{- if and .Values.exampleProfile.create (not (.Capabilities.APIVersions.Has "finetune.dev/v1alpha1/FineTuneProfile")) -}}
 {{- fail "exampleProfile.create is true, but the cluster does not know FineTuneProfiles yet; install without it, then set it by helm upgrade" -}}
 {{- end -}}
