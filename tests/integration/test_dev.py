@@ -224,6 +224,17 @@ def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, fold
     dev.wait_for("Succeeded")
 
 
+def test_ctrl_c_waits_for_no_attempt_that_could_not_be_created(serve: Serve, folder: Path) -> None:
+    dev = serve()
+    with JobStore(run_dir(folder)) as theirs:
+        theirs.save(model_of())
+        dev.apply()
+        wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", 10)
+        assert dev.end(signal.SIGINT) == 0
+    again = serve(attempt_1={"steps": 1})
+    again.wait_for("Succeeded")
+
+
 def test_a_missing_model_is_told_with_where_it_was_looked_for(serve: Serve, folder: Path) -> None:
     dev = serve()
     dev.apply(model__source="file://./nowhere")

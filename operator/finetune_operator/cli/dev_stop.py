@@ -73,8 +73,8 @@ def _is_stopped(known: KnownJob) -> bool:
         return False
     if status.observed_generation < known.metadata.generation:
         return False
-    could_not_start = status.backend_ref is None and is_true(status, ConditionType.STALLED)
-    return attempts.current(status) is None or could_not_start
+    # Suspended with an open attempt: that one was never created.
+    return attempts.current(status) is None or is_true(status, ConditionType.SUSPENDED)
 
 
 def _is_deleted(known: KnownJob) -> bool:
