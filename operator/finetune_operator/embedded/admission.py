@@ -16,14 +16,14 @@ from finetune_operator.api.structural import check_structure
 from finetune_operator.embedded.kinds import CRDS, Kind, accepted
 from finetune_operator.embedded.refusals import bad_request, conflict, invalid, unreadable
 from finetune_operator.embedded.store import timestamp
-from finetune_operator.kube.resources import NAMESPACES, Object, Resource
+from finetune_operator.kube.resources import Object, Resource
 
 Admitted = tuple[Object, list[str]]
 
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so no words
 _SERVERS_OWN = (
-    "namespace", "uid", "creationTimestamp", "generation", "deletionTimestamp",
+    "name", "namespace", "uid", "creationTimestamp", "generation", "deletionTimestamp",
     "deletionGracePeriodSeconds", "resourceVersion",
 )  # fmt: skip
 
@@ -51,20 +51,12 @@ def admit_new(kind: Kind, body: Object, namespace: str, name: str, validation: s
         missing = "Required value: name or generateName is required"
         raise invalid(kind.resource, body, [Finding(("metadata", "name"), missing)])
     made, warnings = _known(kind, body, validation)
-    metadata = {k: v for k, v in made["metadata"].items() if v and k not in _SERVERS_OWN}
-    metadata |= {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
+    metadata = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
     if namespace:
         metadata["namespace"] = namespace
     if kind.has_status or kind.is_custom:
         metadata["generation"] = 1
-    made["metadata"] = metadata
-    if kind.has_status:
-        made.pop("status", None)
-    made = _checked(kind, made)
-    if kind.resource == NAMESPACES:
-        named = {"kubernetes.io/metadata.name": name}
-        made["metadata"]["labels"] = {**made["metadata"].get("labels", {}), **named}
-    return made, warnings
+    return _checked(kind, _composed(kind, made, {"metadata": metadata})), warnings
 
 
 def _generated(start: Any) -> str:
@@ -97,12 +89,7 @@ def admit_change(
     if is_status:
         made = {**before, "status": made.get("status", {})}
     else:
-        metadata = {k: v for k, v in made["metadata"].items() if v and k not in _SERVERS_OWN}
-        metadata |= {key: old[key] for key in ("name", *_SERVERS_OWN) if key in old}
-        made["metadata"] = metadata
-        if kind.has_status:
-            made.pop("status", None)
-            made |= {"status": before["status"]} if "status" in before else {}
+        made = _composed(kind, made, before)
     made = _checked(kind, made, before)
     added = set(made["metadata"].get("finalizers", ())) - set(old.get("finalizers", ()))
     if "deletionTimestamp" in old and added:
@@ -113,6 +100,17 @@ def admit_change(
     if "generation" in old and _desired(made) != _desired(before):
         made["metadata"]["generation"] = old["generation"] + 1
     return made, warnings
+
+
+def _composed(kind: Kind, sent: Object, there: Object) -> Object:
+    """Return what a client may say of an object, with what only the server and the status say."""
+    said = {k: v for k, v in sent["metadata"].items() if v and k not in _SERVERS_OWN}
+    own = {key: there["metadata"][key] for key in _SERVERS_OWN if key in there["metadata"]}
+    made = {**sent, "metadata": {**said, **own}}
+    if kind.has_status:
+        made.pop("status", None)
+        made |= {"status": there["status"]} if "status" in there else {}
+    return made
 
 
 def check_preconditions(resource: Resource, made: Object, wanted: Object) -> None:

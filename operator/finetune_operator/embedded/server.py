@@ -150,11 +150,12 @@ class EmbeddedApi:
         if parts is None:
             raise _no_page()
         group, version, namespace, plural, name, subresource = parts.groups("")
-        kind = self._store.kinds.get(f"{plural}.{group}" if group else plural)
-        if kind is None or kind.resource.version != version:
-            raise _no_page()
-        if (namespace and not kind.resource.namespaced) or (
-            subresource and subresource not in kind.subresources
+        kind = self._store.kinds.get(f"{plural}.{group}".rstrip("."))
+        if (
+            kind is None
+            or kind.resource.version != version
+            or (namespace and not kind.resource.namespaced)
+            or (subresource and subresource not in kind.subresources)
         ):
             raise _no_page()
         body = await request.read()
