@@ -150,6 +150,21 @@ class ConfigMapBackend:
         return (f"file:///{handle.name}",)
 
 
+class OpeningBackend(ConfigMapBackend):
+    """Backend `opening`: has something open from the first to the last moment of a term.
+
+    Attributes:
+        ended: How often it was closed so far.
+    """
+
+    name: ClassVar[str] = "opening"
+    ended: ClassVar[list[str]] = []
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._cluster.at_end.callback(self.ended.append, "closed")
+
+
 def _seen(made: Object) -> Observation:
     data: dict[str, str] = made["data"]
     code, step = data.get("code"), data.get("step")

@@ -16,7 +16,7 @@ from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, PODS, Object
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, PODS, Object, Resource
 from finetune_trainer.config import Phase, Progress
 
 INTERVAL = 15.0
@@ -179,14 +179,30 @@ def running_pod(batch_job: Object) -> Object:
     }
 
 
-def test_what_a_deleted_job_reported_is_forgotten() -> None:
-    step = 71_717_171
+def filled_caches() -> dict[Resource, ObjectCache]:
+    """Return the caches of a cluster with a profile and nothing else."""
     caches = {kind: ObjectCache(kind) for kind in (FINE_TUNE_PROFILES, JOBS, PODS)}
     spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
     metadata = {"name": "default", "resourceVersion": "1"}
     caches[FINE_TUNE_PROFILES].replace([{"metadata": metadata, "spec": spec}], "1")
     for kind in (JOBS, PODS):
         caches[kind].replace([], "0")
+    return caches
+
+
+async def running(backend: AksBackend, caches: dict[Resource, ObjectCache], port: int) -> Handle:
+    """Return an attempt that runs, whose rank 0 serves its progress on this port."""
+    plan = planned(**{**JOB, "observability__metricsPort": port})
+    handle = await backend.submit(backend.render(plan, Attempt(1)))
+    made = caches[JOBS].get(Key("default", "tiny-1"))
+    assert made is not None
+    caches[PODS].put(running_pod(made))
+    return handle
+
+
+def test_what_a_deleted_job_reported_is_forgotten() -> None:
+    step = 71_717_171
+    caches = filled_caches()
 
     def is_kept() -> bool:
         gc.collect()
@@ -201,12 +217,7 @@ def test_what_a_deleted_job_reported_is_forgotten() -> None:
     async def story() -> None:
         backend = AksBackend(BackendContext(Path(), cluster=Cluster(FakeApi(), caches.__getitem__)))
         async with served(Progress(phase=Phase.TRAINING, step=step), []) as port:
-            plan = planned(**{**JOB, "observability__metricsPort": port})
-            handle = await backend.submit(backend.render(plan, Attempt(1)))
-            made = caches[JOBS].get(Key("default", "tiny-1"))
-            assert made is not None
-            caches[PODS].put(running_pod(made))
-            await tell(backend, handle)
+            await tell(backend, await running(backend, caches, port))
         assert is_kept()
         caches[JOBS].replace([], "100")
         caches[PODS].replace([], "100")
@@ -215,3 +226,29 @@ def test_what_a_deleted_job_reported_is_forgotten() -> None:
         assert not is_kept()
 
     asyncio.run(story())
+
+
+def test_at_the_end_of_a_term_no_question_stays_open() -> None:
+    async def look() -> None:
+        asked, left = asyncio.Event(), asyncio.Event()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            asked.set()
+            await reader.read()
+            left.set()
+            writer.close()
+
+        caches = filled_caches()
+        cluster = Cluster(FakeApi(), caches.__getitem__)
+        backend = AksBackend(BackendContext(Path(), cluster=cluster))
+        async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            handle = await running(backend, caches, port)
+            async with asyncio.timeout(1.5):  # the question itself gives up after 2 s
+                await backend.observe(handle)
+                await asked.wait()
+                await cluster.at_end.aclose()
+                await left.wait()
+
+    asyncio.run(look())

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from configmap_backend import OpeningBackend
 from fake_api import FakeApi
 from finetune_operator.kernel.handlers import JobEvents, KopfOptions, OnEvent
 from finetune_operator.kernel.term import Term
@@ -27,6 +28,22 @@ class DeafJobs(FollowedJobs):
 
 def deaf(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
     return DeafJobs(client, options, on_event)
+
+
+def test_what_a_backend_holds_open_is_closed_at_the_end_of_a_term() -> None:
+    async def work() -> None:
+        settings = SETTINGS.model_copy(
+            update={"backends": ("opening=configmap_backend:OpeningBackend",)}
+        )
+        OpeningBackend.ended.clear()
+        task = asyncio.create_task(Term(FakeApi(), settings, listen=FollowedJobs).run())
+        await asyncio.sleep(60)
+        assert OpeningBackend.ended == []
+        task.cancel()
+        await asyncio.wait({task})
+        assert OpeningBackend.ended == ["closed"]
+
+    run(work())
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ class Term:
         self._jobs = self._cache(FINE_TUNE_JOBS)
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
         self._queue = WorkQueue(retries, _REST_SECONDS, is_urgent=self._is_new)
+        self._cluster = Cluster(client, self._cache, settings.namespaces)
         self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
         self._lists = JobLists(
             client,
@@ -114,6 +115,7 @@ class Term:
                     group.create_task(self._work())
         finally:
             self._queue.close()
+            await self._cluster.at_end.aclose()
 
     def health(self) -> Health:
         """Return how it goes."""
@@ -198,8 +200,7 @@ class Term:
         )
 
     def _context(self) -> BackendContext:
-        cluster = Cluster(self._client, self._cache, self._settings.namespaces)
-        return BackendContext(self._surroundings.folder, dict(os.environ), cluster)
+        return BackendContext(self._surroundings.folder, dict(os.environ), self._cluster)
 
     def _cache(self, resource: Resource) -> ObjectCache:
         return self._caches.setdefault(resource, ObjectCache(resource))

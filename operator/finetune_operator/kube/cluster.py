@@ -1,7 +1,8 @@
 """What a backend that lives in the cluster is given by the operator."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
@@ -19,8 +20,10 @@ class Cluster:
             left out, and of a pod all annotations but GRACE_ANNOTATION. Put the answer to a write
             into it, so that the next look sees it.
         namespaces: Namespaces that are served; empty for all.
+        at_end: What is to be closed once no backend is asked any more; push it there.
     """
 
     client: KubeClient
     cache: Callable[[Resource], ObjectCache]
     namespaces: tuple[str, ...] = ()
+    at_end: AsyncExitStack = field(default_factory=AsyncExitStack)

@@ -33,6 +33,7 @@ class LiveAttempts:
     def __init__(self, cluster: Cluster) -> None:
         self._children = Children(cluster)
         self._progress = ProgressReader()
+        cluster.at_end.push_async_callback(self._progress.close)
         self._names = RankZeroNames()
         self._stuck = StuckGangs()
         self._canceller = Canceller()

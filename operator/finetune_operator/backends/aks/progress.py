@@ -88,6 +88,15 @@ class ProgressReader:
         if pull is not None and pull.task is not None:
             pull.task.cancel()
 
+    async def close(self) -> None:
+        """End what is under way; nobody may read any more."""
+        tasks = [pull.task for pull in self._pulls.values() if pull.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._connector is not None:
+            await self._connector.close()
+
     async def _pull(self, pull: _Pull, url: str, interval_seconds: float) -> None:
         import aiohttp
 
