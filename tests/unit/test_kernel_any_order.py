@@ -12,7 +12,7 @@ from virtual_time import run
 
 AWAY = UnavailableError(0, "Timeout", "no answer in time")
 QUOTA = ("quota is used up", "quota allows")
-OPENING = timedelta(seconds=3)
+OPENING = timedelta(seconds=10)
 FAULTS = st.none() | st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([Crash(), AWAY]))
 
 

@@ -189,6 +189,29 @@ def test_another_reason_is_written_at_once_unless_it_was_told_a_moment_ago() -> 
     run(work())
 
 
+@pytest.mark.parametrize("after", [1, 7, 40], ids="after {}".format)
+def test_that_all_nodes_run_is_told_with_the_first_status_or_at_once(after: int) -> None:
+    async def work() -> None:
+        world = await starting()
+        await look(world, after)
+        assert patches(world) == (after > 10)
+        await world.play(1, phase="Running", ready="1")
+        await look(world, 3)
+        ready = world.condition("ResourcesReady")
+        assert (ready["status"], ready["reason"]) == ("True", "Starting")
+        assert world.job["status"]["nodes"]["ready"] == 1
+        assert world.condition("Running")["status"] == "False"
+        await look(world, 60)
+        before = patches(world)
+        assert before == 1 + (after > 10)
+        await world.play(1, phase="Running", ready="1", step="1")
+        await look(world, 1)
+        assert world.job["status"]["phase"] == "Running"
+        assert patches(world) == before + 1
+
+    run(work())
+
+
 def test_that_a_job_runs_is_written_at_once_whatever_was_told_before() -> None:
     async def work() -> None:
         world = await starting()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions import PENDING, Life, running
-from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
+from decisions import PENDING, START, Life, running
+from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus, JobPhase
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.fake import ended
 from finetune_operator.embedded.patches import merge
@@ -21,18 +21,23 @@ def worth(saved: FineTuneJobStatus, new: FineTuneJobStatus) -> bool:
     return is_worth_writing(saved, new, with_handle=False)
 
 
-def test_between_opening_an_attempt_and_its_first_step_nothing_is_written() -> None:
+def test_two_writes_lead_from_an_open_attempt_to_one_that_trains() -> None:
     life = Life()
     life.see()
-    saved = life.status
+    told = []
     for seen in (
         PENDING,
-        Observation(AttemptPhase.PENDING, message="ContainerCreating"),
-        Observation(AttemptPhase.RUNNING, nodes_ready=1),
+        Observation(AttemptPhase.PENDING, nodes_ready=1, message="ContainerCreating"),
+        Observation(AttemptPhase.RUNNING, nodes_ready=2),
+        running(0, Phase.TOKENIZING),
         running(0, Phase.LOADING),
+        running(1),
     ):
-        assert not worth(saved, life.decide(seen).status), seen
-    assert worth(saved, life.decide(running(1)).status)
+        if worth(life.status, life.decide(seen).status):
+            life.see(seen)
+            told.append((life.condition("ResourcesReady")[0], life.status.nodes.ready))
+    assert told == [("True", 2), ("True", 1)]
+    assert life.status.phase is JobPhase.RUNNING
 
 
 def test_an_obstacle_is_written_and_so_is_its_end() -> None:
@@ -55,23 +60,39 @@ def test_the_handle_counts_only_where_the_name_does_not_lead_to_it() -> None:
     assert is_worth_writing(life.status, changed, with_handle=True)
 
 
+RUNS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
+
+
 @pytest.mark.parametrize(
-    ("is_busy", "age", "left"),
+    ("seen", "is_busy", "age", "left"),
     [
-        pytest.param(False, 0, 3, id="three seconds"),
-        pytest.param(False, 2.5, 0.5, id="the rest of three seconds"),
-        pytest.param(False, 3, 0, id="no longer while nobody else waits"),
-        pytest.param(True, 2.5, 0.5, id="busy or not, it is looked at after three"),
-        pytest.param(True, 3, 1, id="a second longer at a time while others wait"),
-        pytest.param(True, 9.5, 0.5, id="ten seconds in all"),
-        pytest.param(True, 10, 0, id="no longer whoever waits"),
+        pytest.param(RUNS, False, 0, 3, id="three seconds once its nodes run"),
+        pytest.param(RUNS, False, 2.5, 0.5, id="the rest of three seconds"),
+        pytest.param(RUNS, False, 3, 0, id="no longer while nobody else waits"),
+        pytest.param(RUNS, True, 2.5, 0.5, id="busy or not, it is looked at after three"),
+        pytest.param(RUNS, True, 3, 1, id="a second longer at a time while others wait"),
+        pytest.param(RUNS, True, 9.5, 0.5, id="ten seconds in all"),
+        pytest.param(RUNS, True, 10, 0, id="no longer whoever waits"),
+        pytest.param(None, False, 3, 7, id="ten seconds while its nodes may come"),
+        pytest.param(None, False, 10, 0, id="no longer however long they take"),
+        pytest.param(None, True, 10, 0, id="no longer whoever waits for what"),
     ],
 )
-def test_that_an_attempt_was_opened_may_stay_untold(is_busy: bool, age: float, left: float) -> None:
+def test_that_an_attempt_was_opened_may_stay_untold(
+    seen: Observation | None, is_busy: bool, age: float, left: float
+) -> None:
     life = Life()
-    saved, opened = life.status, life.decide().status
+    saved = life.status
+    life.see()
+    opened = life.decide(seen).status
     now = life.now + timedelta(seconds=age)
-    assert opening_left(saved, opened, now, is_busy=is_busy) == left
+    assert opening_left(saved, opened, now, created=START, is_busy=is_busy) == left
+
+
+def test_an_attempt_that_is_opened_late_is_told_of_after_three_seconds() -> None:
+    life = Life()
+    saved, opened, long_ago = life.status, life.decide().status, START - timedelta(hours=1)
+    assert opening_left(saved, opened, life.now, created=long_ago, is_busy=False) == 3
 
 
 def test_what_keeps_a_first_attempt_from_running_is_told_at_once_however_busy() -> None:
@@ -79,7 +100,8 @@ def test_what_keeps_a_first_attempt_from_running_is_told_at_once_however_busy() 
     saved = life.status
     life.see()
     stuck = Observation(AttemptPhase.PENDING, reason="Unschedulable", message="no node")
-    assert opening_left(saved, life.decide(stuck).status, life.now, is_busy=True) == 0
+    told = life.decide(stuck).status
+    assert opening_left(saved, told, life.now, created=START, is_busy=True) == 0
 
 
 JSON = st.recursive(

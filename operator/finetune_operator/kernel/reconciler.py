@@ -383,7 +383,9 @@ class Reconciler:
         return written
 
     def _opening_left(self, known: KnownJob, status: FineTuneJobStatus) -> float:
-        return opening_left(known.status, status, self._now(), is_busy=self._is_busy())
+        created = parse_rfc3339(known.raw["metadata"]["creationTimestamp"])
+        is_busy = self._is_busy()
+        return opening_left(known.status, status, self._now(), created=created, is_busy=is_busy)
 
     def _words_left(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> float:
         return self._words.left(key, known.status, status, self._now())

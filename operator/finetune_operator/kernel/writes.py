@@ -1,14 +1,14 @@
 """What of a new status is worth a write, and the patch that writes it.
 
 A job that starts says much that nobody waits for; the write budget leaves two patches until it is
-Running. So what only passes by (nodes that get ready, the handle that can be found again, progress
-before the first step, `waits for its nodes` and `starts its ranks`) is written with the next
-change that matters. That the first attempt was opened passes by for some seconds too, and for some
-more while other jobs wait to be opened: of many that are applied at once all are created before the
-first is written about.
+Running: one when all of its nodes run, one when it trains. So what only passes by (the handle that
+can be found again, progress before the first step) is written with the next change that matters.
+That the first attempt was opened passes by for some seconds too, and for some more while other jobs
+wait to be opened: of many that are applied at once all are created before the first is written
+about.
 """
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
@@ -24,12 +24,13 @@ from finetune_operator.reconcile.conditions import (
 
 _PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
 _OPENING_SECONDS = 3.0
+_NODES_SECONDS = 10.0
 _BUSY_OPENING_SECONDS = 10.0
 _STILL_BUSY_SECONDS = 1.0
 _WORDS_SECONDS = 15.0
 _REASONS_KEPT = 4
 _Reasons = tuple[tuple[str, str], ...]
-_APART = frozenset({"backend_ref", "conditions", "nodes", "progress"})
+_APART = frozenset({"attempts", "backend_ref", "conditions", "nodes", "progress"})
 
 
 def is_worth_writing(
@@ -54,6 +55,7 @@ def _facts(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]:
     starts = status.phase in (JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RESTARTING)
     return (
         {name: value for name, value in status if name not in _APART},
+        [{**dict(one), "digest": None} for one in status.attempts],
         {name: value for name, value in status.nodes if name != "ready"},
         None if starts else status.progress,
         status.backend_ref if with_handle else None,
@@ -69,17 +71,24 @@ def _gist(condition: Condition) -> tuple[object, ...]:
 
 
 def opening_left(
-    saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime, *, is_busy: bool
+    saved: FineTuneJobStatus,
+    new: FineTuneJobStatus,
+    now: datetime,
+    *,
+    created: datetime,
+    is_busy: bool,
 ) -> float:
     """Return how many seconds `new` need not be written yet, as it only opens the first attempt.
 
-    Whoever reads the resource meanwhile sees the status that the CRD gives a new job. An operator
-    that dies before it has written finds the attempt by its name.
+    Nodes that are there at all run within seconds, and then both is told at once. Whoever reads the
+    resource meanwhile sees the status that the CRD gives a new job. An operator that dies before it
+    has written finds the attempt by its name.
 
     Args:
         saved: What the API server has.
         new: What was decided.
         now: Time with a zone.
+        created: When the job was.
         is_busy: Whether other jobs wait to be opened, which comes first; ask again when the
             seconds are over.
     """
@@ -91,10 +100,15 @@ def opening_left(
         return 0.0
     if ready is None or ready.reason not in _PASSING:
         return 0.0
-    age = (now - parse_rfc3339(opened.start_time)).total_seconds()
-    if is_busy and age >= _OPENING_SECONDS:
-        return max(0.0, min(_STILL_BUSY_SECONDS, _BUSY_OPENING_SECONDS - age))
-    return max(0.0, _OPENING_SECONDS - age)
+    opened_at = parse_rfc3339(opened.start_time)
+    until = opened_at + timedelta(seconds=_OPENING_SECONDS)
+    if ready.reason != Reason.STARTING:
+        # Not of when it was opened: after an outage that may be late.
+        until = max(until, created + timedelta(seconds=_NODES_SECONDS))
+    if until <= now and is_busy:
+        until = opened_at + timedelta(seconds=_BUSY_OPENING_SECONDS)
+        until = min(until, now + timedelta(seconds=_STILL_BUSY_SECONDS))
+    return max(0.0, (until - now).total_seconds())
 
 
 class WordsTold:

@@ -281,7 +281,10 @@ def describe(
         if (told := _admission(admitted, situation, has_queue=has_queue)) is not None:
             say(ConditionType.ADMITTED, *told)
     for kind, value in row.says.items():
-        say(kind, value, situation.reason, situation.message)
+        has_resources = (
+            kind is ConditionType.RESOURCES_READY and situation.reason == Reason.STARTING
+        )
+        say(kind, value or has_resources, situation.reason, situation.message)
     if ConditionType.STALLED not in row.says:
         say(ConditionType.STALLED, False, situation.reason, situation.message)
     was_suspended = find(status, ConditionType.SUSPENDED) is not None

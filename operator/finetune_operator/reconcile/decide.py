@@ -358,7 +358,7 @@ def _watching(
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
     stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
     if runs and not observation.reason:
-        text = f"attempt {attempt.number} starts its ranks"
+        text = f"every node of attempt {attempt.number} runs; ranks meet and load model and data"
         return Situation(stage, Reason.STARTING, text, exists=True)
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
     if observation.reason == Reason.CREATION_FAILED:

@@ -43,7 +43,7 @@ def _pending(type_: str, status: str) -> Condition:
         type=type_,
         status=status,
         reason="Pending",
-        message="waiting for the controller",
+        message="waiting for the controller's first report",
         last_transition_time="1970-01-01T00:00:00Z",
     )
 
