@@ -244,6 +244,15 @@ def test_a_missing_model_is_told_with_where_it_was_looked_for(serve: Serve, fold
     assert dev.end(signal.SIGTERM) == 0
 
 
+def test_a_backend_that_needs_a_cluster_is_refused_by_its_name(serve: Serve) -> None:
+    dev = serve()
+    hub = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+    dev.apply(backend__type="aks", **hub)
+    wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", 10)
+    sentence = "spec.backend.type aks does not run here (available: local); use one of these"
+    assert sentence in condition(dev.job(), "Accepted")["message"]
+
+
 def test_a_second_process_is_told_of_the_first(serve: Serve, folder: Path) -> None:
     dev = serve()
     for arguments in (["dev"], ["dev", "--run", write(folder)]):

@@ -17,7 +17,7 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, Objec
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
-from finetune_operator.errors import BrokenBackendError, FineTuneError
+from finetune_operator.errors import BrokenBackendError, FineTuneError, UnknownBackendError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
@@ -95,6 +95,7 @@ class Backends:
         self._context = context
         installed = entry_points(group=registry.GROUP) if given is None else ()
         self._points = [*installed, *points]
+        self._has_only_given = given is not None
         self._made: dict[str, Backend] = dict(given or {})
 
     def load_all(self) -> dict[str, Backend | FineTuneError]:
@@ -115,6 +116,11 @@ class Backends:
             BrokenBackendError: it cannot be imported or made.
         """
         if name not in self._made:
+            if self._has_only_given and name not in registry.available(self._points):
+                raise UnknownBackendError(
+                    f"spec.backend.type {name} does not run here (available: "
+                    f"{', '.join(self._made)}); use one of these, or apply the job to a cluster"
+                )
             kind = registry.load(name, self._points)
             try:
                 self._made[name] = kind(self._context)
