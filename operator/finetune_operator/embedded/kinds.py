@@ -13,10 +13,12 @@ from finetune_operator.api.paths import Finding
 from finetune_operator.embedded.refusals import invalid
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
+    ENDPOINT_SLICES,
     EVENTS,
     JOBS,
     LEASES,
     NAMESPACES,
+    NETWORK_POLICIES,
     NODES,
     PODS,
     SECRETS,
@@ -77,6 +79,8 @@ _BUILTIN = {
     NODES: ("no", "spec status"),
     PODS: ("po", "spec status"),
     SERVICES: ("svc", "spec status"),
+    ENDPOINT_SLICES: ("", "addressType endpoints ports"),
+    NETWORK_POLICIES: ("netpol", "spec"),
     JOBS: ("", "spec status"),
     LEASES: ("", "spec"),
     CRDS: ("crd", "spec status"),
