@@ -1,5 +1,6 @@
 """Rank 0's name is written where it is missing or leads elsewhere, and else left alone."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from aks_cases import JOB, profile
 from backend_contract import planned
 from fake_api import FakeApi
 from finetune_operator.backends.aks.backend import AksBackend
+from finetune_operator.backends.aks.names import FACTS_ANNOTATION
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -127,6 +129,25 @@ def test_a_new_process_gives_a_name_that_nobody_has_given() -> None:
         await second.observe(handle)
         assert world.calls == ["get", "create"]
         assert world.endpoint == ("tiny-1-0", ["10.0.0.1"])
+
+    run(work())
+
+
+def test_an_edited_batch_job_cannot_have_a_pod_named_below_the_service_of_another() -> None:
+    async def work() -> None:
+        world = OnePod()
+        handle = await submitted(world.process())
+        (made,) = world.api.objects(JOBS)
+        facts = json.loads(made["metadata"]["annotations"][FACTS_ANNOTATION])
+        forged = {FACTS_ANNOTATION: json.dumps({**facts, "service": "database"})}
+        change = {"metadata": {"annotations": forged}}
+        await world.api.patch(JOBS, "tiny-1", "default", change)
+        second = world.process()
+        world.run_rank_zero(handle, "10.0.0.1", 1)
+        await second.observe(handle)
+        (named,) = world.api.objects(ENDPOINT_SLICES)
+        assert named["metadata"]["name"] == "tiny-finetune"
+        assert named["metadata"]["labels"]["kubernetes.io/service-name"] == "tiny-finetune"
 
     run(work())
 

@@ -62,12 +62,15 @@ class Handle:
         name: Its name within the backend.
         uid: Its unique id, so that a later thing of the same name is not mistaken for it.
         url: Where a person can look at it; may be empty.
+        digest: Of what the backend keeps beside the attempt for those after it, which others could
+            change there; in `job.status.attempts` when the next one is rendered. Empty for nothing.
     """
 
     kind: str
     name: str
     uid: str = ""
     url: str = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ whatever else the status lacks is seen again and written later.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
@@ -263,7 +263,7 @@ class Reconciler:
         plan = self._book.plan(job)
         if isinstance(plan, Refusal):
             raise BackendError(plan.message)
-        backend = self._backend(job)
+        backend, plan = self._backend(job), replace(plan, job=job)  # with its status as it is now
         return await backend.submit(backend.render(plan, Attempt(number)))
 
     async def _cancel(self, job: FineTuneJob, decision: Decision) -> bool:

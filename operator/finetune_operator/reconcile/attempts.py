@@ -60,6 +60,8 @@ def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
 def with_handle(status: FineTuneJobStatus, handle: Handle) -> FineTuneJobStatus:
     """Return the status with what names the open attempt."""
     ref = BackendRef(kind=handle.kind, name=handle.name, uid=handle.uid, url=handle.url)
+    if handle.digest:
+        status = change_current(status, digest=handle.digest)
     return status.model_copy(update={"backend_ref": ref})
 
 

@@ -131,6 +131,9 @@ class AttemptStatus(ApiModel):
     )
     exit_code: int | None = Field(None, description="Exit code of the main process.")
     resumed_step: int | None = Field(None, description="Step of the checkpoint it started from.")
+    digest: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="SHA-256 of what later attempts keep of it, such as its profile."
+    )
 
 
 class BackendRef(ApiModel):

@@ -12,12 +12,18 @@ from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.last_lines import LastLines
 from finetune_operator.backends.aks.logs import read_log
-from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, facts_of, is_owned
+from finetune_operator.backends.aks.names import (
+    AttemptFacts,
+    AttemptName,
+    child_name,
+    facts_of,
+    is_owned,
+)
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.aks.reasons import may_be_told_in_events
 from finetune_operator.backends.aks.stuck import StuckGangs
-from finetune_operator.backends.aks.submit import demand_quiet, submit
+from finetune_operator.backends.aks.submit import demand_quiet, handle_of, submit
 from finetune_operator.backends.base import AttemptPhase, Found, Handle, Observation, Request
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import JOBS, Object
@@ -71,9 +77,8 @@ class LiveAttempts:
                 demand_quiet(self._children, name)
         if there is None or not is_owned(there, job_uid):
             return None
-        metadata = there["metadata"]
-        handle = Handle(kind=JOBS.kind, name=str(name), uid=metadata["uid"])
-        return Found(handle, datetime.fromisoformat(metadata["creationTimestamp"]))
+        since = datetime.fromisoformat(there["metadata"]["creationTimestamp"])
+        return Found(handle_of(name, there), since)
 
     async def observe(self, handle: Handle) -> Observation:
         """Look at the batch Job and its pods; names rank 0 and pulls its progress meanwhile."""
@@ -140,8 +145,9 @@ class LiveAttempts:
         address = address_of(pods)
         if not address:
             return seen
-        client, service = self._children.cluster.client, facts_of(batch_job).service
-        told = await self._names.give(client, name, batch_job, service, address)
+        client = self._children.cluster.client
+        # Not by what the facts say: who may patch batch Jobs could name the Service of another.
+        told = await self._names.give(client, name, batch_job, child_name(name.job), address)
         if not told:
             return seen
         again = rank_zero.AGAIN_SECONDS

@@ -2,10 +2,11 @@
 
 A later attempt keeps to the first one's, so that a changed image does not meet an old checkpoint;
 what it may ask for is what the profile allows now, so that a right can be taken back. The snapshot
-is on the batch Job of each attempt; whoever could forge it there could as well create pods, and so
-gains nothing.
+is on the batch Job of each attempt. Who may patch batch Jobs but not create pods could write
+another image there; so its digest is in the job's status, and a changed snapshot is refused.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,6 @@ from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProf
 from finetune_operator.api.v1alpha1.topology import AksSpec
 from finetune_operator.backends.aks.names import PROFILE_ANNOTATION, owner_of
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.labels import ATTEMPT_LABEL
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Profiles:
         """Return the job's profile: of an earlier attempt, with what is allowed now.
 
         Raises:
-            ProfileError: there is none any more, or it cannot be read.
+            ProfileError: there is none any more, it cannot be read, or its snapshot was changed.
         """
         name = aks_of(job).profile
         if self.cluster is None:
@@ -95,20 +95,38 @@ class Profiles:
     def _kept(self, job: FineTuneJob, cluster: "Cluster") -> Snapshot | None:
         """Return the snapshot of the newest attempt that is there."""
         key = Key(job.metadata.namespace, job.metadata.name)
-        mine = [
-            one
+        mine = {
+            number: one
             for one in cluster.cache(JOBS).of_job(key)
             if owner_of(one).get("uid") == job.metadata.uid
-            and PROFILE_ANNOTATION in (one["metadata"].get("annotations") or {})
-        ]
+            and _snapshot_text(one)
+            and (number := _number(job.metadata.name, one))
+        }
         if not mine:
             return None
-        newest = max(mine, key=_number)
+        number = max(mine)
+        noted = {one.number: one.digest for one in job.status.attempts}.get(number)
+        if noted and noted != digest_of(mine[number]):
+            text = (
+                f"{aks_of(job).profile} was kept for later attempts on Job {job.metadata.name}-"
+                f"{number}, where somebody has changed it; delete that Job to go on without it"
+            )
+            raise ProfileError(text)
         try:
-            text = newest["metadata"]["annotations"][PROFILE_ANNOTATION]
-            return Snapshot.model_validate_json(text)
+            return Snapshot.model_validate_json(_snapshot_text(mine[number]))
         except ValidationError:
             return None  # of a version with other fields: the profile as it is now has them
+
+
+def digest_of(batch_job: Object) -> str:
+    """Return the digest of the snapshot that a batch Job has; empty where it has none."""
+    text = _snapshot_text(batch_job)
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+def _snapshot_text(batch_job: Object) -> str:
+    annotations = batch_job["metadata"].get("annotations") or {}
+    return str(annotations.get(PROFILE_ANNOTATION, ""))
 
 
 def _current(name: str, cluster: "Cluster") -> FineTuneProfileSpec:
@@ -124,5 +142,7 @@ def _current(name: str, cluster: "Cluster") -> FineTuneProfileSpec:
         raise ProfileError(text) from error
 
 
-def _number(made: Object) -> int:
-    return int(made["metadata"]["labels"].get(ATTEMPT_LABEL, "0"))
+def _number(job: str, batch_job: Object) -> int:
+    """Return the number of the attempt by its name, which nobody can change; 0 for none."""
+    number = str(batch_job["metadata"]["name"]).removeprefix(f"{job}-")
+    return int(number) if number.isdecimal() else 0

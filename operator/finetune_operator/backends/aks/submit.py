@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.names import AttemptName, is_owned, owner_of
+from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.backends.aks.words import is_alive
 from finetune_operator.backends.base import Handle, Request
 from finetune_operator.errors import AlreadyOwnedError, TransientError
@@ -50,7 +51,14 @@ async def submit(request: Request, children: Children) -> Handle:
         )
         there = await create_or_adopt(client, batch_job, request.job_uid)
         children.note(there)
-    return Handle(kind="Job", name=request.name, uid=there["metadata"]["uid"])
+    return handle_of(name, there)
+
+
+def handle_of(name: AttemptName, batch_job: Object) -> Handle:
+    """Return the handle of the attempt that a batch Job is."""
+    metadata = batch_job["metadata"]
+    digest = digest_of(batch_job)
+    return Handle(kind=JOBS.kind, name=str(name), uid=metadata["uid"], digest=digest)
 
 
 def demand_quiet(children: Children, name: AttemptName) -> None:

@@ -1,0 +1,115 @@
+"""The profile that a first attempt got is kept for later ones, and not what somebody made of it."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from datetime import timedelta
+from typing import Any
+
+from aks_world import AksWorld
+from finetune_operator.backends.aks.names import PROFILE_ANNOTATION
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, Resource
+
+NOBODY = 9400  # where no progress is served, as no pod runs here
+
+
+def run(what: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(what)
+
+
+async def with_a_failed_attempt(world: AksWorld) -> None:
+    """Let the first attempt fail while the operator does not look."""
+    await world.apply()
+    await world.settle()
+    await world.make_pods(1)
+    world.now += timedelta(minutes=1)
+    await world.settle()
+    await world.end_pods(1, 0, 1, code=137)
+    await world.conclude(1, "Failed")
+
+
+async def edit_image(world: AksWorld) -> None:
+    """Write another image into the snapshot, as who may patch batch Jobs can."""
+    made = await world.api.get(JOBS, "tiny-1", "ns")
+    snapshot = json.loads(made["metadata"]["annotations"][PROFILE_ANNOTATION])
+    snapshot["spec"]["image"] = "registry.test/mine:1"
+    change = {"metadata": {"annotations": {PROFILE_ANNOTATION: json.dumps(snapshot)}}}
+    await world.api.patch(JOBS, "tiny-1", "ns", change)
+
+
+def image_of(world: AksWorld, name: str) -> str:
+    made = next(one for one in world.api.objects(JOBS) if one["metadata"]["name"] == name)
+    return str(made["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+def test_a_snapshot_that_was_changed_is_refused_until_its_batch_job_is_deleted() -> None:
+    async def work() -> None:
+        world = AksWorld(NOBODY)
+        await with_a_failed_attempt(world)
+        await edit_image(world)
+        for _ in range(2):
+            await world.settle()
+            assert world.attempts == ["tiny-1"]
+            told = world.condition("Stalled")
+            assert (told["status"], told["message"]) == (
+                "True",
+                "spec.backend.aks.profile default was kept for later attempts on Job tiny-1, where "
+                "somebody has changed it; delete that Job to go on without it",
+            )
+            world.start_process()
+        await world.api.delete(JOBS, "tiny-1", "ns")
+        await world.settle()
+        assert world.attempts == ["tiny-2"]
+        assert image_of(world, "tiny-2") == "registry.test/trainer:1"
+
+    run(work())
+
+
+def test_a_snapshot_that_was_changed_while_nobody_had_told_of_the_attempt_is_refused() -> None:
+    async def work() -> None:
+        world = AksWorld(NOBODY)
+        await world.apply()
+        await world.settle()
+        assert "attempts" not in world.job["status"]
+        await edit_image(world)
+        await world.make_pods(1)
+        await world.end_pods(1, 0, 1, code=137)
+        await world.conclude(1, "Failed")
+        await world.settle()
+        assert world.attempts == ["tiny-1"]
+        assert world.condition("Stalled")["message"].startswith("spec.backend.aks.profile default")
+
+    run(work())
+
+
+def test_the_digest_of_a_snapshot_costs_no_write() -> None:
+    async def work() -> None:
+        world = AksWorld(NOBODY)
+        patches: list[str] = []
+        count = world.api.after
+
+        def note(verb: str, resource: Resource, name: str) -> None:
+            count(verb, resource, name)
+            if (verb, resource) == ("patch", FINE_TUNE_JOBS):
+                patches.append(world.job["status"]["phase"])
+
+        world.api.after = note
+        await with_a_failed_attempt(world)
+        await world.settle()
+        assert world.attempts == ["tiny-1", "tiny-2"]
+        await world.make_pods(2)
+        await world.settle()
+        assert patches == ["Starting", "Restarting"]
+        first, second = world.job["status"]["attempts"]
+        assert len(first["digest"]) == 64
+        assert "digest" not in second  # it goes out with what is next to tell
+        await world.end_pods(2, 0, 1, code=137)
+        await world.conclude(2, "Failed")
+        await world.settle()
+        assert [one.get("digest") for one in world.job["status"]["attempts"]] == [
+            first["digest"],
+            first["digest"],
+            None,
+        ]
+
+    run(work())
