@@ -17,7 +17,7 @@ from finetune_operator.api.crd import custom_resource_definition
 from finetune_operator.embedded import EmbeddedApi
 from finetune_operator.embedded.store import StateError
 from finetune_operator.kube.errors import GoneError
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, SECRETS
 from operators import Api, wait_until
 
 
@@ -67,6 +67,29 @@ def test_a_file_that_holds_something_else_is_named(tmp_path: Path) -> None:
     state.write_text('{"kind": "Nothing"}')
     with pytest.raises(StateError, match=r"state\.json holds no objects .* move it away"):
         EmbeddedApi([], state=state)
+
+
+def test_a_file_that_cannot_be_written_for_a_while_stops_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, away = tmp_path / "place", tmp_path / "away"
+    place.mkdir()
+    with embedded_cluster(tmp_path, state=place / "state.json") as cluster:
+        api = Api(cluster.kubeconfig)
+        owner = api.run(api.client.create(SECRETS, {"metadata": {"name": "owner"}}, "default"))
+        wait_until((place / "state.json").exists, 10)
+        place.rename(away)
+        uid = owner["metadata"]["uid"]
+        reference = {"apiVersion": "v1", "kind": "Secret", "name": "owner", "uid": uid}
+        owned = {"metadata": {"name": "owned", "ownerReferences": [reference]}}
+        api.run(api.client.create(SECRETS, owned, "default"))
+        wait_until(lambda: "objects not saved" in caplog.text, 10)
+        api.run(api.client.delete(SECRETS, "owner", "default"))
+        wait_until(lambda: api.get(SECRETS, "default", "owned") is None, 10)
+        away.rename(place)
+        api.run(api.client.create(SECRETS, {"metadata": {"name": "later"}}, "default"))
+        wait_until(lambda: '"later"' in (place / "state.json").read_text(), 10)
+        api.close()
 
 
 def test_a_crd_of_a_newer_release_takes_the_place_of_the_stored_one(tmp_path: Path) -> None:

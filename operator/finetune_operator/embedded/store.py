@@ -5,6 +5,7 @@ holds one need not copy it.
 """
 
 import asyncio
+import logging
 import os
 from collections import defaultdict
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from finetune_operator.embedded.refusals import expired
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import EVENTS, NAMESPACES, Object
+
+log = logging.getLogger(__name__)
 
 FOREGROUND = "foregroundDeletion"
 _CONTENT = "kubernetes"
@@ -190,7 +193,10 @@ class Store:
             await asyncio.sleep(_TEND_SECONDS)
             self._needs_care.clear()
             self._collect_garbage()
-            self.save()
+            try:
+                self.save()
+            except OSError as error:
+                log.warning("objects not saved, until the next change", extra={"why": str(error)})
 
     def save(self) -> None:
         """Write the file, if there is one."""
