@@ -1,6 +1,6 @@
 """A cluster in memory with one job and an operator process that may die, for tests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -83,11 +83,11 @@ class World:
         self.start_process()
         self.api.after = self._count
 
-    def start_process(self) -> None:
-        """Begin with nothing but what the API server knows."""
+    def start_process(self, points: Sequence[EntryPoint] = POINTS) -> None:
+        """Begin with nothing but what the API server knows, and with these plugins."""
         self.caches: dict[Resource, ObjectCache] = {}
         cluster = Cluster(self.api, self.cache)
-        self.backends = Backends(BackendContext(Path(), {}, cluster), POINTS)
+        self.backends = Backends(BackendContext(Path(), {}, cluster), points)
         self.reconciler = Reconciler(
             self.api,
             self.cache(FINE_TUNE_JOBS),

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
-from finetune_operator.errors import BackendError, FineTuneError
+from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
 from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.watches import Refused, trim_metadata
@@ -150,7 +150,12 @@ class Reconciler:
             return AT_ONCE
 
     async def _look(self, key: Key, known: KnownJob, job: FineTuneJob) -> Look:
-        observation = await self._observe(key, job)
+        try:
+            observation = await self._observe(key, job)
+        except Exception as error:
+            if isinstance(error, FineTuneError) and error.retryable:
+                raise
+            return await self._hold(key, known, _as_refusal(job, error), "that is mended")
         decision = decide(job, observation, self._now(), self._plan(known, job, observation))
         submits = next((one for one in decision.actions if isinstance(one, Submit)), None)
         opened = attempts.current(job.status)
@@ -309,7 +314,13 @@ class Reconciler:
         finalizers = known.raw["metadata"].get("finalizers") or []
         if FINALIZER not in finalizers:
             return NEVER
-        if (again := await self._stop(key, known)) is not None:
+        try:
+            again = await self._stop(key, known)
+        except FineTuneError as error:
+            if error.retryable:
+                raise
+            return await self._hold(key, known, _as_kept(error), "that is mended")
+        if again is not None:
             return _look_in(again)
         self._forget(key)
         rest = [one for one in finalizers if one != FINALIZER]
@@ -489,6 +500,30 @@ class Reconciler:
 
 class _StaleError(Exception):
     """The object is not the one that was looked at any more."""
+
+
+def _as_refusal(job: FineTuneJob, error: Exception) -> Refusal:
+    """Return why an attempt cannot be looked at, until somebody mends the cause."""
+    extra = {"job": f"{job.metadata.namespace}/{job.metadata.name}", "error": error}
+    if isinstance(error, FineTuneError):
+        log.warning("attempt cannot be looked at", extra=extra)
+        return Refusal(_reason_of(error), str(error))
+    log.error("attempt cannot be looked at", extra=extra, exc_info=error)
+    return Refusal(Reason.BACKEND_FAILED, fault_of(job, error))
+
+
+def _as_kept(error: FineTuneError) -> Refusal:
+    """Return why a job that is deleted stays."""
+    text = (
+        f"{error}; the job stays until its attempt has ended. Mend that, or make sure that nothing "
+        f"of the attempt runs, and then remove the finalizer {FINALIZER}"
+    )
+    return Refusal(_reason_of(error), text)
+
+
+def _reason_of(error: FineTuneError) -> Reason:
+    is_missing = isinstance(error, UnknownBackendError)
+    return Reason.BACKEND_NOT_FOUND if is_missing else Reason.BACKEND_FAILED
 
 
 def _is_or_was_suspended(job: FineTuneJob) -> bool:

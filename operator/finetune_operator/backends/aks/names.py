@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, ValidationError
 
 from finetune_operator.api.schema import ApiModel
+from finetune_operator.errors import BackendError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import Object
 
@@ -71,8 +72,22 @@ class AttemptFacts(ApiModel):
 
 
 def facts_of(batch_job: Object) -> AttemptFacts:
-    """Return the facts of the attempt that a batch Job is."""
-    return AttemptFacts.model_validate_json(batch_job["metadata"]["annotations"][FACTS_ANNOTATION])
+    """Return the facts of the attempt that a batch Job is.
+
+    Raises:
+        BackendError: somebody has removed or changed them.
+    """
+    metadata = batch_job["metadata"]
+    text = (metadata.get("annotations") or {}).get(FACTS_ANNOTATION, "")
+    try:
+        return AttemptFacts.model_validate_json(text)
+    except ValidationError as error:
+        what = f"cannot be read ({text:.100})" if text else "is gone"
+        raise BackendError(
+            f"the annotation {FACTS_ANNOTATION} of Job {metadata['namespace']}/{metadata['name']} "
+            f"{what}; put it back, or delete that Job: the next attempt goes on from the last "
+            "checkpoint"
+        ) from error
 
 
 @dataclass(frozen=True)
