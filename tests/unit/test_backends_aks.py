@@ -511,16 +511,32 @@ def test_amounts_are_compared_as_kubernetes_does() -> None:
             amount(text)
 
 
-def heartbeat(folder: Path) -> list[str]:
-    """Return the command of the liveness probe of a job whose checkpoints are there."""
-    plan = planned(**{**JOB, "deadlines": {"hangSeconds": 60}, "checkpoint__uri": "pvc://a/b"})
-    command: list[str] = (
-        backend(profile(allow={"claims": ["*"]}))
-        .render(plan, Attempt(1))
-        .objects[-1]["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"][
-            "command"
-        ]
+def probe(hang_seconds: int) -> Any:
+    """Return the liveness probe of a job whose checkpoints are in `/mnt/a/b`."""
+    limits = {"hangSeconds": hang_seconds}
+    plan = planned(**{**JOB, "deadlines": limits, "checkpoint__uri": "pvc://a/b"})
+    made = backend(profile(allow={"claims": ["*"]})).render(plan, Attempt(1)).objects[-1]
+    return made["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]
+
+
+@pytest.mark.parametrize("hang_seconds", [1, 60, 600, 7200])
+def test_a_probe_bears_with_storage_that_stands_still_as_long_as_the_watchdog_does(
+    hang_seconds: int,
+) -> None:
+    asks = probe(hang_seconds)
+    assert asks["periodSeconds"] * asks["failureThreshold"] >= max(60, hang_seconds)
+    assert asks["initialDelaySeconds"] >= max(60, hang_seconds)
+
+
+def test_a_run_without_a_limit_for_hangs_is_ended_by_no_probe() -> None:
+    assert not {"livenessProbe", "readinessProbe", "startupProbe"} & set(
+        pod_of("rdma-packed")["spec"]["containers"][0]
     )
+
+
+def heartbeat(folder: Path) -> list[str]:
+    """Return the command of the probe, asking in another folder."""
+    command: list[str] = probe(60)["exec"]["command"]
     assert command.count("/mnt/a/b/run") == 1
     return [str(folder) if part == "/mnt/a/b/run" else part for part in command]
 

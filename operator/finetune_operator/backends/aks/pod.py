@@ -27,6 +27,7 @@ STAY_ANNOTATIONS = {
     "karpenter.sh/do-not-disrupt": "true",
 }
 HUB_TOKEN = "HF_TOKEN"
+_PROBE_SECONDS = 30
 EXTRA_GRACE_SECONDS = 10
 """The main process ends its ranks at the end of the grace, and needs a moment for last words."""
 
@@ -216,9 +217,11 @@ def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
     """Return the probe that ends a pod whose trainer cannot even end itself any more.
 
     Only rank 0 leaves a heartbeat, and nobody else is asked for one. The trainer's own watchdog
-    comes first, as it writes down where every rank stands: it has half the time.
+    comes first, as it writes down where every rank stands: the probe fails after the same time, and
+    must go on to fail for as long again. A look that takes too long has failed, too, and must not
+    end a healthy run whose storage stands still for a minute.
     """
-    minutes = max(1, -(-2 * hang_seconds // 60))
+    minutes = max(1, -(-hang_seconds // 60))
     test = (
         '[ "$JOB_COMPLETION_INDEX" != 0 ] || '
         f'[ -n "$(find "$0/progress.json" -mmin -{minutes} 2>/dev/null)" ]'
@@ -227,7 +230,7 @@ def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
         # The path is the job author's, so the shell gets it as an argument and never reads it.
         "exec": {"command": ["sh", "-c", test, run_dir]},
         "initialDelaySeconds": 60 * minutes,
-        "periodSeconds": 30,
+        "periodSeconds": _PROBE_SECONDS,
         "timeoutSeconds": 10,
-        "failureThreshold": 2,
+        "failureThreshold": max(2, -(-hang_seconds // _PROBE_SECONDS)),
     }
