@@ -83,6 +83,8 @@ async def measure_all(options: argparse.Namespace, bench: Bench) -> Result:
         await burst(bench, WARM_UP)
     singles = await lives.single_applies(bench, options.singles)
     print(f"single applies: median {statistics.median(singles):.3f} s", flush=True)
+    refused = await lives.refusals(bench, options.singles)
+    print(f"refusals: {json.dumps(refused)}", flush=True)
     whole = await lives.whole_lives(bench, WARM_UP, options.idle_seconds)
     print(f"whole lives: {json.dumps(whole)}", flush=True)
     pairs = []
@@ -108,6 +110,7 @@ async def measure_all(options: argparse.Namespace, bench: Bench) -> Result:
         "pairs": pairs,
         "kills": kills,
         "single_applies_seconds": singles,
+        "refusals": refused,
         "whole_lives": whole,
         "next_attempts_seconds": again,
         "takeovers_seconds": takeovers,
@@ -145,6 +148,8 @@ def figures(runs: Result) -> dict[str, dict[str, float]]:
         "api_final_events_per_job": [_per_job(whole, "end", is_event=True)],
         "idle_writes_per_job_minute": [sum(whole["idle"].values()) / minutes],
         "apply_to_job_seconds": runs["single_applies_seconds"],
+        "refusal_told_seconds": runs["refusals"]["told_seconds"],
+        "refusal_mended_seconds": runs["refusals"]["mended_seconds"],
         "restart_synced_seconds": [one["drained_seconds"] for one in kills],
         "duplicate_children": surplus + [one["surplus_children"] for one in kills],
         "pods_gone_to_next_attempt_seconds": runs["next_attempts_seconds"],

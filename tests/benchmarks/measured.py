@@ -42,7 +42,9 @@ def figures_table(
         "|---|---:|---:|---:|---|---|---|",
     ]
     for name, text in meaning.items():
-        figure, limit = measured[name], limits.get(name)
+        figure, limit = measured.get(name), limits.get(name)
+        if figure is None:
+            continue  # an older run did not measure it
         cells = [f"{figure[key]:.3f}" for key in ("median", "min", "max")]
         cells += ["", ""] if limit is None else [str(limit), limit.verdict(figure)]
         lines.append(f"| `{name}` | {' | '.join(cells)} | {text} |")

@@ -43,7 +43,7 @@ from finetune_operator.kube.resources import (
 )
 from finetune_operator.planner.plan import make_plan
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
-from operators import OperatorProcess, phase_of
+from operators import OperatorProcess, condition, phase_of
 from played_pods import (
     ProgressServer,
     bound_claims,
@@ -335,6 +335,41 @@ async def single_applies(bench: Bench, count: int) -> list[float]:
             await seen.wait(lambda child=child: child in seen.jobs, _TIMEOUT, child)  # type: ignore[misc]
             taken.append(seen.jobs[child] - sent[name])
     return taken
+
+
+async def refusals(bench: Bench, count: int) -> Result:
+    """Return the seconds until a missing profile is told, and from its coming to the batch Job."""
+    loop, client = asyncio.get_running_loop(), bench.client
+    told, mended = [], []
+    async with (
+        bench.place("refused") as namespace,
+        watching(client, namespace) as seen,
+        bench.operator(),
+    ):
+        for number in range(count):
+            missing = f"{namespace}-{number}"
+            body = fine_tune_jobs(count, missing)[number]
+            name = body["metadata"]["name"]
+            begun = loop.time()
+            await client.create(FINE_TUNE_JOBS, body, namespace)
+            await _refused(client, namespace, name)
+            told.append(loop.time() - begun)
+            begun = loop.time()
+            await client.create(FINE_TUNE_PROFILES, _profile(missing))
+            child = f"{name}-1"
+            await seen.wait(lambda child=child: child in seen.jobs, _TIMEOUT, child)  # type: ignore[misc]
+            mended.append(seen.jobs[child] - begun)
+            await client.delete(FINE_TUNE_PROFILES, missing)
+    return {"told_seconds": told, "mended_seconds": mended}
+
+
+async def _refused(client: KubeClient, namespace: str, name: str) -> None:
+    async with asyncio.timeout(_TIMEOUT):
+        while True:
+            made = await client.get(FINE_TUNE_JOBS, name, namespace)
+            if condition(made, "Accepted")["status"] == "False":
+                return
+            await asyncio.sleep(0.01)
 
 
 async def next_attempts(bench: Bench, count: int) -> list[float]:

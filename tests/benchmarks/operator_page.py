@@ -26,6 +26,8 @@ LIMITS = {
     "api_final_events_per_job": Limit(1),
     "idle_writes_per_job_minute": Limit(0),
     "apply_to_job_seconds": Limit(0.2, "median"),
+    "refusal_told_seconds": Limit(1),
+    "refusal_mended_seconds": Limit(1),
     "restart_synced_seconds": Limit(5),
     "duplicate_children": Limit(0),
     "pods_gone_to_next_attempt_seconds": Limit(1),
@@ -47,6 +49,9 @@ _MEANING = {
     "api_final_events_per_job": "Events from then",
     "idle_writes_per_job_minute": "writes a minute for a job that runs and says nothing new",
     "apply_to_job_seconds": "apply of a FineTuneJob to its batch Job, idle cluster, seconds",
+    "refusal_told_seconds": "apply of a FineTuneJob whose profile is missing to Accepted=False, "
+    "idle cluster, seconds",
+    "refusal_mended_seconds": "creation of that profile to the job's batch Job, seconds",
     "restart_synced_seconds": "killed in the middle of the burst: start of the next process to an "
     "empty queue, seconds",
     "duplicate_children": "children beyond one of each kind a job, in all bursts",
