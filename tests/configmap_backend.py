@@ -21,6 +21,7 @@ from finetune_operator.backends.base import (
     Observation,
     Request,
 )
+from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
@@ -42,6 +43,7 @@ class ConfigMapBackend:
     """Backend `configmap`."""
 
     name: ClassVar[str] = "configmap"
+    lives_in_cluster: ClassVar[bool] = True
     watches: ClassVar[tuple[str, ...]] = ("v1/ConfigMap",)
 
     def __init__(self, context: BackendContext) -> None:
@@ -148,6 +150,20 @@ class ConfigMapBackend:
 
     async def collect(self, handle: Handle) -> Sequence[str]:
         return (f"file:///{handle.name}",)
+
+
+class UnwatchedBackend(ConfigMapBackend):
+    """Backend `unwatched`: lives in the cluster, and is asked instead of watched."""
+
+    name: ClassVar[str] = "unwatched"
+    watches: ClassVar[tuple[str, ...]] = ()
+
+
+class DistantBackend(FakeBackend):
+    """Backend `distant`: lives elsewhere, and is woken by what happens in the cluster."""
+
+    name: ClassVar[str] = "distant"
+    watches: ClassVar[tuple[str, ...]] = ("v1/ConfigMap",)
 
 
 class OpeningBackend(ConfigMapBackend):

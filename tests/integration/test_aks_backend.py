@@ -93,6 +93,7 @@ class EachOnItsOwn:
     """
 
     name: ClassVar[str] = "aks"
+    lives_in_cluster: ClassVar[bool] = AksBackend.lives_in_cluster
     watches: ClassVar[tuple[str, ...]] = AksBackend.watches
 
     def __init__(self, owners: Callable[[str], Object]) -> None:

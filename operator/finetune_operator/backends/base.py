@@ -148,10 +148,17 @@ class Backend(Protocol):
     """Five verbs and three readers; made by `Backend(context)`."""
 
     name: ClassVar[str]
-    watches: ClassVar[tuple[str, ...]]
-    """Kinds in the cluster whose events wake a job, such as `batch/v1/Job`.
+    lives_in_cluster: ClassVar[bool]
+    """Whether attempts are objects in the job's namespace, of which the job is the owner.
 
-    Empty for a backend whose attempts live outside the cluster: its jobs get a finalizer.
+    These go with their job, and a new operator finds each by its name before it opens the first.
+    Where attempts live elsewhere, jobs get a finalizer, which stays until their attempt has ended.
+    """
+
+    watches: ClassVar[tuple[str, ...]]
+    """Kinds in the cluster whose events wake a job, such as `batch/v1/Job`; may be empty.
+
+    No job is looked at while one of them cannot be listed and watched in its namespace.
     """
 
     def __init__(self, context: BackendContext) -> None: ...

@@ -86,6 +86,7 @@ class FakeBackend:
     """
 
     name: ClassVar[str] = "fake"
+    lives_in_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[str, ...]] = ()
 
     def __init__(

@@ -11,8 +11,18 @@ from finetune_operator.errors import BrokenBackendError, UnknownBackendError
 
 GROUP = "finetune_operator.backends"
 
-_VERBS = ("validate", "check_inputs", "render", "submit", "observe", "cancel", "logs", "collect")
-_DATA = ("name", "watches")
+_VERBS = (
+    "validate",
+    "check_inputs",
+    "render",
+    "submit",
+    "find",
+    "observe",
+    "cancel",
+    "logs",
+    "collect",
+)
+_DATA = ("name", "lives_in_cluster", "watches")
 
 
 def available(points: Iterable[EntryPoint] | None = None) -> tuple[str, ...]:

@@ -484,11 +484,11 @@ class Reconciler:
 
     def _is_outside(self, job: FineTuneJob) -> bool:
         """Say whether the job's attempts outlive it: nothing in the cluster would collect them."""
-        return self._is_known(job) and not self._backend(job).watches
+        return self._is_known(job) and not self._backend(job).lives_in_cluster
 
     def _is_inside(self, job: FineTuneJob) -> bool:
         """Say whether the job's attempts are in the cluster, where they are seen without calls."""
-        return self._is_known(job) and bool(self._backend(job).watches)
+        return self._is_known(job) and self._backend(job).lives_in_cluster
 
     def _is_known(self, job: FineTuneJob) -> bool:
         try:

@@ -40,6 +40,7 @@ class AksBackend:
     """
 
     name: ClassVar[str] = BACKEND
+    lives_in_cluster: ClassVar[bool] = True
     watches: ClassVar[tuple[str, ...]] = (
         "batch/v1/Job",
         "v1/Pod",

@@ -54,6 +54,7 @@ class LocalBackend:
     """
 
     name: ClassVar[str] = BACKEND
+    lives_in_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
