@@ -120,15 +120,31 @@ def test_pods_that_do_not_go_are_told_and_meet_the_deadline() -> None:
     run(work())
 
 
-def test_what_keeps_a_job_from_being_suspended_is_told() -> None:
+def test_what_keeps_a_job_from_being_suspended_is_told_and_meets_no_deadline() -> None:
     async def work() -> None:
         world = World()
-        await world.apply(model__revision="lingers")
+        await world.apply(model__revision="lingers", deadlines={"pendingSeconds": 60})
+        await look(world, 8)
+        await world.change(suspend=True)
+        await look(world, 100)
+        assert world.job["status"]["phase"] == "Suspending"
+        assert "a pod is still there" in world.condition("Suspended")["message"]
+
+    run(work())
+
+
+def test_what_keeps_a_suspended_job_from_going_on_is_told() -> None:
+    async def work() -> None:
+        world = await refused(WEBHOOK)
         await look(world, 8)
         await world.change(suspend=True)
         await look(world, 1)
-        assert world.job["status"]["phase"] == "Suspending"
-        assert "a pod is still there" in world.condition("Suspended")["message"]
+        assert world.job["status"]["phase"] == "Suspended"
+        await world.change(suspend=False, model={"revision": "lingers"})
+        await look(world, 1)
+        told = world.condition("Suspended")
+        assert (told["status"], told["observedGeneration"]) == ("True", 3)
+        assert told["message"].startswith("resumed, but attempt 1 cannot go on yet: a pod is still")
 
     run(work())
 

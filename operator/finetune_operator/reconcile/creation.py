@@ -40,16 +40,16 @@ def delay(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus | 
     For what may pass by itself: an API server or a webhook that does not answer, pods that have not
     gone yet.
     """
-    attempt = attempts.current(job.status)
-    if (
-        attempt is None
-        or attempt.start_time is None
-        or is_true(job.status, ConditionType.SUSPENDED)
-    ):
+    attempt, suspend = attempts.current(job.status), job.spec.suspend
+    is_suspended = is_true(job.status, ConditionType.SUSPENDED)
+    if attempt is None or attempt.start_time is None or (suspend and is_suspended):
         return None
     if now - parse_rfc3339(attempt.start_time) < timedelta(seconds=PATIENCE_SECONDS):
         return None
-    if job.spec.suspend:
+    if is_suspended:
+        text = f"resumed, but attempt {attempt.number} cannot go on yet: {message}"
+        situation = Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text)
+    elif suspend:
         text = f"waiting until nothing of attempt {attempt.number} can run: {message}"
         situation = Situation(Stage.SUSPENDING, Reason.SUSPENDING, text)
     else:
@@ -61,9 +61,11 @@ def delay(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus | 
 def give_up(job: FineTuneJob, now: datetime) -> FineTuneJobStatus | None:
     """Return the status of a job that fails, as a deadline passed before its attempt was created.
 
-    None where none has passed, or nothing was told to be in the way. The caller must have made sure
-    that nothing of the attempt exists.
+    None where none has passed, or nothing was told to be in the way: no deadline of a suspended job
+    runs. The caller must have made sure that nothing of the attempt exists.
     """
+    if job.spec.suspend or is_true(job.status, ConditionType.SUSPENDED):
+        return None
     status, attempt = job.status, attempts.current(job.status)
     told = find(status, ConditionType.RESOURCES_READY)
     if attempt is None or told is None or told.reason != Reason.CREATION_FAILED:
