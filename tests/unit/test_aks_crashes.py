@@ -1,11 +1,11 @@
-"""One job's life with the aks backend, lived again with a crash or a fault at every write.
+"""Lives of a job with the aks backend, lived again with a crash or a fault at every write.
 
-Each is compared with the undisturbed one after every chapter: the children whole, and the status.
+Each is compared with the undisturbed life after every chapter: all children whole, and the status.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from aks_world import ADDRESS, AksWorld
 from finetune_operator.kube.errors import ThrottledError, UnavailableError
-from finetune_operator.kube.resources import Object, Resource
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, Object, Resource
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 from kernel_world import Crash, at_write, nothing
 from played_pods import ProgressServer
@@ -86,7 +86,27 @@ async def _fourth_completes(world: AksWorld, said: ProgressServer) -> None:
     await world.conclude(4, "Complete")
 
 
-STORY: tuple[Chapter, ...] = (
+async def _begin_in_a_queue(world: AksWorld, said: ProgressServer) -> None:
+    await world.apply(queue={"name": "team"}, ttl_seconds_after_finished=60)
+
+
+async def _second_is_admitted(world: AksWorld, said: ProgressServer) -> None:
+    said.progress = trains(2)
+    await world.api.patch(JOBS, "tiny-2", "ns", {"spec": {"suspend": False}})
+    await world.make_pods(2)
+    await world.run_pods(2, 0, 1)
+
+
+async def _second_completes(world: AksWorld, said: ProgressServer) -> None:
+    await world.end_pods(2, 0, 1, code=0, words=words(FailureClass.COMPLETED, 0))
+    await world.conclude(2, "Complete")
+
+
+async def _a_minute_passes(world: AksWorld, said: ProgressServer) -> None:
+    """The job's time after its end is over."""
+
+
+RESTARTED: tuple[Chapter, ...] = (
     _begin,
     _first_has_an_address,
     _first_runs,
@@ -101,6 +121,15 @@ STORY: tuple[Chapter, ...] = (
     _fourth_runs,
     _fourth_completes,
 )
+QUEUED: tuple[Chapter, ...] = (
+    _begin_in_a_queue,
+    _suspend,
+    _resume,
+    _second_is_admitted,
+    _second_completes,
+    _a_minute_passes,
+)
+STORIES = {"restarted": RESTARTED, "queued": QUEUED}
 
 
 def trains(step: int) -> Progress:
@@ -127,7 +156,7 @@ class Telling:
     most_alive: int = 0
 
 
-async def tell(world: AksWorld, said: ProgressServer) -> Telling:
+async def tell(world: AksWorld, said: ProgressServer, story: Sequence[Chapter]) -> Telling:
     """Play the whole story; a minute passes with each chapter."""
     telling = Telling()
     count = world.api.after
@@ -137,7 +166,7 @@ async def tell(world: AksWorld, said: ProgressServer) -> Telling:
         count(verb, resource, name)
 
     world.api.after = note
-    for chapter in STORY:
+    for chapter in story:
         before, after = world.api.before, world.api.after
         world.api.before = world.api.after = nothing
         await chapter(world, said)
@@ -161,16 +190,20 @@ async def settle(world: AksWorld) -> None:
 
 def status(world: AksWorld) -> Object:
     """Return the status without what may be written later: the handle, and how many nodes run."""
-    found: Object = {key: one for key, one in world.job["status"].items() if key != "backendRef"}
-    return {**found, "nodes": {**found.get("nodes", {}), "ready": 0}}
+    for job in world.api.objects(FINE_TUNE_JOBS):
+        found: Object = {key: one for key, one in job["status"].items() if key != "backendRef"}
+        return {**found, "nodes": {**found.get("nodes", {}), "ready": 0}}
+    return {}
 
 
-def lived(disturb: Callable[[AksWorld], None] = lambda world: None) -> Telling:
+def lived(
+    story: Sequence[Chapter], disturb: Callable[[AksWorld], None] = lambda world: None
+) -> Telling:
     async def work() -> Telling:
         async with ProgressServer(trains(0)).serving(ADDRESS) as said:
             world = AksWorld(said.port)
             disturb(world)
-            return await tell(world, said)
+            return await tell(world, said, story)
 
     return asyncio.run(work())
 
@@ -194,37 +227,49 @@ WRITTEN = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Telling:
-    return lived()
+def undisturbed() -> Mapping[str, Telling]:
+    return {name: lived(story) for name, story in STORIES.items()}
 
 
-def test_the_undisturbed_life_ends_well_and_makes_every_kind_of_write(undisturbed: Telling) -> None:
-    assert undisturbed.seen[-1]["status"]["phase"] == "Succeeded"
-    assert undisturbed.seen[-1]["status"]["artifacts"] == ["pvc://models/tiny/adapter"]
-    assert set(undisturbed.writes) >= WRITTEN
-    assert undisturbed.most_alive == 1
-    cancelled = json.loads(undisturbed.seen[3]["Job tiny-1"])
+def test_the_undisturbed_lives_end_well_and_make_every_kind_of_write(
+    undisturbed: Mapping[str, Telling],
+) -> None:
+    restarted, queued = undisturbed["restarted"], undisturbed["queued"]
+    assert restarted.seen[-1]["status"]["phase"] == "Succeeded"
+    assert restarted.seen[-1]["status"]["artifacts"] == ["pvc://models/tiny/adapter"]
+    assert set(restarted.writes) >= WRITTEN
+    cancelled = json.loads(restarted.seen[3]["Job tiny-1"])
     assert cancelled["metadata"]["annotations"]["finetune.dev/last-lines"].endswith("CUDA error")
     assert cancelled["spec"]["activeDeadlineSeconds"] == 1
+    assert queued.seen[1]["status"]["phase"] == "Suspended"
+    taken_out = json.loads(queued.seen[1]["Job tiny-1"])
+    assert "kueue.x-k8s.io/queue-name" not in taken_out["metadata"]["labels"]
+    assert queued.seen[-2]["status"]["phase"] == "Succeeded"
+    assert queued.writes[-1] == "delete finetunejobs/tiny"
+    assert queued.seen[-1] == {"status": {}}
+    assert restarted.most_alive == queued.most_alive == 1
 
 
+@pytest.mark.parametrize("name", STORIES)
 @pytest.mark.parametrize(
     ("error", "is_done"),
     [
+        pytest.param(Crash(), False, id="crash before the write"),
         pytest.param(Crash(), True, id="crash after the write"),
         pytest.param(AWAY, True, id="done, and no answer"),
         pytest.param(BUSY, False, id="refused for now"),
     ],
 )
 def test_a_fault_at_any_write_leaves_the_children_and_the_status_of_an_undisturbed_life(
-    error: BaseException, is_done: bool, undisturbed: Telling
+    name: str, error: BaseException, is_done: bool, undisturbed: Mapping[str, Telling]
 ) -> None:
-    for number, write in enumerate(undisturbed.writes, 1):
+    story, model = STORIES[name], undisturbed[name]
+    for number, write in enumerate(model.writes, 1):
         if write.startswith("create events/"):
             continue  # what a status tells is not told again
-        telling = lived(fault(number, error, is_done=is_done))
+        telling = lived(story, fault(number, error, is_done=is_done))
         assert telling.most_alive == 1, write
-        for chapter, seen, expected in zip(STORY, telling.seen, undisturbed.seen, strict=True):
+        for chapter, seen, expected in zip(story, telling.seen, model.seen, strict=True):
             differ = {key for key in {*seen, *expected} if seen.get(key) != expected.get(key)}
             assert not differ, f"{write} (write {number}), after {chapter.__name__}"
 
