@@ -232,6 +232,11 @@ class OperatorProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of its log so far."""
+        return list(self._lines)
+
     def said(self, message: str) -> list[dict[str, Any]]:
         """Return the log lines with that message."""
         return [line for line in self._lines if line["message"] == message]

@@ -42,6 +42,10 @@ class Account:
         change = {"rules": [one.to_rule() for one in rights]}
         self._api.run(self._api.client.patch(_ROLES, _NAME, self._namespace, change))
 
+    def grant_in(self, namespace: str, rights: Iterable[Permission]) -> None:
+        """Let the account do this in another namespace too; it goes with that namespace."""
+        self._bind(_ROLES, _BINDINGS, _NAME, rights, namespace)
+
     def close(self) -> None:
         """Delete what does not go with the namespace."""
         for kind in (_CLUSTER_BINDINGS, _CLUSTER_ROLES):
