@@ -37,6 +37,7 @@ _MEANING = {
     "apply_to_first_step_seconds": "apply of the job to the end of its first optimizer step",
     "bare_to_first_step_seconds": "start of the bare process to the end of its first step",
     "own_share_seconds": "the difference of the last two, pair by pair",
+    "operator_cpu_seconds": "CPU time of `ftctl dev` from the apply to the end of the job",
 }
 
 
@@ -60,7 +61,7 @@ def main() -> None:
         dev.stdout.readline()
         api = Api(f"{name}/runs/.dev/kubeconfig")
         try:
-            measured = measure(api, folder, options.pairs)
+            measured = measure(api, folder, options.pairs, dev.pid)
         finally:
             api.close()
             dev.send_signal(signal.SIGTERM)
@@ -71,14 +72,14 @@ def main() -> None:
     print(page(measured))
 
 
-def measure(api: Api, folder: Path, pairs: int) -> dict[str, Any]:
+def measure(api: Api, folder: Path, pairs: int, operator: int) -> dict[str, Any]:
     """Return the figures of so many pairs; which of the two comes first changes."""
     runs: list[dict[str, float]] = []
     for number in range(pairs):
         first, second = (write(folder, f"{kind}-{number}") for kind in ("api", "bare"))
         run: dict[str, float] = {}
         turns: list[Callable[[], None]] = [
-            lambda run=run, file=first: run.update(seconds_applied(api, folder, file)),
+            lambda run=run, file=first: run.update(seconds_applied(api, folder, file, operator)),
             lambda run=run, file=second: run.update(bare=seconds_bare(folder, file)),
         ]
         for turn in turns if number % 2 else reversed(turns):
@@ -90,6 +91,7 @@ def measure(api: Api, folder: Path, pairs: int) -> dict[str, Any]:
         "apply_to_first_step_seconds": spread([one["applied"] for one in runs]),
         "bare_to_first_step_seconds": spread([one["bare"] for one in runs]),
         "own_share_seconds": spread([one["applied"] - one["bare"] for one in runs]),
+        "operator_cpu_seconds": spread([one["operator_cpu"] for one in runs]),
         "runs": runs,
         "machine": machine(),
         "commit": commit(),
@@ -126,17 +128,21 @@ def write(folder: Path, name: str) -> Path:
     return file
 
 
-def seconds_applied(api: Api, folder: Path, file: Path) -> dict[str, float]:
-    """Apply a job; return seconds to its main process and to its first step."""
+def seconds_applied(api: Api, folder: Path, file: Path, operator: int) -> dict[str, float]:
+    """Apply a job; return seconds to its main process and to its first step, and the CPU's."""
     made = yaml.safe_load(file.read_text())
     name, attempt = file.stem, folder / "runs" / "default" / file.stem / "attempts" / "1"
-    began = time.time()
+    began, used = time.time(), cpu_seconds(operator)
     api.run(api.client.create(FINE_TUNE_JOBS, made, "default"))
     record = AttemptFolder(attempt).node(0)
     wait_until(record.exists, PATIENCE_SECONDS)
     started = born(json.loads(record.read_text())["pid"])
     wait_until(lambda: api.phase("default", name) == "Succeeded", PATIENCE_SECONDS)
-    return {"process": started - began, "applied": first_step(folder, name) - began}
+    return {
+        "process": started - began,
+        "applied": first_step(folder, name) - began,
+        "operator_cpu": cpu_seconds(operator) - used,
+    }
 
 
 def seconds_bare(folder: Path, file: Path) -> float:
@@ -153,6 +159,12 @@ def seconds_bare(folder: Path, file: Path) -> float:
         node["command"], env={**os.environ, **node["environment"]}, check=True, capture_output=True
     )
     return first_step(folder, file.stem) - began
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def born(pid: int) -> float:
