@@ -6,10 +6,12 @@ requests themselves do not go through its generated classes, which cost several 
 
 import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_operator.kube.errors import KubeConfigError
+from finetune_operator.kube.errors import KubeConfigError, UnauthorizedError
 
 if TYPE_CHECKING:
     from kubernetes.aio.client import Configuration
@@ -56,16 +58,35 @@ class ClusterAccess:
         """Return the `Authorization` header, renewed where it has an end; empty with certificates.
 
         Cheap: a token is read anew at most once a minute.
+
+        Raises:
+            UnauthorizedError: there is no token now.
         """
-        token = await self._configuration.get_api_key_with_prefix(
-            "BearerToken", alias="authorization"
-        )
+        with _login_failures():
+            token = await self._configuration.get_api_key_with_prefix(
+                "BearerToken", alias="authorization"
+            )
         return {"Authorization": token} if token else {}
 
     async def renew(self) -> None:
-        """Log in again after a 401; for exec plugins and OIDC, whose tokens carry their own end."""
+        """Log in again after a 401; for exec plugins and OIDC, whose tokens carry their own end.
+
+        Raises:
+            UnauthorizedError: that failed.
+        """
         if self._loader is not None:
-            await self._loader.load_and_set(self._configuration)
+            with _login_failures():
+                await self._loader.load_and_set(self._configuration)
+
+
+@contextmanager
+def _login_failures() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # A plugin, a file or a server that is away: each way to log in has failures of its own.
+        said = str(error) or type(error).__name__
+        raise UnauthorizedError(0, "LoginFailed", f"there is no token now ({said})") from error
 
 
 async def load_access(kubeconfig: str | None = None) -> ClusterAccess:

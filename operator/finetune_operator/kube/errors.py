@@ -10,7 +10,7 @@
         ├── GoneError           410: the resourceVersion or continue token is too old; list again
         ├── InvalidError        400, 422: the object will never be accepted as it is
         ├── ForbiddenError      403: RBAC, quota, admission; may be mended without us
-        ├── UnauthorizedError   401: the token has expired or is unknown
+        ├── UnauthorizedError   401: the token has expired or is unknown, or none can be had now
         ├── ThrottledError      429: wait for `retry_after` seconds
         └── UnavailableError    5xx, no answer in time, no connection
 
@@ -85,7 +85,7 @@ class ForbiddenError(ApiError):
 
 
 class UnauthorizedError(ApiError):
-    """401: the credentials have expired or are unknown."""
+    """401: the credentials have expired or are unknown, or (status 0) there are none now."""
 
     retryable: ClassVar[bool] = True
 

@@ -1,0 +1,52 @@
+"""A token that cannot be had for a while: no answer, and no end of the process."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from kubernetes.aio.client import Configuration
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kernel.watches import WATCHED, KindWatch
+from finetune_operator.kube.cache import ObjectCache
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.config import ClusterAccess
+from finetune_operator.kube.errors import UnauthorizedError
+from finetune_operator.kube.resources import CONFIG_MAPS
+
+
+def by_file(token: Path) -> KubeClient:
+    """Return a client that reads its token before each request, as a service account's does."""
+
+    def read(configuration: Configuration) -> None:
+        configuration.api_key["BearerToken"] = f"Bearer {token.read_text()}"
+
+    configuration = Configuration(host="http://127.0.0.1:9")  # nobody is asked
+    configuration.refresh_api_key_hook = read
+    return KubeClient(ClusterAccess(configuration))
+
+
+def test_a_token_that_cannot_be_read_is_told_and_ends_no_watch(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with by_file(tmp_path / "token") as client:
+            with pytest.raises(UnauthorizedError, match=r"there is no token now .*No such file"):
+                await client.get(CONFIG_MAPS, "one", "ns")
+            with pytest.raises(UnauthorizedError, match="there is no token now"):
+                await anext(client.watch(CONFIG_MAPS, resource_version="1"))
+            watch = KindWatch(
+                client,
+                WATCHED["v1/ConfigMap"],
+                ObjectCache(CONFIG_MAPS),
+                wake=lambda job: None,
+                on_gap=lambda: None,
+                namespace=None,
+                backoff=Backoff(0.01, 0.01),
+            )
+            task = asyncio.create_task(watch.run())
+            await asyncio.sleep(0.5)
+            assert not task.done()
+            assert not watch.is_synced.is_set()
+            task.cancel()
+            await asyncio.wait({task})
+
+    asyncio.run(work())
