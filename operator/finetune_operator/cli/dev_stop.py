@@ -65,9 +65,11 @@ async def stop_all(client: KubeClient) -> None:
 
 def _is_stopped(known: KnownJob) -> bool:
     status = known.status
-    if _is_deleted(known) and known.is_ours:
+    if not known.is_ours:
+        return True
+    if _is_deleted(known):
         return False  # it goes when nothing of it runs
-    if is_finished(status) or not known.is_ours:
+    if is_finished(status):
         return True
     if not known.raw["spec"].get("suspend"):
         return False
