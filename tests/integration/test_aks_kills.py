@@ -1,0 +1,192 @@
+"""The operator is killed after each of its writes while a job of two nodes fails and goes on.
+
+The batch Job's controller, the scheduler and the API server are real; pods are played. What the
+operator writes, all of it, is enumerated in memory by `tests/unit/test_aks_crashes.py`.
+"""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from aks_cases import JOB, profile
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICES,
+    Object,
+    Resource,
+)
+from finetune_trainer.config import FailureClass, Phase, Progress, Termination
+from loop_thread import LoopThread, loop_thread
+from operators import KUBECONFIG, Api, OperatorProcess, condition, open_api, wait_until
+from played_pods import (
+    ProgressServer,
+    bound_claims,
+    end_pod,
+    own_address,
+    played_node,
+    profile_nodes,
+    run_pod,
+)
+from write_proxy import WriteProxy
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
+]
+NODES = 2
+MOST_STARTS = 60
+DONE = Termination(failure_class=FailureClass.COMPLETED, exit_code=0, message="done")
+CLAIMS = ("data", "models", "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    assert KUBECONFIG is not None
+    with open_api(KUBECONFIG) as made:
+        yield made
+
+
+class Life:
+    """One job's, under operators of which each lives until its first write.
+
+    Attributes:
+        writes: What they wrote, in order.
+    """
+
+    def __init__(self, api: Api, namespace: str, folder: Path) -> None:
+        self.api = api
+        self.namespace = namespace
+        self.writes: list[str] = []
+        self.proxy = WriteProxy(api.kubeconfig, folder, self._kill)
+        self._operator: OperatorProcess | None = None
+
+    def _kill(self, method: str, path: str, answer: bytes) -> None:
+        self.writes.append(f"{method} {path.partition(f'/{self.namespace}/')[2]}")
+        if self._operator is not None:
+            self._operator.send(signal.SIGKILL)
+
+    def until(self, check: Callable[[], bool], what: str) -> None:
+        """Start one operator after the other, until something is so."""
+        for _ in range(MOST_STARTS):
+            with OperatorProcess(self.proxy.kubeconfig, self.namespace) as operator:
+                self._operator = operator
+                wait_until(lambda: not operator.is_running or check(), 60, f"{what}: {self.writes}")
+                if operator.is_running:
+                    operator.kill()
+                    return
+        raise AssertionError(f"not {what} after {MOST_STARTS} starts: {self.writes}")
+
+    def children(self, kind: Resource) -> list[Object]:
+        listing = self.api.client.list(kind, self.namespace, label_selector=JOB_UID_LABEL)
+        return self.api.run(listing).items
+
+    def names(self, kind: Resource) -> list[str]:
+        return sorted(one["metadata"]["name"] for one in self.children(kind))
+
+    def pods(self, attempt: str) -> list[Object]:
+        """Return the pods of an attempt that have a node, by their number."""
+        found = [one for one in self.children(PODS) if one["spec"].get("nodeName")]
+        found = [one for one in found if one["metadata"]["name"].startswith(f"{attempt}-")]
+        return sorted(found, key=lambda one: str(one["metadata"]["name"]))
+
+    def placed(self, attempt: str) -> list[Object]:
+        wait_until(lambda: len(self.pods(attempt)) == NODES, 30, f"pods of {attempt} have nodes")
+        return self.pods(attempt)
+
+    def run_pods(self, attempt: str) -> None:
+        for pod in self.placed(attempt):
+            self.api.run(run_pod(self.api.client, pod, own_address()))
+
+    def is_told(self, kind: str, attempt: int) -> bool:
+        job = self.api.job(self.namespace)
+        is_that = job is not None and job["status"].get("attempt") == attempt
+        return is_that and condition(job, kind)["status"] == "True"
+
+    def has_deleted_pods(self) -> bool:
+        return any("deletionTimestamp" in one["metadata"] for one in self.children(PODS))
+
+    def end_deleted(self) -> None:
+        """Let the pods be gone that were told to."""
+        client = self.api.client
+        for pod in self.children(PODS):
+            if "deletionTimestamp" in pod["metadata"]:
+                name = pod["metadata"]["name"]
+                self.api.run(end_pod(client, pod, 143))
+                self.api.run(client.delete(PODS, name, self.namespace, grace_seconds=0))
+
+
+@contextlib.contextmanager
+def place(api: Api, namespace: str, loop: LoopThread) -> Iterator[ProgressServer]:
+    """Have a node, claims and a profile for one job, and its rank 0's progress."""
+    name = f"kills-{uuid4().hex[:8]}"
+
+    async def enter(stack: contextlib.AsyncExitStack) -> ProgressServer:
+        client = await stack.enter_async_context(await KubeClient.connect(api.kubeconfig))
+        await stack.enter_async_context(played_node(client, name))
+        await stack.enter_async_context(bound_claims(client, CLAIMS, namespace))
+        said = ProgressServer(Progress(phase=Phase.TRAINING, step=1, total_steps=10))
+        return await stack.enter_async_context(said.serving(own_address()))
+
+    stack = contextlib.AsyncExitStack()
+    said = loop.run(enter(stack))
+    try:
+        with api.profile(name, profile(nodes=profile_nodes(name))):
+            api.apply(
+                namespace,
+                **{
+                    **JOB,
+                    "backend": {"type": "aks", "aks": {"profile": name}},
+                    "topology__nodes": NODES,
+                    "observability__metricsPort": said.port,
+                    "restartPolicy__backoff": {"baseSeconds": 0, "maxSeconds": 1},
+                },
+            )
+            yield said
+    finally:
+        loop.run(stack.aclose())
+
+
+def test_killed_after_each_of_its_writes_it_trains_on_with_one_attempt_at_a_time(
+    api: Api, tmp_path: Path
+) -> None:
+    with api.namespace("kills") as namespace, loop_thread() as loop, place(api, namespace, loop):
+        life = Life(api, namespace, tmp_path)
+        with life.proxy:
+            life.until(lambda: life.names(JOBS) == ["tiny-1"], "created")
+            life.run_pods("tiny-1")
+            life.until(lambda: life.is_told("Running", 1), "Running")
+            _, last = life.placed("tiny-1")
+            api.run(end_pod(api.client, last, 137))
+            life.until(life.has_deleted_pods, "the other pod is told to stop")
+            assert life.names(JOBS) == ["tiny-1"]
+            life.end_deleted()
+            life.until(lambda: life.names(JOBS) == ["tiny-1", "tiny-2"], "started again")
+            life.run_pods("tiny-2")
+            life.until(lambda: life.is_told("Running", 2), "Running again")
+            for pod in life.placed("tiny-2"):
+                api.run(end_pod(api.client, pod, 0, DONE.to_json()))
+            life.until(lambda: life.is_told("Complete", 2), "Complete")
+        first, second = life.children(JOBS)
+        assert "last lines of pod" in first["metadata"]["annotations"]["finetune.dev/last-lines"]
+        assert second["status"]["succeeded"] == NODES
+        (named,) = life.children(ENDPOINT_SLICES)
+        assert named["endpoints"][0]["hostname"] == "tiny-2-0"
+        assert life.names(SERVICES) == life.names(NETWORK_POLICIES) == ["tiny-finetune"]
+        job = api.job(namespace)
+        assert job is not None
+        ended = [(one["number"], one["failureClass"]) for one in job["status"]["attempts"]]
+        assert ended == [(1, "WorkerLost"), (2, "Completed")]
+        created = sorted(
+            one for one in life.writes if one.startswith("POST") and "events" not in one
+        )
+        once = ("endpointslices", "jobs", "jobs", "networkpolicies", "services")
+        assert created == [f"POST {kind}" for kind in once]
