@@ -13,8 +13,11 @@ from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.fake import ended
 from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
-from finetune_operator.kernel.writes import is_worth_writing, merge_patch, opening_left
+from finetune_operator.kernel.writes import WordsTold, is_worth_writing, merge_patch, opening_left
+from finetune_operator.kube.cache import Key
 from finetune_trainer.config import FailureClass, Phase
+
+KEY = Key("ns", "tiny")
 
 
 def worth(saved: FineTuneJobStatus, new: FineTuneJobStatus) -> bool:
@@ -102,6 +105,20 @@ def test_what_keeps_a_first_attempt_from_running_is_told_at_once_however_busy() 
     stuck = Observation(AttemptPhase.PENDING, reason="Unschedulable", message="no node")
     told = life.decide(stuck).status
     assert opening_left(saved, told, life.now, created=START, is_busy=True) == 0
+
+
+def test_new_words_wait_but_a_handle_that_comes_with_them_does_not() -> None:
+    life, words = Life(), WordsTold()
+    life.see()
+    for message in ("0/1 nodes", "0/2 nodes"):
+        saved = life.status
+        life.see(Observation(AttemptPhase.PENDING, reason="Unschedulable", message=message))
+        left = words.left(KEY, saved, life.status, life.now)
+        words.note(KEY, life.status, life.now)
+    assert left == 15
+    ref = BackendRef(kind="Fake", name="another")
+    other = saved.model_copy(update={"backend_ref": ref})
+    assert words.left(KEY, other, life.status, life.now) == 0
 
 
 JSON = st.recursive(

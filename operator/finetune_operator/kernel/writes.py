@@ -126,11 +126,11 @@ class WordsTold:
     ) -> float:
         """Return how many seconds `new` need not be written yet, as it only words things anew."""
         told = self._told.get(key, {}).get(_reasons(new))
-        if told is None or not is_worth_writing(saved, new, with_handle=False):
+        if told is None or not is_worth_writing(saved, new, with_handle=True):
             return 0.0
         ready = find(new, ConditionType.RESOURCES_READY)
         has_no_obstacle = ready is not None and ready.reason in _PASSING
-        if has_no_obstacle or _facts(saved, with_handle=False) != _facts(new, with_handle=False):
+        if has_no_obstacle or _facts(saved, with_handle=True) != _facts(new, with_handle=True):
             return 0.0
         return max(0.0, _WORDS_SECONDS - (now - told).total_seconds())
 
