@@ -4,11 +4,16 @@ import asyncio
 
 import pytest
 
+from builders import manifest
 from configmap_backend import OpeningBackend
 from fake_api import FakeApi
+from finetune_operator.api.validate import defaulted
 from finetune_operator.kernel.handlers import JobEvents, KopfOptions, OnEvent
 from finetune_operator.kernel.term import Term
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
+from kernel_world import nothing
 from live_world import SETTINGS, FollowedJobs
 from virtual_time import run
 
@@ -26,8 +31,58 @@ class DeafJobs(FollowedJobs):
         return max(0.0, asyncio.get_running_loop().time() - self._deaf_at)
 
 
+class KindlessJobs(FollowedJobs):
+    """Looks for the kind when it starts, and never again."""
+
+    async def _follow(self, place: str | None) -> None:
+        try:
+            await self._client.list(FINE_TUNE_JOBS, place)
+        except NotFoundError:
+            await self._stopped.wait()
+            return
+        await super()._follow(place)
+
+    def start(self) -> None:
+        self._stopped = asyncio.Event()
+        super().start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+def kindless(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
+    return KindlessJobs(client, options, on_event)
+
+
+def refuse(verb: str, resource: Resource, name: str) -> None:
+    if resource == FINE_TUNE_JOBS:
+        raise NotFoundError(404, "NotFound", "the server could not find the requested resource")
+
+
 def deaf(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
     return DeafJobs(client, options, on_event)
+
+
+def test_a_kind_that_is_installed_after_the_operator_is_watched_soon() -> None:
+    async def work() -> None:
+        api = FakeApi()
+        api.before = refuse
+        term = Term(api, SETTINGS, listen=kindless)
+        task = asyncio.create_task(term.run())
+        await asyncio.sleep(120)
+        assert not term.health().is_ready
+        api.before = nothing
+        await asyncio.sleep(30)
+        assert term.health().is_ready
+        made = manifest(
+            backend={"type": "configmap"}, model__source="hf://a/b", dataset__source="hf://a/c"
+        )
+        await api.create(FINE_TUNE_JOBS, defaulted(made), "ns")
+        await asyncio.sleep(1)
+        assert [one["metadata"]["name"] for one in api.objects(CONFIG_MAPS)] == ["tiny-1"]
+        task.cancel()
+
+    run(work())
 
 
 def test_what_a_backend_holds_open_is_closed_at_the_end_of_a_term() -> None:

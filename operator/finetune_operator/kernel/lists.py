@@ -14,7 +14,7 @@ from finetune_operator.kernel.sight import Place, name_in
 from finetune_operator.kernel.watches import trim_metadata
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError, ForbiddenError
+from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class JobLists:
         resync_seconds: The longest time between two full lists.
         backoff: Waits between two tries.
         look: Called with each job that was listed or is gone.
+        on_served: Called when the API server has come to know the kind.
 
     Attributes:
         gap: Set it where events may have been lost.
@@ -48,6 +49,7 @@ class JobLists:
         resync_seconds: float,
         backoff: Backoff,
         look: Callable[[Key], None],
+        on_served: Callable[[], None],
     ) -> None:
         self.gap = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -58,6 +60,7 @@ class JobLists:
         self._resync_seconds = resync_seconds
         self._backoff = backoff
         self._look = look
+        self._on_served = on_served
         self._refused: dict[Place, str] = {}
 
     @property
@@ -100,18 +103,21 @@ class JobLists:
         return self._loop.time() + self._resync_seconds * random.uniform(0.8, 1.0)
 
     async def _list_until_done(self, places: Iterable[Place]) -> None:
-        failures = 0
+        failures, is_missing = 0, False
         while True:
             try:
                 for place in places:
                     await self._list(place)
             except ApiError as error:
                 failures += 1
+                is_missing |= isinstance(error, NotFoundError)
                 self.listed_at = self._loop.time()
                 log.warning("FineTuneJobs cannot be listed", extra={"error": str(error)})
                 await asyncio.sleep(self._backoff.seconds(failures))
             else:
-                return
+                break
+        if is_missing:
+            self._on_served()
 
     async def _list(self, place: Place) -> None:
         try:

@@ -85,6 +85,7 @@ class Term:
             resync_seconds=settings.resync_seconds,
             backoff=_WATCH_BACKOFF,
             look=self._queue.add,
+            on_served=self._listen_anew,
         )
         self._sight = Sight(self._backends.load_all(), settings.namespaces, self._watch)
         self._events: JobEvents | None = None
@@ -165,6 +166,11 @@ class Term:
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
             self._lists.gap.set()
+
+    def _listen_anew(self) -> None:
+        """Have kopf look for the kind once more; it does so only when it starts."""
+        if self._events is not None:
+            self._events.stop()
 
     def _on_event(self, kind: str | None, made: Object) -> None:
         kept = trim_metadata(made)
