@@ -57,8 +57,8 @@ def test_killed_in_a_burst_and_started_again_it_doubles_nothing(api: Api, namesp
             return made == [f"{name}-1" for name in names] and second.health()["queue"] == 0
 
         wait_until(is_drained, 5, "nothing is left to do")
-        # It took one look at what was there, and nothing that existed was tried again.
-        assert set(second.calls("list").values()) == {1}
+        # One look at what was there was enough, and nothing that existed was tried again.
+        assert second.calls("list")["list configmaps 200"] == 1
         assert second.calls("create").get("create configmaps 201", 0) == len(left)
         assert "create configmaps 409" not in second.calls("create")
         assert second.said("lost the lease") == []
