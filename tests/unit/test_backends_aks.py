@@ -106,7 +106,7 @@ BLOB = {"csi": {"driver": "blob.csi.azure.com", "volumeAttributes": {"containerN
 def with_volumes(**given: Mapping[str, Any]) -> AksBackend:
     """Return the backend with volumes in its profile, by name, each mounted below /vol."""
     made = [{"name": name, "mountPath": f"/vol/{name}", **one} for name, one in given.items()]
-    return backend(profile(volumes=made, allow={"claims": ["checkpoints"]}))
+    return backend(profile(volumes=made, allow={"claims": ["checkpoints"], "volumes": ["*"]}))
 
 
 def test_a_job_names_volumes_of_its_profile_whatever_they_are() -> None:
@@ -139,6 +139,16 @@ def test_a_job_names_volumes_of_its_profile_whatever_they_are() -> None:
     mounts = [one["mountPath"] for one in container["volumeMounts"]]
     assert mounts[4:] == ["/vol/rows", "/vol/base", "/vol/blob", "/mnt/checkpoints"]
     assert len(template["spec"]["volumes"]) == 3 + 4
+
+
+def test_a_volume_of_the_profile_is_not_every_jobs() -> None:
+    made = [{"name": "blob", "mountPath": "/vol", "source": BLOB}]
+    for_all_claims = backend(profile(volumes=made, allow={"claims": ["*"], "volumes": ["rows"]}))
+    (found,) = for_all_claims.validate(job(**{**JOB, "model__source": "pvc://blob/llama"}))
+    assert str(found) == (
+        "spec.model.source blob is a volume that the profile does not allow (allowed: rows); "
+        "name another"
+    )
 
 
 READ_ONLY = "which is read-only"
@@ -198,7 +208,9 @@ def test_what_is_written_must_reach_a_volume_that_outlives_the_pod(
     volume: Mapping[str, Any], job_changes: Mapping[str, Any], severity: Severity, says: str
 ) -> None:
     made = [{"name": "v", "mountPath": "/vol", **volume}]
-    (found,) = backend(profile(volumes=made)).validate(job(**{**JOB, **job_changes}))
+    (found,) = backend(profile(volumes=made, allow={"volumes": ["v"]})).validate(
+        job(**{**JOB, **job_changes})
+    )
     assert (str(found), found.severity) == (says, severity)
 
 

@@ -97,7 +97,7 @@ class ResourceSettings(ApiModel):
 
 
 class ProfileVolume(ApiModel):
-    """A volume that every pod gets, and that every job may name."""
+    """A volume that every pod gets, and that a job may name where `allow.volumes` lists it."""
 
     name: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=50)] = Field(
         description="Its name; pvc://NAME/PATH in a job is a path on it."
@@ -157,7 +157,12 @@ class Allowances(ApiModel):
         [], description="Secrets a job may name, for the hub token, for env or to pull its image."
     )
     claims: Patterns = Field(
-        [], description="PersistentVolumeClaims a job may name, besides the profile's volumes."
+        [], description="PersistentVolumeClaims of its namespace that a job may name."
+    )
+    volumes: Patterns = Field(
+        [],
+        description="Volumes of the profile that a job may name; it may read all of each, and "
+        "write all of one that is not readOnly.",
     )
     images: Patterns = Field([], description="Images a job may choose, besides the profile's own.")
     priority_classes: Patterns = Field(

@@ -141,6 +141,8 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
             claim = uri.removeprefix(CLAIM).partition("/")[0]
             if volumes.volume_of(claim, profile) is None:
                 yield from refused(path, "a claim", claim, allow.claims)
+            else:
+                yield from refused(path, "a volume", claim, allow.volumes)
 
 
 def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
