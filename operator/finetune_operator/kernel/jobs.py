@@ -131,6 +131,13 @@ class Backends:
                 ) from error
         return self._made[name]
 
+    def live_in_cluster(self, name: str) -> bool | None:
+        """Say whether the backend's attempts do; None where it cannot be used."""
+        try:
+            return self.get(name).lives_in_cluster
+        except FineTuneError:
+            return None
+
 
 class JobBook:
     """Parsed jobs and their plans, kept while the objects they were made from are the same."""

@@ -17,11 +17,12 @@ from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
-from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
+from finetune_operator.errors import BackendError, FineTuneError
+from finetune_operator.kernel import refusals
 from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.watches import Refused, trim_metadata
-from finetune_operator.kernel.writes import WordsTold, is_worth_writing, merge_patch, opening_left
+from finetune_operator.kernel.writes import WordsTold, is_worth_writing, opening_left, status_patch
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError, ConflictError, NotFoundError
@@ -155,7 +156,7 @@ class Reconciler:
         except Exception as error:
             if isinstance(error, FineTuneError) and error.retryable:
                 raise
-            return await self._hold(key, known, _as_refusal(job, error), "that is mended")
+            return await self._hold(key, known, refusals.unreadable(job, error), "that is mended")
         decision = decide(job, observation, self._now(), self._plan(known, job, observation))
         submits = next((one for one in decision.actions if isinstance(one, Submit)), None)
         opened = attempts.current(job.status)
@@ -302,12 +303,7 @@ class Reconciler:
         left = lacks.since + _REFUSED_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or known.raw["metadata"].get("deletionTimestamp"):
             return Look(max(left, _LOOK_AGAIN_SECONDS))
-        text = (
-            f"spec.backend.type {known.backend}: the operator cannot see what runs in this "
-            f"namespace ({lacks.message}); give it that right"
-        )
-        refusal = Refusal(Reason.BACKEND_FAILED, text)
-        return await self._hold(key, known, refusal, "it can be seen")
+        return await self._hold(key, known, refusals.unseen(known, lacks), "it can be seen")
 
     async def _finalize(self, key: Key, known: KnownJob) -> Look:
         """End what runs outside the cluster; what is inside goes with its owner."""
@@ -319,7 +315,7 @@ class Reconciler:
         except FineTuneError as error:
             if error.retryable:
                 raise
-            return await self._hold(key, known, _as_kept(error), "that is mended")
+            return await self._hold(key, known, refusals.endless(error), "that is mended")
         if again is not None:
             return _look_in(again)
         self._forget(key)
@@ -384,7 +380,7 @@ class Reconciler:
             return known
         if self._words_left(key, known, status):
             return known
-        change = merge_patch(_dumped(known.status), _dumped(status))
+        change = status_patch(known.status, status)
         written = await self._patch(key, known, {"status": change}, is_status=True)
         extra = _about(key, phase=status.phase.value, attempt=status.attempt)
         log.info("status written", extra=extra)
@@ -441,7 +437,8 @@ class Reconciler:
         job = self._with_handle(key, job)
         is_open = attempts.current(job.status) is not None
         is_unknown = not job.status.attempt or (is_open and job.status.backend_ref is None)
-        is_looked_for = self._is_inside(job) or (is_open and _is_or_was_suspended(job))
+        is_inside = self._backends.live_in_cluster(job.spec.backend.type)
+        is_looked_for = is_inside or (is_open and _is_or_was_suspended(job))
         if not is_unknown or not is_looked_for:
             return job
         try:
@@ -484,46 +481,11 @@ class Reconciler:
 
     def _is_outside(self, job: FineTuneJob) -> bool:
         """Say whether the job's attempts outlive it: nothing in the cluster would collect them."""
-        return self._is_known(job) and not self._backend(job).lives_in_cluster
-
-    def _is_inside(self, job: FineTuneJob) -> bool:
-        """Say whether the job's attempts are in the cluster, where they are seen without calls."""
-        return self._is_known(job) and self._backend(job).lives_in_cluster
-
-    def _is_known(self, job: FineTuneJob) -> bool:
-        try:
-            self._backend(job)
-        except FineTuneError:
-            return False  # an unknown backend has made nothing
-        return True
+        return self._backends.live_in_cluster(job.spec.backend.type) is False
 
 
 class _StaleError(Exception):
     """The object is not the one that was looked at any more."""
-
-
-def _as_refusal(job: FineTuneJob, error: Exception) -> Refusal:
-    """Return why an attempt cannot be looked at, until somebody mends the cause."""
-    extra = {"job": f"{job.metadata.namespace}/{job.metadata.name}", "error": error}
-    if isinstance(error, FineTuneError):
-        log.warning("attempt cannot be looked at", extra=extra)
-        return Refusal(_reason_of(error), str(error))
-    log.error("attempt cannot be looked at", extra=extra, exc_info=error)
-    return Refusal(Reason.BACKEND_FAILED, fault_of(job, error))
-
-
-def _as_kept(error: FineTuneError) -> Refusal:
-    """Return why a job that is deleted stays."""
-    text = (
-        f"{error}; the job stays until its attempt has ended. Mend that, or make sure that nothing "
-        f"of the attempt runs, and then remove the finalizer {FINALIZER}"
-    )
-    return Refusal(_reason_of(error), text)
-
-
-def _reason_of(error: FineTuneError) -> Reason:
-    is_missing = isinstance(error, UnknownBackendError)
-    return Reason.BACKEND_NOT_FOUND if is_missing else Reason.BACKEND_FAILED
 
 
 def _is_or_was_suspended(job: FineTuneJob) -> bool:
@@ -532,10 +494,6 @@ def _is_or_was_suspended(job: FineTuneJob) -> bool:
 
 def _look_in(seconds: float | None) -> Look:
     return NEVER if seconds is None else Look(max(seconds, _SHORTEST_WAIT_SECONDS))
-
-
-def _dumped(status: FineTuneJobStatus) -> Object:
-    return status.model_dump(by_alias=True, exclude_none=True, mode="json")
 
 
 def _about(key: Key, **fields: object) -> dict[str, object]:

@@ -151,6 +151,14 @@ def _reasons(status: FineTuneJobStatus) -> _Reasons:
     return tuple((one.type, one.reason) for one in status.conditions)
 
 
+def status_patch(old: FineTuneJobStatus, new: FineTuneJobStatus) -> dict[str, Any]:
+    """Return the JSON merge patch that turns one status into another."""
+    before, after = (
+        one.model_dump(by_alias=True, exclude_none=True, mode="json") for one in (old, new)
+    )
+    return merge_patch(before, after)
+
+
 def merge_patch(old: Any, new: Any) -> dict[str, Any]:
     """Return the JSON merge patch (RFC 7396) that turns one object into another."""
     made: dict[str, Any] = {key: None for key in old if key not in new}

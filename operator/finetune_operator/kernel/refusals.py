@@ -1,0 +1,46 @@
+"""Why nothing is done about a job: what its status says, and what somebody is to mend."""
+
+import logging
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.errors import FineTuneError, UnknownBackendError
+from finetune_operator.kernel.jobs import KnownJob, fault_of
+from finetune_operator.kernel.watches import Refused
+from finetune_operator.kube.labels import FINALIZER
+from finetune_operator.reconcile.conditions import Reason
+from finetune_operator.reconcile.decide import Refusal
+
+log = logging.getLogger(__name__)
+
+
+def unseen(known: KnownJob, lacks: Refused) -> Refusal:
+    """Return that the API server does not show what runs for a job."""
+    text = (
+        f"spec.backend.type {known.backend}: the operator cannot see what runs in this namespace "
+        f"({lacks.message}); give it that right"
+    )
+    return Refusal(Reason.BACKEND_FAILED, text)
+
+
+def unreadable(job: FineTuneJob, error: Exception) -> Refusal:
+    """Return why an attempt cannot be looked at, and log it."""
+    extra = {"job": f"{job.metadata.namespace}/{job.metadata.name}", "error": error}
+    if isinstance(error, FineTuneError):
+        log.warning("attempt cannot be looked at", extra=extra)
+        return Refusal(_reason_of(error), str(error))
+    log.error("attempt cannot be looked at", extra=extra, exc_info=error)
+    return Refusal(Reason.BACKEND_FAILED, fault_of(job, error))
+
+
+def endless(error: FineTuneError) -> Refusal:
+    """Return why a job that is deleted stays."""
+    text = (
+        f"{error}; the job stays until its attempt has ended. Mend that, or make sure that nothing "
+        f"of the attempt runs, and then remove the finalizer {FINALIZER}"
+    )
+    return Refusal(_reason_of(error), text)
+
+
+def _reason_of(error: FineTuneError) -> Reason:
+    is_missing = isinstance(error, UnknownBackendError)
+    return Reason.BACKEND_NOT_FOUND if is_missing else Reason.BACKEND_FAILED
