@@ -40,6 +40,8 @@ def test_twenty_jobs_run_to_completion_within_the_write_budget(
         api.play(namespace, name, phase="Running", ready="1")
         api.play(namespace, name, step="1")
     wait_until(lambda: all(api.phase(namespace, name) == "Running" for name in names), 20)
+    # An Event follows the status that it tells of.
+    wait_until(lambda: operator.calls("create")["create events 201"] == 40, 5)
     start = operator.calls(*WRITES)
     patches = start.pop("patch finetunejobs 200")  # one of a job that runs within 3 s
     assert 20 <= patches <= 40
