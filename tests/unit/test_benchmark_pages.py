@@ -1,8 +1,10 @@
-"""The published figures of the operator are those that were measured, missed limits included."""
+"""Published figures are those that were measured, missed limits included."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import dev_share
 import pytest
 from measured import FOLDER
 from operator_page import LIMITS, page
@@ -18,8 +20,14 @@ def row(text: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_published_page_is_what_its_json_makes() -> None:
-    assert (FOLDER / "operator.md").read_text(encoding="utf-8") == page(measured())
+@pytest.mark.parametrize(
+    ("name", "render"), [pytest.param("operator", page), pytest.param("dev", dev_share.page)]
+)
+def test_a_published_page_is_what_its_json_makes(
+    name: str, render: Callable[[dict[str, Any]], str]
+) -> None:
+    made = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    assert (FOLDER / f"{name}.md").read_text(encoding="utf-8") == render(made)
 
 
 @pytest.mark.parametrize("name", LIMITS)
