@@ -21,6 +21,7 @@ from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel import refusals
 from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
+from finetune_operator.kernel.unwritten import Unwritten
 from finetune_operator.kernel.watches import Refused, trim_metadata
 from finetune_operator.kernel.writes import WordsTold, is_worth_writing, opening_left, status_patch
 from finetune_operator.kube.cache import Key, ObjectCache
@@ -112,16 +113,14 @@ class Reconciler:
         self._lacks = lacks
         self._is_busy = is_busy
         self._book = JobBook(cache.get, backends)
-        # What no status holds yet: it would be found again, at the cost of calls.
-        self._handles: dict[Key, tuple[str, int, Handle]] = {}
+        self._unwritten = Unwritten()
         self._words = WordsTold()
         self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
-        self._opened: dict[Key, tuple[str, FineTuneJobStatus]] = {}
 
     def is_new(self, key: Key) -> bool:
         """Say whether the job waits for its first look: nothing was told about it, or opened."""
         made = self._cache.get(key)
-        if made is None or key in self._opened:
+        if made is None or key in self._unwritten:
             return False
         return not (made.get("status") or {}).get("observedGeneration")
 
@@ -244,10 +243,10 @@ class Reconciler:
         except Exception as error:
             log.exception("attempt not created", extra=_about(key, attempt=number))
             return await self._block(key, known, job, fault_of(job, error))
-        self._handles[key] = (job.metadata.uid, number, handle)
+        self._unwritten.note_handle(key, job.metadata.uid, number, handle)
         log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
         if self._is_outside(job):
-            await self._write(key, known, self._with_handle(key, job).status)
+            await self._write(key, known, self._unwritten.added_to(key, job).status)
         return Look(FIRST_LOOK_SECONDS)
 
     async def _tell_delay(
@@ -290,10 +289,8 @@ class Reconciler:
         self, key: Key, known: KnownJob, refusal: Refusal, until: str = "the spec can be read"
     ) -> Look:
         """Say what keeps a job from being looked at; an attempt that runs is left alone."""
-        metadata, status = known.metadata, known.status
-        uid, opened = self._opened.get(key, ("", status))
-        if uid == metadata.uid and not status.attempt:
-            status = opened
+        metadata = known.metadata
+        status = self._unwritten.status_of(key, metadata.uid, known.status)
         status = hold(status, refusal, self._now(), metadata.generation, until)
         await self._write(key, known, status)
         return Look(MENDED_SECONDS)
@@ -332,7 +329,7 @@ class Reconciler:
         grace, handle = _UNREADABLE_GRACE_SECONDS, handle_of(known.status)
         backend = self._backends.get(known.backend)
         if known.job is not None:
-            job = self._with_handle(key, known.job)
+            job = self._unwritten.added_to(key, known.job)
             grace = float(job.spec.deadlines.termination_grace_seconds)
             handle = handle_of(job.status)
             if handle is None and (found := await backend.find(job, Attempt(attempt.number))):
@@ -374,7 +371,7 @@ class Reconciler:
         """Write the status if that is worth a write, and tell what has become true by it."""
         with_handle = known.job is not None and self._is_outside(known.job)
         if not with_handle and self._opening_left(known, status):
-            self._opened[key] = (known.raw["metadata"]["uid"], status)
+            self._unwritten.note_opened(key, known.raw["metadata"]["uid"], status)
             return known
         if not is_worth_writing(known.status, status, with_handle=with_handle):
             return known
@@ -384,6 +381,7 @@ class Reconciler:
         written = await self._patch(key, known, {"status": change}, is_status=True)
         extra = _about(key, phase=status.phase.value, attempt=status.attempt)
         log.info("status written", extra=extra)
+        self._unwritten.note_written(key)
         self._words.note(key, status, self._now())
         for event in events_between(known.status, status):
             await self._events.post(known.metadata, event)
@@ -428,13 +426,8 @@ class Reconciler:
             self._cache.put(trim_metadata(made))
 
     async def _as_it_is(self, key: Key, known: KnownJob, job: FineTuneJob) -> FineTuneJob:
-        """Return the job with the attempt and the handle that its status does not hold yet."""
-        uid, status = self._opened.get(key, ("", job.status))
-        if job.status.attempt:
-            self._opened.pop(key, None)
-        elif uid == job.metadata.uid:
-            job = job.model_copy(update={"status": status})
-        job = self._with_handle(key, job)
+        """Return the job with what its status does not hold yet, looked for where it may be."""
+        job = self._unwritten.added_to(key, job)
         is_open = attempts.current(job.status) is not None
         is_unknown = not job.status.attempt or (is_open and job.status.backend_ref is None)
         is_inside = self._backends.live_in_cluster(job.spec.backend.type)
@@ -456,23 +449,12 @@ class Reconciler:
         if not job.status.attempt:
             status = as_opened(job, found, self._now(), self._book.plan(job))
             job = job.model_copy(update={"status": status})
-        self._handles[key] = (job.metadata.uid, number, found.handle)
+        self._unwritten.note_handle(key, job.metadata.uid, number, found.handle)
         log.info("attempt found", extra=_about(key, attempt=number, handle=found.handle.name))
-        return self._with_handle(key, job)
-
-    def _with_handle(self, key: Key, job: FineTuneJob) -> FineTuneJob:
-        """Return the job with the handle that its status does not hold yet."""
-        uid, number, handle = self._handles.get(key, ("", 0, None))
-        attempt = attempts.current(job.status)
-        if handle is None or attempt is None or job.status.backend_ref is not None:
-            return job
-        if (uid, number) != (job.metadata.uid, attempt.number):
-            return job
-        return job.model_copy(update={"status": attempts.with_handle(job.status, handle)})
+        return self._unwritten.added_to(key, job)
 
     def _forget(self, key: Key) -> None:
-        self._handles.pop(key, None)
-        self._opened.pop(key, None)
+        self._unwritten.forget(key)
         self._unseen.pop(key, None)
         self._words.forget(key)
 
