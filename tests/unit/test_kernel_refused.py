@@ -49,6 +49,15 @@ class Scene:
     async def play(self, namespace: str, **data: str) -> None:
         await self.api.patch(CONFIG_MAPS, "tiny-1", namespace, {"data": data})
 
+    async def trains(self, namespace: str) -> Object:
+        """Start an operator, and return the status of a job once it trains."""
+        self.restart()
+        await self.apply(namespace)
+        await asyncio.sleep(5)
+        await self.play(namespace, phase="Running", ready="1", step="3")
+        await asyncio.sleep(30)
+        return self.status(namespace)
+
     def attempts(self, namespace: str) -> list[str]:
         made = self.api.objects(CONFIG_MAPS)
         return [
@@ -179,12 +188,7 @@ def test_children_that_are_not_shown_count_neither_as_gone_nor_as_never_made(
 
 def test_a_refusal_of_a_moment_at_the_start_starts_no_attempt_twice_and_writes_nothing() -> None:
     async def script(scene: Scene) -> None:
-        scene.restart()
-        await scene.apply("team-a")
-        await asyncio.sleep(5)
-        await scene.play("team-a", phase="Running", ready="1", step="3")
-        await asyncio.sleep(30)
-        before = scene.status("team-a")
+        before = await scene.trains("team-a")
         scene.api.refused = {(CONFIG_MAPS, "team-a"): BOTH, (FINE_TUNE_JOBS, "team-b"): BOTH}
         scene.restart()
         await asyncio.sleep(8)
@@ -201,12 +205,7 @@ def test_a_refusal_of_a_moment_at_the_start_starts_no_attempt_twice_and_writes_n
 
 def test_what_was_known_is_kept_while_a_running_operator_may_not_look() -> None:
     async def script(scene: Scene) -> None:
-        scene.restart()
-        await scene.apply("team-a")
-        await asyncio.sleep(5)
-        await scene.play("team-a", phase="Running", ready="1", step="3")
-        await asyncio.sleep(30)
-        before = scene.status("team-a")
+        before = await scene.trains("team-a")
         scene.api.refused = {(CONFIG_MAPS, "team-a"): BOTH, (FINE_TUNE_JOBS, "team-a"): BOTH}
         await asyncio.sleep(3600)
         scene.api.refused = {}
