@@ -1,6 +1,7 @@
 """A token that cannot be had for a while: no answer, and no end of the process."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from finetune_operator.kube.errors import UnauthorizedError
 from finetune_operator.kube.resources import CONFIG_MAPS
 
 
-def by_file(token: Path) -> KubeClient:
+def by_file(token: Path, on_read: Callable[[], None]) -> KubeClient:
     """Return a client that reads its token before each request, as a service account's does."""
 
     def read(configuration: Configuration) -> None:
+        on_read()
         configuration.api_key["BearerToken"] = f"Bearer {token.read_text()}"
 
     configuration = Configuration(host="http://127.0.0.1:9")  # nobody is asked
@@ -28,7 +30,8 @@ def by_file(token: Path) -> KubeClient:
 
 def test_a_token_that_cannot_be_read_is_told_and_ends_no_watch(tmp_path: Path) -> None:
     async def work() -> None:
-        async with by_file(tmp_path / "token") as client:
+        tries = asyncio.Semaphore(0)
+        async with by_file(tmp_path / "token", tries.release) as client:
             with pytest.raises(UnauthorizedError, match=r"there is no token now .*No such file"):
                 await client.get(CONFIG_MAPS, "one", "ns")
             with pytest.raises(UnauthorizedError, match="there is no token now"):
@@ -43,7 +46,9 @@ def test_a_token_that_cannot_be_read_is_told_and_ends_no_watch(tmp_path: Path) -
                 backoff=Backoff(0.01, 0.01),
             )
             task = asyncio.create_task(watch.run())
-            await asyncio.sleep(0.5)
+            async with asyncio.timeout(20):
+                for _ in range(5):  # two by the requests above
+                    await tries.acquire()
             assert not task.done()
             assert not watch.is_synced.is_set()
             task.cancel()
