@@ -67,7 +67,7 @@ class World:
     """A cluster, its clock, and an operator process that may die.
 
     Attributes:
-        is_busy: Whether the process has other jobs to open.
+        is_busy: Whether the process has other jobs to look at.
     """
 
     is_busy = False

@@ -12,7 +12,7 @@ from aks_cases import JOB, profile
 from backend_contract import planned
 from fake_api import FakeApi
 from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.progress import ProgressReader
+from finetune_operator.backends.aks.progress import FIRST_SECONDS, Pace, ProgressReader
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -48,7 +48,7 @@ def test_a_run_that_trains_is_asked_once_in_an_interval() -> None:
     asked: list[str] = []
 
     async def look() -> None:
-        reader = ProgressReader()
+        reader = ProgressReader(first_seconds=0.0)
         async with served(Progress(phase=Phase.TRAINING, step=7), asked) as port:
             word = await reader.read("a", "127.0.0.1", port, INTERVAL)
             if word.progress is None:  # a slow machine: it comes in a moment
@@ -67,7 +67,7 @@ def test_a_run_that_trains_is_asked_once_in_an_interval() -> None:
 def test_a_run_before_its_first_step_is_asked_again_soon(phase: Phase) -> None:
     async def look() -> float:
         async with served(Progress(phase=phase), []) as port:
-            word = await ProgressReader().read("a", "127.0.0.1", port, INTERVAL)
+            word = await ProgressReader(first_seconds=0.0).read("a", "127.0.0.1", port, INTERVAL)
             return word.look_again_seconds
 
     assert asyncio.run(look()) < 1.0
@@ -75,7 +75,7 @@ def test_a_run_before_its_first_step_is_asked_again_soon(phase: Phase) -> None:
 
 def test_nobody_waits_for_a_pod_that_does_not_answer() -> None:
     async def look() -> float:
-        reader = ProgressReader()
+        reader = ProgressReader(first_seconds=0.0)
         async with served(None, []) as port:
             loop = asyncio.get_running_loop()
             start = loop.time()
@@ -88,19 +88,47 @@ def test_nobody_waits_for_a_pod_that_does_not_answer() -> None:
     assert asyncio.run(look()) < 1.0
 
 
-def test_a_pod_that_refuses_is_asked_again_later_and_later() -> None:
-    async def look() -> tuple[float, float]:
-        reader = ProgressReader()
+def test_a_pod_that_refuses_is_asked_again_after_a_while() -> None:
+    async def look() -> float:
+        reader = ProgressReader(first_seconds=0.0)
         async with served(Progress(), []) as port:
             pass  # the port is free again, and nobody listens
-        first = await reader.read("a", "127.0.0.1", port, INTERVAL)
-        await asyncio.sleep(first.look_again_seconds)
-        second = await reader.read("a", "127.0.0.1", port, INTERVAL)
-        assert (first.progress, second.progress) == (None, None)
-        return first.look_again_seconds, second.look_again_seconds
+        word = await reader.read("a", "127.0.0.1", port, INTERVAL)
+        assert word.progress is None
+        return word.look_again_seconds
 
-    first, second = asyncio.run(look())
-    assert first < second
+    assert 2 < asyncio.run(look()) <= 3
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["loads", "is silent"])
+def test_who_starts_for_long_is_asked_less_often_but_as_often_as_one_that_trains(
+    answers: bool,
+) -> None:
+    pace, now, pauses = Pace(0.0, INTERVAL), 2.0, list[float]()
+    while now < 600:
+        pause = pace.after_answer(now, is_steady=False) if answers else pace.after_silence(now)
+        pauses.append(pause)
+        now += pause
+    assert len(pauses) < 60
+    assert pauses[0] == (0.5 if answers else 3.0)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == INTERVAL
+
+
+def test_who_trained_a_moment_ago_is_asked_again_soon() -> None:
+    pace = Pace(0.0, INTERVAL)
+    assert pace.after_answer(1000.0, is_steady=True) == INTERVAL
+    assert pace.after_answer(1001.0, is_steady=False) < 1
+
+
+def test_a_pod_that_begins_to_run_is_not_asked_at_once() -> None:
+    async def look() -> float:
+        reader = ProgressReader()
+        word = await reader.read("a", "127.0.0.1", 1, INTERVAL)
+        assert word.progress is None
+        return word.look_again_seconds
+
+    assert asyncio.run(look()) == pytest.approx(FIRST_SECONDS, abs=0.1)
 
 
 @asynccontextmanager
@@ -126,7 +154,7 @@ async def saying(*parts: bytes) -> AsyncIterator[int]:
 
 async def word_of(port: int) -> Progress | None:
     """Ask until there is an answer, or the first question has failed."""
-    reader = ProgressReader()
+    reader = ProgressReader(first_seconds=0.0)
     word = await reader.read("a", "127.0.0.1", port, INTERVAL)
     if word.progress is None:
         await asyncio.sleep(word.look_again_seconds)
@@ -245,6 +273,8 @@ def test_at_the_end_of_a_term_no_question_stays_open() -> None:
         async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             handle = await running(backend, caches, port)
+            await backend.observe(handle)
+            await asyncio.sleep(FIRST_SECONDS)
             async with asyncio.timeout(1.5):  # the question itself gives up after 2 s
                 await backend.observe(handle)
                 await asked.wait()

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from aks_world import ADDRESS, AksWorld
+from finetune_operator.backends.aks.progress import FIRST_SECONDS
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
@@ -67,6 +68,8 @@ def test_a_gang_whose_batch_job_is_deleted_does_not_run_while_a_pod_hangs() -> N
     async def life(world: AksWorld, said: ProgressServer) -> None:
         said.progress = TRAINS
         await running(world)
+        await asyncio.sleep(FIRST_SECONDS)
+        await look(world, 1)
         assert told(world, "Running") == ("True", "Training")
         world.api.remove(JOBS, "tiny-1", "ns")
         world.api.remove(PODS, "tiny-1-0", "ns")

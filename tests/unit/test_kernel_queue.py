@@ -54,10 +54,8 @@ def test_urgent_keys_are_taken_before_others_and_each_kind_in_its_turn() -> None
         for name in ("a", "new-1", "b", "new-2"):
             made.add(Key("ns", name))
             made.add(Key("ns", name))
-        assert made.has_urgent
         assert len(made) == 4
         taken = await in_turn(made, 4)
-        assert not made.has_urgent
         assert len(made) == 0
         return taken
 
@@ -150,6 +148,74 @@ def test_a_key_that_must_be_looked_at_again_at_once_does_not_rest() -> None:
         assert len(made) == 0
 
     run(work())
+
+
+def test_a_held_key_comes_as_soon_as_no_other_waits_or_is_worked_on() -> None:
+    async def work() -> None:
+        made = queue()
+        made.add(A)
+        made.done(await made.take(), again_in_seconds=30, when_quiet=True)
+        assert (made.num_held, len(made)) == (1, 0)
+        made.add(B)
+        assert await made.take() == B
+        waits = asyncio.create_task(made.take())
+        await asyncio.sleep(2)
+        assert not waits.done()
+        made.done(B)
+        assert await waits == A
+        assert (now(), made.num_held) == (2, 0)
+        made.done(A)
+        made.close()
+
+    run(work())
+
+
+def test_held_keys_come_one_at_a_time() -> None:
+    async def work() -> None:
+        made = queue()
+        for key in (A, B, Key("ns", "c")):
+            made.add(key)
+        for _ in range(2):
+            made.done(await made.take(), when_quiet=True)
+        made.done(await made.take())
+        assert await made.take() == A
+        second = asyncio.create_task(made.take())
+        await asyncio.sleep(1)
+        assert not second.done()
+        made.done(A)
+        assert await second == B
+
+    run(work())
+
+
+def test_a_held_key_comes_in_its_time_however_busy_it_is() -> None:
+    async def work() -> float:
+        made = queue()
+        made.add(A)
+        made.done(await made.take(), again_in_seconds=5, when_quiet=True)
+        made.add(B)
+        assert await made.take() == B  # and it is worked on for ever
+        assert await made.take() == A
+        return now()
+
+    assert run(work()) == 5
+
+
+def test_a_held_key_waits_for_those_whose_events_rest() -> None:
+    async def work() -> list[Key]:
+        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        for key in (B, A):
+            made.add(key)
+        made.done(await made.take())
+        made.done(await made.take(), when_quiet=True)
+        made.add(B)
+        taken = []
+        for _ in range(2):
+            taken.append(await made.take())
+            made.done(taken[-1])
+        return taken
+
+    assert run(work()) == [B, A]
 
 
 def test_a_key_comes_again_after_the_shortest_wait_asked_for() -> None:

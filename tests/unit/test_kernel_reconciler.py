@@ -221,18 +221,33 @@ def test_the_first_status_is_told_after_ten_seconds_of_nothing_else() -> None:
     run(work())
 
 
-def test_the_first_status_waits_while_other_jobs_are_to_be_opened_but_not_for_ever() -> None:
+def test_the_first_status_waits_while_other_jobs_are_looked_at_but_not_for_ever() -> None:
     async def work() -> None:
         world = World()
         world.is_busy = True
         await world.apply()
-        for _ in range(3):
+        for _ in range(4):
             look = await world.settle()
             assert look.again_in_seconds is not None
             assert look.again_in_seconds <= 10
             assert world.job["status"]["phase"] == "Pending"
-            world.now += timedelta(seconds=3)
-        world.now += timedelta(seconds=1)
+            world.now += timedelta(seconds=5)
+        assert look.when_quiet
+        await world.settle()
+        assert world.job["status"]["phase"] == "Starting"
+
+    run(work())
+
+
+def test_a_status_that_waits_is_written_as_soon_as_no_other_job_is_looked_at() -> None:
+    async def work() -> None:
+        world = World()
+        world.is_busy = True
+        await world.apply()
+        await world.settle()
+        world.now += timedelta(seconds=10)
+        assert (await world.settle()).when_quiet
+        world.is_busy = False
         await world.settle()
         assert world.job["status"]["phase"] == "Starting"
 

@@ -1,23 +1,19 @@
 """Which statuses are worth a write, what is patched, and which Events follow."""
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions import PENDING, START, Life, running
+from decisions import PENDING, Life, running
 from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus, JobPhase
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.fake import ended
 from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
-from finetune_operator.kernel.writes import WordsTold, is_worth_writing, merge_patch, opening_left
-from finetune_operator.kube.cache import Key
+from finetune_operator.kernel.writes import is_worth_writing, merge_patch
 from finetune_trainer.config import FailureClass, Phase
-
-KEY = Key("ns", "tiny")
 
 
 def worth(saved: FineTuneJobStatus, new: FineTuneJobStatus) -> bool:
@@ -61,64 +57,6 @@ def test_the_handle_counts_only_where_the_name_does_not_lead_to_it() -> None:
     changed = life.status.model_copy(update={"backend_ref": ref})
     assert not is_worth_writing(life.status, changed, with_handle=False)
     assert is_worth_writing(life.status, changed, with_handle=True)
-
-
-RUNS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
-
-
-@pytest.mark.parametrize(
-    ("seen", "is_busy", "age", "left"),
-    [
-        pytest.param(RUNS, False, 0, 3, id="three seconds once its nodes run"),
-        pytest.param(RUNS, False, 2.5, 0.5, id="the rest of three seconds"),
-        pytest.param(RUNS, False, 3, 0, id="no longer while nobody else waits"),
-        pytest.param(RUNS, True, 2.5, 0.5, id="busy or not, it is looked at after three"),
-        pytest.param(RUNS, True, 3, 1, id="a second longer at a time while others wait"),
-        pytest.param(RUNS, True, 9.5, 0.5, id="ten seconds in all"),
-        pytest.param(RUNS, True, 10, 0, id="no longer whoever waits"),
-        pytest.param(None, False, 3, 7, id="ten seconds while its nodes may come"),
-        pytest.param(None, False, 10, 0, id="no longer however long they take"),
-        pytest.param(None, True, 10, 0, id="no longer whoever waits for what"),
-    ],
-)
-def test_that_an_attempt_was_opened_may_stay_untold(
-    seen: Observation | None, is_busy: bool, age: float, left: float
-) -> None:
-    life = Life()
-    saved = life.status
-    life.see()
-    opened = life.decide(seen).status
-    now = life.now + timedelta(seconds=age)
-    assert opening_left(saved, opened, now, created=START, is_busy=is_busy) == left
-
-
-def test_an_attempt_that_is_opened_late_is_told_of_after_three_seconds() -> None:
-    life = Life()
-    saved, opened, long_ago = life.status, life.decide().status, START - timedelta(hours=1)
-    assert opening_left(saved, opened, life.now, created=long_ago, is_busy=False) == 3
-
-
-def test_what_keeps_a_first_attempt_from_running_is_told_at_once_however_busy() -> None:
-    life = Life()
-    saved = life.status
-    life.see()
-    stuck = Observation(AttemptPhase.PENDING, reason="Unschedulable", message="no node")
-    told = life.decide(stuck).status
-    assert opening_left(saved, told, life.now, created=START, is_busy=True) == 0
-
-
-def test_new_words_wait_but_a_handle_that_comes_with_them_does_not() -> None:
-    life, words = Life(), WordsTold()
-    life.see()
-    for message in ("0/1 nodes", "0/2 nodes"):
-        saved = life.status
-        life.see(Observation(AttemptPhase.PENDING, reason="Unschedulable", message=message))
-        left = words.left(KEY, saved, life.status, life.now)
-        words.note(KEY, life.status, life.now)
-    assert left == 15
-    ref = BackendRef(kind="Fake", name="another")
-    other = saved.model_copy(update={"backend_ref": ref})
-    assert words.left(KEY, other, life.status, life.now) == 0
 
 
 JSON = st.recursive(

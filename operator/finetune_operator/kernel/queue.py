@@ -3,11 +3,13 @@
 Handlers and watches add keys, workers take them. What comes while a key is worked on makes it come
 again afterwards; what comes right after a look waits a moment for more of its kind, as one change
 of a gang is many events. An urgent key overtakes those that came up to HEAD_START_SECONDS before
-it, so that either kind's wait has a bound. Lives on one event loop; its time is the loop's.
+it, so that either kind's wait has a bound. A key that is held comes once no other waits or is
+worked on, one at a time. Lives on one event loop; its time is the loop's.
 """
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 
 from finetune_operator.kernel.backoff import Backoff
@@ -40,9 +42,10 @@ class WorkQueue:
         self._rest_seconds = rest_seconds
         self._is_urgent = is_urgent
         self._loop = asyncio.get_running_loop()
-        self._filled = asyncio.Event()
+        self._idle: deque[asyncio.Future[None]] = deque()  # workers that wait for a key
         self._urgent: dict[Key, float] = {}  # since when; in the order they are taken
         self._ready: dict[Key, float] = {}  # ... those that are not urgent
+        self._held: dict[Key, None] = {}  # until it is quiet; in the order they are taken
         self._taken: dict[Key, float] = {}
         self._again: set[Key] = set()
         self._rests: dict[Key, asyncio.TimerHandle] = {}
@@ -62,9 +65,9 @@ class WorkQueue:
         return self._loop.time() - min(since) if since else 0.0
 
     @property
-    def has_urgent(self) -> bool:
-        """Whether an urgent key waits for a worker."""
-        return bool(self._urgent)
+    def num_held(self) -> int:
+        """How many keys are held until no other waits or is worked on."""
+        return len(self._held)
 
     def add(self, key: Key) -> None:
         """Have the key looked at, now or after the look or the wait that is under way."""
@@ -91,13 +94,13 @@ class WorkQueue:
 
     async def take(self) -> Key:
         """Return the key whose turn it is; the caller must say `done` or `failed`."""
-        while not self._urgent and not self._ready:
-            self._filled.clear()
-            await self._filled.wait()
-        is_urgent = _oldest(self._urgent) - HEAD_START_SECONDS <= _oldest(self._ready)
-        waits = self._urgent if is_urgent else self._ready
-        key = next(iter(waits))
-        del waits[key]
+        while (key := self._next()) is None:
+            turn = self._loop.create_future()
+            self._idle.append(turn)
+            await turn
+        self._urgent.pop(key, None)
+        self._ready.pop(key, None)
+        self._held.pop(key, None)
         self._taken[key] = self._loop.time()
         self._stop_timer(key)
         self._woken.discard(key)
@@ -105,9 +108,19 @@ class WorkQueue:
             rest.cancel()
         return key
 
-    def done(self, key: Key, again_in_seconds: float | None = None) -> None:
-        """Give a key back after a look that succeeded; only now may it be taken again."""
+    def done(
+        self, key: Key, again_in_seconds: float | None = None, *, when_quiet: bool = False
+    ) -> None:
+        """Give a key back after a look that succeeded; only now may it be taken again.
+
+        Args:
+            key: What was taken.
+            again_in_seconds: When it comes again by itself.
+            when_quiet: It comes before that if no other key waits or is worked on.
+        """
         self._failures.pop(key, None)
+        if when_quiet:
+            self._held[key] = None
         self._give_back(key)
         if again_in_seconds is not None:
             self.add_after(key, again_in_seconds)
@@ -146,10 +159,27 @@ class WorkQueue:
         if key not in self._urgent and key not in self._ready and key not in self._taken:
             waits = self._urgent if self._is_urgent(key) else self._ready
             waits[key] = self._loop.time()
-            self._filled.set()
+            self._call_worker()
+
+    def _next(self) -> Key | None:
+        """Return the key whose turn it is, and None where none may be taken now."""
+        if self._urgent or self._ready:
+            is_urgent = _oldest(self._urgent) - HEAD_START_SECONDS <= _oldest(self._ready)
+            return next(iter(self._urgent if is_urgent else self._ready))
+        return next(iter(self._held), None) if not len(self) else None
+
+    def _call_worker(self) -> None:
+        """Wake one worker; a turn that nobody waits for any more was cancelled."""
+        while self._idle:
+            turn = self._idle.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def _give_back(self, key: Key) -> None:
         del self._taken[key]
+        if self._held:
+            self._call_worker()
         if self._rest_seconds:
             self._rests[key] = self._loop.call_later(self._rest_seconds, self._end_rest, key)
         if key in self._again:
@@ -161,6 +191,8 @@ class WorkQueue:
         if key in self._woken:
             self._woken.discard(key)
             self.add(key)
+            if self._held:
+                self._call_worker()
 
     def _ring(self, key: Key) -> None:
         self._timers.pop(key, None)

@@ -21,9 +21,10 @@ from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel import refusals
 from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
+from finetune_operator.kernel.reports import NO_DELAY, Delay, Reports
 from finetune_operator.kernel.unwritten import Unwritten
 from finetune_operator.kernel.watches import Refused, trim_metadata
-from finetune_operator.kernel.writes import WordsTold, is_worth_writing, opening_left, status_patch
+from finetune_operator.kernel.writes import is_worth_writing, status_patch
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError, ConflictError, NotFoundError
@@ -54,8 +55,8 @@ from finetune_operator.reconcile.drive import handle_of
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK_SECONDS = 0.25
-"""How long after an attempt was created it is looked at: most of it is there by then."""
+FIRST_LOOK_SECONDS = 1.5
+"""How long after an attempt was created it is looked at, unless something is seen of it before."""
 
 _LOOK_AGAIN_SECONDS = 1.0
 _SHORTEST_WAIT_SECONDS = 0.1  # whatever a backend asks for
@@ -70,9 +71,11 @@ class Look:
 
     Attributes:
         again_in_seconds: When to look again though nothing happens; None for never.
+        when_quiet: Look again before that if no other job is to be looked at.
     """
 
     again_in_seconds: float | None = None
+    when_quiet: bool = False
 
 
 _ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
@@ -91,7 +94,7 @@ class Reconciler:
         events: Who tells people.
         now: The time, with a zone.
         lacks: What keeps the attempts of a backend in a namespace from being seen; by their names.
-        is_busy: Whether other jobs wait for their first look, which comes before reporting.
+        is_busy: Whether other jobs are to be looked at, which comes before reporting.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Reconciler:
         self._is_busy = is_busy
         self._book = JobBook(cache.get, backends)
         self._unwritten = Unwritten()
-        self._words = WordsTold()
+        self._reports = Reports()
         self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
 
     def is_new(self, key: Key) -> bool:
@@ -166,7 +169,7 @@ class Reconciler:
         if submits is not None:
             known = await self._with_finalizer(key, known, job)
         status = await self._collected(job, decision)
-        known = await self._write(key, known, status)
+        known, delay = await self._report(key, known, status)
         if submits is not None:
             job = job.model_copy(update={"status": status})
             return await self._submit(key, known, job, submits.number)
@@ -175,12 +178,9 @@ class Reconciler:
         if is_finished(status):
             self._forget(key)
             return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
-        waits = (
-            decision.requeue_seconds,
-            self._opening_left(known, status) or None,
-            self._words_left(key, known, status) or None,
-        )
-        return _look_in(min((one for one in waits if one is not None), default=None))
+        waits = (decision.requeue_seconds, delay.seconds or None)
+        again = min((one for one in waits if one is not None), default=None)
+        return _look_in(again, when_quiet=delay.until_quiet)
 
     def _plan(
         self, known: KnownJob, job: FineTuneJob, observation: Observation | None
@@ -227,7 +227,7 @@ class Reconciler:
             return await self._submit(key, known, job, number)
         # A creation that was not answered may have been carried out.
         if handle_of((await self._found(key, job)).status) is None:
-            await self._write(key, known, status)
+            await self._report(key, known, status)
         return AT_ONCE
 
     async def _submit(self, key: Key, known: KnownJob, job: FineTuneJob, number: int) -> Look:
@@ -246,7 +246,7 @@ class Reconciler:
         self._unwritten.note_handle(key, job.metadata.uid, number, handle)
         log.info("attempt created", extra=_about(key, attempt=number, handle=handle.name))
         if self._is_outside(job):
-            await self._write(key, known, self._unwritten.added_to(key, job).status)
+            await self._report(key, known, self._unwritten.added_to(key, job).status)
         return Look(FIRST_LOOK_SECONDS)
 
     async def _tell_delay(
@@ -257,12 +257,12 @@ class Reconciler:
         if isinstance(error, BackendError):  # it was looked for, and does not exist
             status = give_up(job, self._now()) or status
         if status is not None:
-            await self._write(key, known, status)
+            await self._report(key, known, status)
 
     async def _block(self, key: Key, known: KnownJob, job: FineTuneJob, message: str) -> Look:
         status = block(job, message, self._now())
-        known = await self._write(key, known, status)
-        return Look(self._words_left(key, known, status) or MENDED_SECONDS)
+        _, delay = await self._report(key, known, status)
+        return Look(delay.seconds or MENDED_SECONDS)
 
     async def _create(self, job: FineTuneJob, number: int) -> Handle:
         plan = self._book.plan(job)
@@ -292,7 +292,7 @@ class Reconciler:
         metadata = known.metadata
         status = self._unwritten.status_of(key, metadata.uid, known.status)
         status = hold(status, refusal, self._now(), metadata.generation, until)
-        await self._write(key, known, status)
+        await self._report(key, known, status)
         return Look(MENDED_SECONDS)
 
     async def _stand_by(self, key: Key, known: KnownJob, lacks: Refused) -> Look:
@@ -367,33 +367,39 @@ class Reconciler:
             return known
         return await self._patch(key, known, {"metadata": {"finalizers": [*there, FINALIZER]}})
 
-    async def _write(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> KnownJob:
-        """Write the status if that is worth a write, and tell what has become true by it."""
+    async def _report(
+        self, key: Key, known: KnownJob, status: FineTuneJobStatus
+    ) -> tuple[KnownJob, Delay]:
+        """Write the status if that is worth a write, unless that can wait."""
         with_handle = known.job is not None and self._is_outside(known.job)
-        if not with_handle and self._opening_left(known, status):
-            self._unwritten.note_opened(key, known.raw["metadata"]["uid"], status)
-            return known
         if not is_worth_writing(known.status, status, with_handle=with_handle):
-            return known
-        if self._words_left(key, known, status):
-            return known
+            return known, NO_DELAY
+        delay = self._reports.delay(
+            key,
+            known.status,
+            status,
+            self._now(),
+            created=parse_rfc3339(known.raw["metadata"]["creationTimestamp"]),
+            with_handle=with_handle,
+            is_busy=self._is_busy(),
+        )
+        if not delay:
+            return await self._write(key, known, status), NO_DELAY
+        if status.attempt and not known.status.attempt:
+            self._unwritten.note_opened(key, known.raw["metadata"]["uid"], status)
+        return known, delay
+
+    async def _write(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> KnownJob:
+        """Write the status, and tell what has become true by it."""
         change = status_patch(known.status, status)
         written = await self._patch(key, known, {"status": change}, is_status=True)
         extra = _about(key, phase=status.phase.value, attempt=status.attempt)
         log.info("status written", extra=extra)
         self._unwritten.note_written(key)
-        self._words.note(key, status, self._now())
+        self._reports.note(key, status, self._now())
         for event in events_between(known.status, status):
             await self._events.post(known.metadata, event)
         return written
-
-    def _opening_left(self, known: KnownJob, status: FineTuneJobStatus) -> float:
-        created = parse_rfc3339(known.raw["metadata"]["creationTimestamp"])
-        is_busy = self._is_busy()
-        return opening_left(known.status, status, self._now(), created=created, is_busy=is_busy)
-
-    def _words_left(self, key: Key, known: KnownJob, status: FineTuneJobStatus) -> float:
-        return self._words.left(key, known.status, status, self._now())
 
     async def _patch(
         self, key: Key, known: KnownJob, change: Object, *, is_status: bool = False
@@ -456,7 +462,7 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         self._unwritten.forget(key)
         self._unseen.pop(key, None)
-        self._words.forget(key)
+        self._reports.forget(key)
 
     def _backend(self, job: FineTuneJob) -> Backend:
         return self._backends.get(job.spec.backend.type)
@@ -474,8 +480,8 @@ def _is_or_was_suspended(job: FineTuneJob) -> bool:
     return job.spec.suspend or is_true(job.status, ConditionType.SUSPENDED)
 
 
-def _look_in(seconds: float | None) -> Look:
-    return NEVER if seconds is None else Look(max(seconds, _SHORTEST_WAIT_SECONDS))
+def _look_in(seconds: float | None, *, when_quiet: bool = False) -> Look:
+    return NEVER if seconds is None else Look(max(seconds, _SHORTEST_WAIT_SECONDS), when_quiet)
 
 
 def _about(key: Key, **fields: object) -> dict[str, object]:

@@ -97,7 +97,7 @@ class Term:
             EventPoster(client, settings.identity),
             now=now,
             lacks=self._sight.lacks,
-            is_busy=lambda: self._queue.has_urgent,
+            is_busy=lambda: len(self._queue) > 1,  # one is the job that is looked at
         )
 
     async def run(self) -> None:
@@ -127,6 +127,7 @@ class Term:
             is_leading=True,
             is_ready=self._is_synced and not self._lists.sees_nothing,
             queue=len(self._queue),
+            held=self._queue.num_held,
             oldest_seconds=self._queue.oldest_seconds,
             silent_seconds=silent,
             refused={**self._lists.refused(), **self._sight.refused()},
@@ -146,7 +147,7 @@ class Term:
                 wait = self._queue.failed(key)
                 log.exception("look broke off", extra=_failure(key, error, wait))
             else:
-                self._queue.done(key, look.again_in_seconds)
+                self._queue.done(key, look.again_in_seconds, when_quiet=look.when_quiet)
 
     async def _run_kopf(self) -> None:
         """Keep kopf running: what it cannot bear is followed by another try."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, version_of
+from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, key_of, version_of
 from finetune_operator.kube.client import KubeClient, Trim
 from finetune_operator.kube.errors import ApiError, ForbiddenError, GoneError, NotFoundError
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
@@ -65,11 +65,11 @@ def trim_pod(made: Object) -> Object:
 
 
 def trim_job(made: Object) -> Object:
-    """Keep of a batch Job who it is, its size and its status."""
+    """Keep of a batch Job who it is, its size, its conditions, and how many of its pods live."""
     return {
         "metadata": _kept(made["metadata"], *_METADATA, "annotations"),
         "spec": _kept(made.get("spec", {}), "suspend", "parallelism", "completions"),
-        "status": made.get("status", {}),
+        "status": _kept(made.get("status", {}), "active", "conditions"),
     }
 
 
@@ -237,12 +237,21 @@ class KindWatch:
             self._bookmark = version_of(made)
             return
         kept = self.watched.trim(made)
+        before = self._cache.get(key_of(kept))
         changed = self._cache.remove(kept) if kind == "DELETED" else self._cache.put(kept)
-        if changed:
+        if changed and (kind != "MODIFIED" or before is None or not _is_same(before, kept)):
             self._wake(job_key_of(kept))
 
     def _hear(self) -> None:
         self.heard_at = asyncio.get_running_loop().time()
+
+
+def _is_same(before: Object, after: Object) -> bool:
+    """Say whether an object was changed in nothing that is kept of it."""
+    if version_of(before) > version_of(after):
+        return False  # an answer to a write of ours, which nobody was told of
+    old, new = ({**one["metadata"], "resourceVersion": ""} for one in (before, after))
+    return {**before, "metadata": old} == {**after, "metadata": new}
 
 
 def _jobs_of(objects: Iterable[Object]) -> Iterable[Key | None]:

@@ -17,8 +17,9 @@ class Cluster:
         client: For writes, and for what is not watched.
         cache: Returns the cache of a kind; the kinds in the backend's `watches` are kept filled
             with the objects that carry JOB_UID_LABEL. Of a pod or batch Job most of the spec is
-            left out, and of a pod all annotations but GRACE_ANNOTATION. Put the answer to a write
-            into it, so that the next look sees it.
+            left out; of a pod all annotations but GRACE_ANNOTATION; of a batch Job's status all but
+            `active` and `conditions`. Put the answer to a write into it, so that the next look
+            sees it.
         namespaces: Namespaces that are served; empty for all.
         at_end: What is to be closed once no backend is asked any more; push it there.
     """

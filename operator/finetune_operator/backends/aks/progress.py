@@ -17,24 +17,64 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FIRST_SECONDS = 2.0
+"""How long a pod that runs is not asked yet: no trainer has loaded its libraries before."""
+
 _TIMEOUT_SECONDS = 2.0
 _PATIENCE_SECONDS = 0.05  # a pod that is well answers within
 _SOON_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
-_LONG_SILENCE = 20  # pulls, about a minute
+_PART = 0.25  # of the time that the first step takes: who has waited long can wait a little longer
+_LONG_SILENCE_SECONDS = 60.0
 _MAX_BYTES = 1 << 20
 # Not before the first step, though tokenizing may take long: then somebody waits for Running.
 _STEADY = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING})
 
 
 @dataclass
-class _Pull:
-    """What is known of one pod's progress, and when it is asked next (on the loop's clock)."""
+class Pace:
+    """When a pod is asked for its progress, in seconds of any clock.
 
-    newest: Progress | None = None
-    failures: int = 0
+    Args:
+        since: When it was first seen to run; later, when it last was in a steady state.
+        interval: Shortest time between two questions in that state.
+    """
+
+    since: float
+    interval: float
+
+    def after_answer(self, now: float, *, is_steady: bool) -> float:
+        """Return how long not to ask again after an answer."""
+        if is_steady:
+            self.since = now
+            return self.interval
+        return self._at_least(_SOON_SECONDS, now)
+
+    def after_silence(self, now: float) -> float:
+        """Return how long not to ask again after a failure."""
+        return self._at_least(_SILENT_SECONDS, now)
+
+    def _at_least(self, seconds: float, now: float) -> float:
+        return max(seconds, min(_PART * (now - self.since), self.interval))
+
+
+@dataclass
+class _Pull:
+    """What is known of one pod's progress; times are the loop's.
+
+    Attributes:
+        due: When it is asked next.
+        begun: When it was asked last.
+        is_silent: Whether it did not answer then.
+        is_told: Whether it was told that it is silent.
+    """
+
+    pace: Pace
+    due: float
     begun: float = 0.0
-    due: float = 0.0
+    newest: Progress | None = None
+    is_silent: bool = False
+    is_told: bool = False
     task: "asyncio.Task[None] | None" = None
 
 
@@ -52,9 +92,14 @@ class Word:
 
 
 class ProgressReader:
-    """Progress of all runs of this process, by the attempt's uid."""
+    """Progress of all runs of this process, by the attempt's uid.
 
-    def __init__(self) -> None:
+    Args:
+        first_seconds: How long a pod that runs is not asked yet.
+    """
+
+    def __init__(self, first_seconds: float = FIRST_SECONDS) -> None:
+        self._first_seconds = first_seconds
         self._pulls: dict[str, _Pull] = {}
         self._connector: BaseConnector | None = None
 
@@ -67,19 +112,22 @@ class ProgressReader:
             port: Where it serves /progress.
             interval_seconds: Shortest time between two questions while it trains.
         """
-        pull, loop = self._pulls.setdefault(uid, _Pull()), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        pull = self._pulls.get(uid)
+        if pull is None:
+            pace = Pace(loop.time(), interval_seconds)
+            pull = self._pulls[uid] = _Pull(pace, loop.time() + self._first_seconds)
         if pull.task is None and loop.time() >= pull.due:
             host = f"[{address}]" if ":" in address else address
-            work = self._pull(pull, f"http://{host}:{port}/progress", interval_seconds)
             pull.begun = loop.time()
-            pull.task = asyncio.create_task(work)
+            pull.task = asyncio.create_task(self._pull(pull, f"http://{host}:{port}/progress"))
             await asyncio.wait({pull.task}, timeout=_PATIENCE_SECONDS)
         if pull.task is not None:
-            if not pull.failures and loop.time() < pull.begun + _SOON_SECONDS:
+            if not pull.is_silent and loop.time() < pull.begun + _SOON_SECONDS:
                 return Word(pull.newest, _SOON_SECONDS)
             # Who is silent so long will most likely be so until it is asked again.
-            over = pull.begun + _TIMEOUT_SECONDS + _wait_after(pull.failures + 1, interval_seconds)
-            return Word(pull.newest, over - loop.time())
+            over = pull.begun + _TIMEOUT_SECONDS
+            return Word(pull.newest, over + pull.pace.after_silence(over) - loop.time())
         return Word(pull.newest, max(0.1, pull.due - loop.time()))
 
     def forget(self, uid: str) -> None:
@@ -97,11 +145,12 @@ class ProgressReader:
         if self._connector is not None:
             await self._connector.close()
 
-    async def _pull(self, pull: _Pull, url: str, interval_seconds: float) -> None:
+    async def _pull(self, pull: _Pull, url: str) -> None:
         import aiohttp
 
         if self._connector is None:
             self._connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        loop = asyncio.get_running_loop()
         try:
             limit = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
             # A pod must not send the operator, which reaches more than the pod does, elsewhere.
@@ -115,21 +164,17 @@ class ProgressReader:
             ) as answer:
                 text = await _read(answer.content)
             pull.newest = Progress.model_validate_json(text)
-            pull.failures = 0
-            wait = interval_seconds if pull.newest.phase in _STEADY else _SOON_SECONDS
+            pull.is_silent = pull.is_told = False
+            wait = pull.pace.after_answer(loop.time(), is_steady=pull.newest.phase in _STEADY)
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
-            pull.failures += 1
-            wait = _wait_after(pull.failures, interval_seconds)
-            if pull.failures == _LONG_SILENCE:
+            pull.is_silent = True
+            wait = pull.pace.after_silence(loop.time())
+            if not pull.is_told and loop.time() - pull.pace.since > _LONG_SILENCE_SECONDS:
                 log.warning("no progress from %s (%s)", url, error or type(error).__name__)
+                pull.is_told = True
         finally:
             pull.task = None
-        pull.due = asyncio.get_running_loop().time() + wait
-
-
-def _wait_after(failures: int, interval_seconds: float) -> float:
-    wait = min(_SOON_SECONDS * float(2**failures), _SILENT_SECONDS)
-    return max(wait, interval_seconds) if failures >= _LONG_SILENCE else wait
+        pull.due = loop.time() + wait
 
 
 async def _read(content: "StreamReader") -> bytes:
