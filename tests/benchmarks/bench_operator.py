@@ -151,6 +151,7 @@ def figures(runs: Result) -> dict[str, dict[str, float]]:
         "refusal_told_seconds": runs["refusals"]["told_seconds"],
         "refusal_mended_seconds": runs["refusals"]["mended_seconds"],
         "restart_synced_seconds": [one["drained_seconds"] for one in kills],
+        "restart_idle_seconds": [one["idle_seconds"] for one in kills],
         "duplicate_children": surplus + [one["surplus_children"] for one in kills],
         "pods_gone_to_next_attempt_seconds": runs["next_attempts_seconds"],
         "standby_takeover_seconds": runs["takeovers_seconds"],

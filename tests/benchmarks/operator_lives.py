@@ -302,21 +302,25 @@ async def killed_burst(bench: Bench, count: int) -> Result:
         at_kill, begun = len(seen.jobs), loop.time()
         async with bench.operator() as second:
             synced = loop.time() - begun
-            await _drained(second)
+            await _without(second, "backlog")
             drained = loop.time() - begun
             await creating
+            await _without(second, "queue")
+            idle = loop.time() - begun
             await _all_running(seen, count)
             surplus = await count_surplus(bench.client, namespace, count, PODS_EACH)
     return {
         "jobs_at_kill": at_kill,
         "synced_seconds": synced,
         "drained_seconds": drained,
+        "idle_seconds": idle,
         "surplus_children": surplus,
     }
 
 
-async def _drained(process: OperatorProcess) -> None:
-    while (await asyncio.to_thread(process.health))["queue"]:
+async def _without(process: OperatorProcess, field: str) -> None:
+    """Wait until the process counts none of what a field of its health page counts."""
+    while (await asyncio.to_thread(process.health))[field]:
         await asyncio.sleep(0.02)
 
 

@@ -52,8 +52,10 @@ _MEANING = {
     "refusal_told_seconds": "apply of a FineTuneJob whose profile is missing to Accepted=False, "
     "idle cluster, seconds",
     "refusal_mended_seconds": "creation of that profile to the job's batch Job, seconds",
-    "restart_synced_seconds": "killed in the middle of the burst: start of the next process to an "
-    "empty queue, seconds",
+    "restart_synced_seconds": "killed in the middle of the burst: start of the next process until "
+    "all is listed and every job that was there then is looked at, seconds",
+    "restart_idle_seconds": "the same until nothing is left in the queue, of what the rest of the "
+    "burst brought since",
     "duplicate_children": "children beyond one of each kind a job, in all bursts",
     "pods_gone_to_next_attempt_seconds": "last pod of an attempt gone to the next attempt's batch "
     "Job, seconds",

@@ -1,5 +1,6 @@
 """Rank 0's name is written where it is missing or leads elsewhere, and else left alone."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from backend_contract import planned
 from fake_api import FakeApi
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import FACTS_ANNOTATION
+from finetune_operator.backends.aks.rank_zero import AGAIN_SECONDS
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.labels import JOB_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
@@ -115,7 +118,7 @@ def test_a_new_process_reads_a_name_that_leads_there_and_writes_nothing() -> Non
         second = world.process()
         for _ in range(2):
             await second.observe(handle)
-        assert world.calls == ["get"]
+        assert world.calls == ["list"]
 
     run(work())
 
@@ -127,7 +130,7 @@ def test_a_new_process_gives_a_name_that_nobody_has_given() -> None:
         second = world.process()
         world.run_rank_zero(handle, "10.0.0.1", 1)
         await second.observe(handle)
-        assert world.calls == ["get", "create"]
+        assert world.calls == ["list", "create"]
         assert world.endpoint == ("tiny-1-0", ["10.0.0.1"])
 
     run(work())
@@ -177,7 +180,47 @@ def test_a_new_address_of_its_pod_is_told_by_the_same_process() -> None:
 def test_a_new_address_of_its_pod_is_told_by_a_new_process() -> None:
     world = rename(lambda world, backend: world.process())
     assert world.endpoint == ("tiny-1-0", ["10.0.0.2"])
-    assert world.calls == ["get", "patch"]
+    assert world.calls == ["list", "patch"]
+
+
+def test_an_address_that_changes_again_after_the_list_is_read_anew() -> None:
+    async def work() -> None:
+        world = OnePod()
+        handle = await submitted(world.process())
+        second = world.process()
+        for version in (1, 2):
+            world.run_rank_zero(handle, f"10.0.0.{version}", version)
+            await second.observe(handle)
+        assert world.calls == ["list", "create", "get", "patch"]
+        assert world.endpoint == ("tiny-1-0", ["10.0.0.2"])
+
+    run(work())
+
+
+def test_a_name_that_was_deleted_after_the_list_is_given_again() -> None:
+    async def work() -> None:
+        world = OnePod()
+        first = world.process()
+        handle = await submitted(first)
+        world.run_rank_zero(handle, "10.0.0.1", 1)
+        await first.observe(handle)
+        second, deleted = world.process(), world.api.before
+
+        def delete(verb: str, resource: Resource, name: str) -> None:
+            deleted(verb, resource, name)
+            if (verb, resource) == ("patch", ENDPOINT_SLICES):
+                raise NotFoundError(404, "NotFound", "it was deleted")
+
+        world.api.before = delete
+        world.run_rank_zero(handle, "10.0.0.2", 2)
+        assert (await second.observe(handle)).reason == "CreationFailed"
+        world.api.before = deleted
+        await world.api.delete(ENDPOINT_SLICES, "tiny-finetune", "default")
+        await asyncio.sleep(AGAIN_SECONDS)
+        await second.observe(handle)
+        assert world.endpoint == ("tiny-1-0", ["10.0.0.2"])
+
+    run(work())
 
 
 def test_the_next_attempt_takes_the_name_over_and_creates_nothing_that_is_there() -> None:

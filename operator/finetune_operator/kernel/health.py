@@ -21,6 +21,7 @@ class Health:
         is_ready: It leads and has seen all that it may see, or it waits for the Lease.
         queue: Keys that wait or are worked on.
         held: Keys whose reports wait until there are none of these.
+        backlog: Jobs that were there when it began to lead and have not been looked at since.
         oldest_seconds: How long the oldest of them has not moved.
         silent_seconds: For each watch, since when nothing was heard and nothing asked; for that of
             FineTuneJobs, how much longer than it may.
@@ -32,6 +33,7 @@ class Health:
     is_ready: bool = False
     queue: int = 0
     held: int = 0
+    backlog: int = 0
     oldest_seconds: float = 0.0
     silent_seconds: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -112,6 +114,7 @@ def _answer(health: Health, complaints: list[str], *, is_good: bool) -> web.Resp
         "ready": health.is_ready,
         "queue": health.queue,
         "held": health.held,
+        "backlog": health.backlog,
         "oldestSeconds": round(health.oldest_seconds, 3),
         "silentSeconds": {key: round(value, 3) for key, value in health.silent_seconds.items()},
         "refused": health.refused,

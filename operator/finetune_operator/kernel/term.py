@@ -90,6 +90,7 @@ class Term:
         self._sight = Sight(self._backends.load_all(), settings.namespaces, self._watch)
         self._events: JobEvents | None = None
         self._is_synced = False
+        self._backlog: set[Key] = set()
         self._reconciler = Reconciler(
             client,
             self._jobs,
@@ -110,6 +111,7 @@ class Term:
                 await self._lists.list_all()
                 await self._sight.settle()
                 self._is_synced = True
+                self._backlog.update(key_of(one) for one in self._jobs)
                 log.info("synced", extra={"jobs": len(self._jobs)})
                 group.create_task(self._lists.run())
                 for _ in range(self._settings.workers):
@@ -128,6 +130,7 @@ class Term:
             is_ready=self._is_synced and not self._lists.sees_nothing,
             queue=len(self._queue),
             held=self._queue.num_held,
+            backlog=len(self._backlog),
             oldest_seconds=self._queue.oldest_seconds,
             silent_seconds=silent,
             refused={**self._lists.refused(), **self._sight.refused()},
@@ -148,6 +151,14 @@ class Term:
                 log.exception("look broke off", extra=_failure(key, error, wait))
             else:
                 self._queue.done(key, look.again_in_seconds, when_quiet=look.when_quiet)
+                self._catch_up(key)
+
+    def _catch_up(self, key: Key) -> None:
+        """Note that a job was looked at that was there when this term began."""
+        if key in self._backlog:
+            self._backlog.discard(key)
+            if not self._backlog:
+                log.info("caught up with what was there")
 
     async def _run_kopf(self) -> None:
         """Keep kopf running: what it cannot bear is followed by another try."""

@@ -54,7 +54,7 @@ WHERE_JOBS_ARE = (
     Permission(PODS, ("delete", "list", "watch")),
     Permission(PODS, ("get",), "log"),
     Permission(SERVICES, ("create", "get")),
-    Permission(ENDPOINT_SLICES, ("create", "get", "patch")),
+    Permission(ENDPOINT_SLICES, ("create", "get", "list", "patch")),
     Permission(NETWORK_POLICIES, ("create", "get")),
     Permission(EVENTS, ("create", "list")),
 )

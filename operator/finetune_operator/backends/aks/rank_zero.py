@@ -42,18 +42,21 @@ class _Refused:
 class RankZeroNames:
     """Names that were given, by the uid of the batch Job whose pod has it.
 
-    A process that starts anew reads the name of each attempt once, and leaves one alone that leads
+    A process that starts anew lists the names of a namespace once, and leaves one alone that leads
     to its pod: also where another version would write more about it.
     """
 
     def __init__(self) -> None:
         self._given: dict[str, str] = {}
-        self._new: set[str] = set()
+        self._new: set[str] = set()  # nothing can be there
+        self._read_anew: set[str] = set()  # what is there may have changed
+        self._before: dict[str, dict[str, Object]] = {}  # slices of processes before, by namespace
+        self._listing = asyncio.Lock()
         self._refused: dict[str, _Refused] = {}
 
-    def expect(self, uid: str) -> None:
-        """Note that the first attempt of a job was created just now: it has no name to be read."""
-        self._new.add(uid)
+    def expect(self, uid: str, number: int) -> None:
+        """Note that this process submitted the attempt of that number just now."""
+        (self._new if number == 1 else self._read_anew).add(uid)
 
     async def give(
         self, client: KubeClient, name: AttemptName, batch_job: Object, service: str, address: str
@@ -71,7 +74,7 @@ class RankZeroNames:
             return refused.obstacle
         try:
             made = rank_zero_slice(_metadata(batch_job, service), service, name.host, address)
-            await _write(client, made, owner_of(batch_job)["uid"], is_there=uid not in self._new)
+            await self._write(client, made, uid, owner_of(batch_job)["uid"])
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
@@ -79,7 +82,6 @@ class RankZeroNames:
             self._refused[uid] = _Refused(now + AGAIN_SECONDS, told)
             return told
         self._refused.pop(uid, None)
-        self._new.discard(uid)
         self._given[uid] = address
         return Obstacle()
 
@@ -87,15 +89,36 @@ class RankZeroNames:
         """Drop what is known of an attempt that is over."""
         self._given.pop(uid, None)
         self._new.discard(uid)
+        self._read_anew.discard(uid)
         self._refused.pop(uid, None)
 
+    async def _write(self, client: KubeClient, made: Object, uid: str, job_uid: str) -> None:
+        name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
+        there, is_there = None, uid in self._read_anew
+        if not is_there and uid not in self._new:
+            there = (await self._slices(client, namespace)).pop(name, None)
+        self._new.discard(uid)
+        self._read_anew.add(uid)
+        there = await create_or_adopt(client, made, job_uid, there=there, is_there=is_there)
+        if _targets(there) != _targets(made):
+            change = {"metadata": {"uid": there["metadata"]["uid"]}, "endpoints": made["endpoints"]}
+            await client.patch(ENDPOINT_SLICES, name, namespace, change)
 
-async def _write(client: KubeClient, made: Object, job_uid: str, *, is_there: bool) -> None:
-    there = await create_or_adopt(client, made, job_uid, is_there=is_there)
-    if _targets(there) != _targets(made):
-        change = {"metadata": {"uid": there["metadata"]["uid"]}, "endpoints": made["endpoints"]}
-        metadata = made["metadata"]
-        await client.patch(ENDPOINT_SLICES, metadata["name"], metadata["namespace"], change)
+    async def _slices(self, client: KubeClient, namespace: str) -> dict[str, Object]:
+        """Return what was there when this process first asked: after a restart many do at once."""
+        async with self._listing:
+            if namespace not in self._before:
+                found = await client.list(
+                    ENDPOINT_SLICES, namespace, label_selector=JOB_UID_LABEL, trim=_trim
+                )
+                self._before[namespace] = {one["metadata"]["name"]: one for one in found.items}
+        return self._before[namespace]
+
+
+def _trim(made: Object) -> Object:
+    """Keep of a slice whose it is and where it leads."""
+    metadata = {key: made["metadata"].get(key) for key in ("name", "uid", "ownerReferences")}
+    return {"metadata": metadata, "endpoints": made.get("endpoints")}
 
 
 def _targets(made: Object) -> list[tuple[str, list[str]]]:

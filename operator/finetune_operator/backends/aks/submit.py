@@ -78,7 +78,12 @@ def demand_quiet(children: Children, name: AttemptName) -> None:
 
 
 async def create_or_adopt(
-    client: KubeClient, wanted: Mapping[str, Any], job_uid: str, *, is_there: bool = False
+    client: KubeClient,
+    wanted: Mapping[str, Any],
+    job_uid: str,
+    *,
+    there: Object | None = None,
+    is_there: bool = False,
 ) -> Object:
     """Create an object, or return the one of that name if the job of `job_uid` owns it.
 
@@ -86,6 +91,7 @@ async def create_or_adopt(
         client: Who asks.
         wanted: The object.
         job_uid: Who must own it.
+        there: What was seen under its name.
         is_there: Most likely it exists, so that it is read before anything is written.
 
     Raises:
@@ -95,7 +101,8 @@ async def create_or_adopt(
     """
     resource, metadata = CHILD_KINDS[wanted["kind"]], wanted["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
-    there = await _find(client, resource, name, namespace) if is_there else None
+    if there is None and is_there:
+        there = await _find(client, resource, name, namespace)
     if there is None:
         try:
             return await client.create(resource, wanted, namespace)
