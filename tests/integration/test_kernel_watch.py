@@ -101,7 +101,7 @@ def comes_without_a_list(api: Api, operator: OperatorProcess, namespace: str, na
     """Say whether only kopf can have told of a new job, once that has its attempt."""
     lists = num_lists(operator)
     api.apply(namespace, name)
-    wait_until(lambda: f"{name}-1" in api.attempts(namespace), 20)
+    wait_until(lambda: f"{name}-1" in api.attempts(namespace), 20, f"{name} has an attempt")
     return num_lists(operator) == lists
 
 
