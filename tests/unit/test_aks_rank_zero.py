@@ -14,7 +14,7 @@ from finetune_operator.backends.aks.rank_zero import AGAIN_SECONDS
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.errors import NotFoundError, UnavailableError
 from finetune_operator.kube.labels import JOB_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
@@ -181,6 +181,30 @@ def test_a_new_address_of_its_pod_is_told_by_a_new_process() -> None:
     world = rename(lambda world, backend: world.process())
     assert world.endpoint == ("tiny-1-0", ["10.0.0.2"])
     assert world.calls == ["list", "patch"]
+
+
+def test_a_list_that_fails_answers_all_who_wait_for_it_and_is_asked_again() -> None:
+    async def work() -> None:
+        world = OnePod()
+        handle = await submitted(world.process())
+        second, heard = world.process(), world.api.before
+        world.run_rank_zero(handle, "10.0.0.1", 1)
+
+        def fail(verb: str, resource: Resource, name: str) -> None:
+            heard(verb, resource, name)
+            if resource == ENDPOINT_SLICES:
+                raise UnavailableError(504, "Timeout", "too slow")
+
+        world.api.before = fail
+        looks = (second.observe(handle) for _ in range(3))
+        failures = await asyncio.gather(*looks, return_exceptions=True)
+        assert [type(one) for one in failures] == [UnavailableError] * 3
+        assert world.calls == ["list"]
+        world.api.before = heard
+        await second.observe(handle)
+        assert world.calls == ["list", "list", "create"]
+
+    run(work())
 
 
 def test_an_address_that_changes_again_after_the_list_is_read_anew() -> None:

@@ -209,6 +209,7 @@ def test_a_held_key_waits_for_those_whose_events_rest() -> None:
         made.done(await made.take())
         made.done(await made.take(), when_quiet=True)
         made.add(B)
+        assert not made.is_busy
         taken = []
         for _ in range(2):
             taken.append(await made.take())
@@ -216,6 +217,40 @@ def test_a_held_key_waits_for_those_whose_events_rest() -> None:
         return taken
 
     assert run(work()) == [B, A]
+
+
+def test_the_echo_of_a_report_keeps_no_other_key_held() -> None:
+    async def work() -> tuple[list[Key], float]:
+        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        for key in (A, B):
+            made.add(key)
+        for _ in range(2):
+            made.done(await made.take(), when_quiet=True)
+        taken = []
+        for _ in range(2):
+            taken.append(await made.take())
+            made.add(taken[-1])
+            made.done(taken[-1])
+        return taken, now()
+
+    assert run(work()) == ([A, B], 0)
+
+
+def test_it_is_busy_while_more_than_one_key_waits_or_is_worked_on() -> None:
+    async def work() -> list[bool]:
+        made, seen = queue(), list[bool]()
+        made.add(A)
+        await made.take()
+        seen.append(made.is_busy)
+        made.add(B)
+        seen.append(made.is_busy)
+        await made.take()
+        seen.append(made.is_busy)
+        made.done(B)
+        seen.append(made.is_busy)
+        return seen
+
+    assert run(work()) == [False, True, True, False]
 
 
 def test_a_key_comes_again_after_the_shortest_wait_asked_for() -> None:

@@ -9,6 +9,7 @@ from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.kernel.reports import NO_DELAY, Delay, Reports
 from finetune_operator.kube.cache import Key
+from finetune_operator.reconcile.decide import Refusal, hold
 
 KEY = Key("ns", "tiny")
 RUNS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
@@ -123,3 +124,10 @@ def test_new_words_wait_but_a_handle_that_comes_with_them_does_not() -> None:
     ref = BackendRef(kind="Fake", name="another")
     other = saved.model_copy(update={"backend_ref": ref})
     assert not delay_of(other, life.status, life.now, reports=reports)
+
+
+def test_the_end_of_a_stall_is_told_at_once_however_busy() -> None:
+    life = Life()
+    life.see()
+    held = hold(life.status, Refusal("BackendFailed", "no right"), life.now, 1)
+    assert not delay_of(held, life.decide(RUNS).status, life.now, is_busy=True)

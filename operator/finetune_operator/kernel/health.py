@@ -20,9 +20,9 @@ class Health:
         is_leading: Whether it holds the Lease; a standby has no queue and no watches.
         is_ready: It leads and has seen all that it may see, or it waits for the Lease.
         queue: Keys that wait or are worked on.
-        held: Keys whose reports wait until there are none of these.
-        backlog: Jobs that were there when it began to lead and have not been looked at since.
         oldest_seconds: How long the oldest of them has not moved.
+        held: Keys whose reports wait until the queue is empty.
+        backlog: Jobs that were there when it began to lead and have not been looked at since.
         silent_seconds: For each watch, since when nothing was heard and nothing asked; for that of
             FineTuneJobs, how much longer than it may.
         refused: What the API server does not show, and its sentence; jobs there are left alone.
@@ -32,9 +32,9 @@ class Health:
     is_leading: bool = False
     is_ready: bool = False
     queue: int = 0
+    oldest_seconds: float = 0.0
     held: int = 0
     backlog: int = 0
-    oldest_seconds: float = 0.0
     silent_seconds: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)

@@ -50,6 +50,7 @@ class WorkQueue:
         self._again: set[Key] = set()
         self._rests: dict[Key, asyncio.TimerHandle] = {}
         self._woken: set[Key] = set()  # of those that rest
+        self._echoing: set[Key] = set()  # ... that were held: what wakes them is their report
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._not_before: dict[Key, float] = {}
@@ -63,6 +64,15 @@ class WorkQueue:
         """How long the oldest of them has waited, or been worked on; 0 where there is none."""
         since = [*self._urgent.values(), *self._ready.values(), *self._taken.values()]
         return self._loop.time() - min(since) if since else 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another key waits or is worked on than one that a worker asks about."""
+        return self._num_busy > 1
+
+    @property
+    def _num_busy(self) -> int:
+        return len(self) - len(self._woken & self._echoing)
 
     @property
     def num_held(self) -> int:
@@ -98,12 +108,14 @@ class WorkQueue:
             turn = self._loop.create_future()
             self._idle.append(turn)
             await turn
+        is_report = key not in self._urgent and key not in self._ready
         self._urgent.pop(key, None)
         self._ready.pop(key, None)
         self._held.pop(key, None)
         self._taken[key] = self._loop.time()
         self._stop_timer(key)
         self._woken.discard(key)
+        (self._echoing.add if is_report else self._echoing.discard)(key)
         if (rest := self._rests.pop(key, None)) is not None:
             rest.cancel()
         return key
@@ -166,7 +178,7 @@ class WorkQueue:
         if self._urgent or self._ready:
             is_urgent = _oldest(self._urgent) - HEAD_START_SECONDS <= _oldest(self._ready)
             return next(iter(self._urgent if is_urgent else self._ready))
-        return next(iter(self._held), None) if not len(self) else None
+        return next(iter(self._held), None) if not self._num_busy else None
 
     def _call_worker(self) -> None:
         """Wake one worker; a turn that nobody waits for any more was cancelled."""
@@ -191,8 +203,9 @@ class WorkQueue:
         if key in self._woken:
             self._woken.discard(key)
             self.add(key)
-            if self._held:
-                self._call_worker()
+        self._echoing.discard(key)
+        if self._held:
+            self._call_worker()
 
     def _ring(self, key: Key) -> None:
         self._timers.pop(key, None)

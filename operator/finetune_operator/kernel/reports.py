@@ -123,7 +123,9 @@ class Reports:
 def _is_smooth_start(saved: FineTuneJobStatus, new: FineTuneJobStatus) -> bool:
     """Say whether `new` only tells how the first attempt starts, with nothing in its way."""
     opened = attempts.current(new)
-    if opened is None or opened.number > 1 or is_true(new, ConditionType.STALLED):
+    if opened is None or opened.number > 1:
+        return False
+    if is_true(saved, ConditionType.STALLED) or is_true(new, ConditionType.STALLED):
         return False
     if new.phase is not JobPhase.STARTING or not _has_no_obstacle(new):
         return False

@@ -62,9 +62,9 @@ class Settings(BaseModel):
         description="Backends besides those of installed packages, as NAME=MODULE:CLASS, by "
         "commas.",
     )
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(32, description="Jobs reconciled at once.")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(24, description="Jobs reconciled at once.")
     connections: Annotated[int, Field(ge=1, le=1024)] = Field(
-        64, description="Requests to the API server at once, besides the watches."
+        48, description="Requests to the API server at once, besides the watches."
     )
     request_seconds: Seconds = Field(20.0, description="Longest time for one request.")
     resync_seconds: Seconds = Field(

@@ -98,7 +98,7 @@ class Term:
             EventPoster(client, settings.identity),
             now=now,
             lacks=self._sight.lacks,
-            is_busy=lambda: len(self._queue) > 1,  # one is the job that is looked at
+            is_busy=lambda: self._queue.is_busy,
         )
 
     async def run(self) -> None:
@@ -151,7 +151,7 @@ class Term:
                 log.exception("look broke off", extra=_failure(key, error, wait))
             else:
                 self._queue.done(key, look.again_in_seconds, when_quiet=look.when_quiet)
-                self._catch_up(key)
+            self._catch_up(key)
 
     def _catch_up(self, key: Key) -> None:
         """Note that a job was looked at that was there when this term began."""

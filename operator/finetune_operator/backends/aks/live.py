@@ -51,7 +51,7 @@ class LiveAttempts:
         self._forget_deleted()
         handle = await submit(request, self._children)
         self._known.add(handle.uid)
-        self._names.expect(handle.uid, request.attempt)
+        self._names.note_submitted(handle.uid, request.attempt)
         return handle
 
     async def find(self, name: AttemptName, job_uid: str, *, is_opened: bool) -> Found | None:

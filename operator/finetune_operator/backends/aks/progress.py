@@ -36,7 +36,7 @@ class Pace:
     """When a pod is asked for its progress, in seconds of any clock.
 
     Args:
-        since: When it was first seen to run; later, when it last was in a steady state.
+        since: When it was first seen to run; later, when it is to be asked again in a steady state.
         interval: Shortest time between two questions in that state.
     """
 
@@ -46,7 +46,7 @@ class Pace:
     def after_answer(self, now: float, *, is_steady: bool) -> float:
         """Return how long not to ask again after an answer."""
         if is_steady:
-            self.since = now
+            self.since = now + self.interval
             return self.interval
         return self._at_least(_SOON_SECONDS, now)
 

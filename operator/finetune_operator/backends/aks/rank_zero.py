@@ -50,11 +50,11 @@ class RankZeroNames:
         self._given: dict[str, str] = {}
         self._new: set[str] = set()  # nothing can be there
         self._read_anew: set[str] = set()  # what is there may have changed
-        self._before: dict[str, dict[str, Object]] = {}  # slices of processes before, by namespace
-        self._listing = asyncio.Lock()
+        # Slices of processes before, by namespace; each is taken out when it is first needed.
+        self._before: dict[str, asyncio.Task[dict[str, Object]]] = {}
         self._refused: dict[str, _Refused] = {}
 
-    def expect(self, uid: str, number: int) -> None:
+    def note_submitted(self, uid: str, number: int) -> None:
         """Note that this process submitted the attempt of that number just now."""
         (self._new if number == 1 else self._read_anew).add(uid)
 
@@ -105,14 +105,19 @@ class RankZeroNames:
             await client.patch(ENDPOINT_SLICES, name, namespace, change)
 
     async def _slices(self, client: KubeClient, namespace: str) -> dict[str, Object]:
-        """Return what was there when this process first asked: after a restart many do at once."""
-        async with self._listing:
-            if namespace not in self._before:
-                found = await client.list(
-                    ENDPOINT_SLICES, namespace, label_selector=JOB_UID_LABEL, trim=_trim
-                )
-                self._before[namespace] = {one["metadata"]["name"]: one for one in found.items}
-        return self._before[namespace]
+        """Return what was there when this process first asked: after a restart many do at once.
+
+        A failure answers all who wait for it, and whoever comes next asks again.
+        """
+        listing = self._before.get(namespace)
+        if listing is None or (listing.done() and (listing.cancelled() or listing.exception())):
+            listing = self._before[namespace] = asyncio.create_task(_list(client, namespace))
+        return await asyncio.shield(listing)
+
+
+async def _list(client: KubeClient, namespace: str) -> dict[str, Object]:
+    found = await client.list(ENDPOINT_SLICES, namespace, label_selector=JOB_UID_LABEL, trim=_trim)
+    return {one["metadata"]["name"]: one for one in found.items}
 
 
 def _trim(made: Object) -> Object:
