@@ -10,21 +10,22 @@ from finetune_operator.kernel.watches import WATCHED, KindWatch
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.errors import ApiError, NotFoundError, UnavailableError
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_LABEL, JOB_UID_LABEL
-from finetune_operator.kube.resources import CONFIG_MAPS, Object, Resource
+from finetune_operator.kube.resources import CONFIG_MAPS, JOBS, Object, Resource
 from virtual_time import run
 
 
 class Scene:
-    """A server, a watch on it, and what the watch told."""
+    """A server, a watch of one kind on it, and what the watch told."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         self.api = FakeApi()
-        self.cache = ObjectCache(CONFIG_MAPS)
+        self.watched = WATCHED[kind]
+        self.cache = ObjectCache(self.watched.resource)
         self.woken: list[Key | None] = []
         self.gaps = 0
         self.watch = KindWatch(
             self.api,
-            WATCHED["v1/ConfigMap"],
+            self.watched,
             self.cache,
             wake=self.woken.append,
             on_gap=self._gap,
@@ -36,20 +37,20 @@ class Scene:
     def _gap(self) -> None:
         self.gaps += 1
 
-    async def make(self, name: str) -> Object:
+    async def make(self, name: str, **fields: Any) -> Object:
         labels = {JOB_UID_LABEL: "uid", JOB_LABEL: f"job-of-{name}"}
-        made = {"metadata": {"name": name, "labels": labels}}
-        return await self.api.create(CONFIG_MAPS, made, "ns")
+        made = {"metadata": {"name": name, "labels": labels}, **fields}
+        return await self.api.create(self.watched.resource, made, "ns")
 
     def names(self) -> set[str]:
         return {one["metadata"]["name"] for one in self.cache}
 
 
-def play(script: Callable[[Scene], Coroutine[Any, Any, None]]) -> Scene:
+def play(script: Callable[[Scene], Coroutine[Any, Any, None]], kind: str = "v1/ConfigMap") -> Scene:
     """Run a script beside a watch that is synced."""
 
     async def work() -> Scene:
-        scene = Scene()
+        scene = Scene(kind)
         await script(scene)
         scene.task.cancel()
         return scene
@@ -109,6 +110,42 @@ def test_a_change_that_came_with_the_answer_to_our_own_write_wakes_its_job() -> 
         await asyncio.sleep(5)
 
     assert play(script).woken == [Key("ns", "job-of-a")]
+
+
+def test_a_change_of_nothing_that_is_kept_wakes_nobody() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.make("a", status={"active": 2, "ready": 0, "conditions": []})
+        await scene.watch.is_synced.wait()
+        await asyncio.sleep(1)
+        scene.woken.clear()
+        counters = {"ready": 2, "succeeded": 1, "startTime": "2026-01-01T00:00:00Z"}
+        made = await scene.api.patch(JOBS, "a", "ns", {"status": counters}, subresource="status")
+        await asyncio.sleep(1)
+        kept = scene.cache.get(Key("ns", "a"))
+        assert kept is not None
+        assert kept["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
+        assert scene.woken == []
+        fewer = {"active": 1}
+        await scene.api.patch(JOBS, "a", "ns", {"status": fewer}, subresource="status")
+        await asyncio.sleep(1)
+
+    assert play(script, "batch/v1/Job").woken == [Key("ns", "job-of-a")]
+
+
+def test_a_change_that_the_answer_to_our_own_write_overtook_wakes_its_job() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.make("a", spec={"parallelism": 2}, status={"active": 2})
+        await scene.watch.is_synced.wait()
+        await asyncio.sleep(1)
+        scene.api.watch_lag = lambda: 1.0
+        theirs = {"status": {"active": 1}}
+        await scene.api.patch(JOBS, "a", "ns", theirs, subresource="status")
+        ours = await scene.api.patch(JOBS, "a", "ns", {"spec": {"backoffLimit": 0}})
+        scene.cache.put(scene.watched.trim(ours))
+        scene.woken.clear()
+        await asyncio.sleep(5)
+
+    assert play(script, "batch/v1/Job").woken == [Key("ns", "job-of-a")]
 
 
 def test_a_deletion_that_falls_into_an_expired_gap_is_found_by_the_list() -> None:
