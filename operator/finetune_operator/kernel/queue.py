@@ -72,6 +72,7 @@ class WorkQueue:
 
     @property
     def _num_busy(self) -> int:
+        # What was woken by the report that was just written about it is not counted.
         return len(self) - len(self._woken & self._echoing)
 
     @property
@@ -108,14 +109,16 @@ class WorkQueue:
             turn = self._loop.create_future()
             self._idle.append(turn)
             await turn
-        is_report = key not in self._urgent and key not in self._ready
+        if key in self._urgent or key in self._ready:
+            self._echoing.discard(key)
+        else:
+            self._echoing.add(key)
         self._urgent.pop(key, None)
         self._ready.pop(key, None)
         self._held.pop(key, None)
         self._taken[key] = self._loop.time()
         self._stop_timer(key)
         self._woken.discard(key)
-        (self._echoing.add if is_report else self._echoing.discard)(key)
         if (rest := self._rests.pop(key, None)) is not None:
             rest.cancel()
         return key
