@@ -70,7 +70,7 @@ bench-trainer: install quickstart-assets  ## Measure the trainer beside HF Train
 KUBE_KIT ?= $(patsubst %/up,%,$(firstword $(wildcard ../*/kube/up)))
 
 # Compares speeds, too. Another cluster is named by variables: tests/benchmarks/bench_cluster.py.
-bench-operator: install  ## Measure the operator beside plain batch Jobs (12 min; KUBE_KIT=FOLDER)
+bench-operator: install  ## Measure the operator beside plain batch Jobs (22 min; KUBE_KIT=FOLDER)
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_operator.py \
 	  $(if $(KUBE_KIT),--kit $(KUBE_KIT)) $(BENCH_ARGS)
 
