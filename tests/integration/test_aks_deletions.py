@@ -34,7 +34,7 @@ from finetune_trainer.config import Phase, Progress
 from loop_thread import loop_thread
 from operators import Api, OperatorProcess, phase_of, wait_until
 from played_pods import ProgressServer, end_pod, own_address, run_pod
-from write_proxy import WriteProxy
+from proxies import WriteProxy
 
 STORIES = 30
 """More than a whole story has writes: 20 to 25, as some are left out when there is more to say."""

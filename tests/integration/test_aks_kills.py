@@ -36,7 +36,7 @@ from played_pods import (
     profile_nodes,
     run_pod,
 )
-from write_proxy import WriteProxy
+from proxies import WriteProxy
 
 pytestmark = [
     pytest.mark.cluster,

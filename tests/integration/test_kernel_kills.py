@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from operators import Api, OperatorProcess, condition, wait_until
-from write_proxy import WriteProxy
+from proxies import WriteProxy
 
 MOST_STARTS = 40
 

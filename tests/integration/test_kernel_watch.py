@@ -9,7 +9,6 @@ import yaml
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import load_kube_config
 
-from answer_proxy import AnswerProxy
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.handlers import KopfOptions, KopfThread
 from finetune_operator.kube.config import ClusterAccess
@@ -17,6 +16,7 @@ from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Pe
 from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource
 from gates import Gate
 from operators import Api, OperatorProcess, wait_until
+from proxies import AnswerProxy
 from service_account import open_account
 
 
