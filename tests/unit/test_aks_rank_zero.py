@@ -89,6 +89,15 @@ async def submitted(backend: AksBackend, number: int = 1) -> Handle:
     return await backend.submit(backend.render(PLAN, Attempt(number)))
 
 
+async def named(world: OnePod) -> tuple[AksBackend, Handle]:
+    """Return a process that has named rank 0 of its first attempt, and that attempt."""
+    backend = world.process()
+    handle = await submitted(backend)
+    world.run_rank_zero(handle, "10.0.0.1", 1)
+    await backend.observe(handle)
+    return backend, handle
+
+
 def test_a_first_attempt_costs_one_request_and_another_look_none() -> None:
     async def work() -> None:
         world = OnePod()
@@ -106,10 +115,7 @@ def test_a_first_attempt_costs_one_request_and_another_look_none() -> None:
 def test_a_new_process_reads_a_name_that_leads_there_and_writes_nothing() -> None:
     async def work() -> None:
         world = OnePod()
-        first = world.process()
-        handle = await submitted(first)
-        world.run_rank_zero(handle, "10.0.0.1", 1)
-        await first.observe(handle)
+        _, handle = await named(world)
         # Another version has written it.
         (made,) = world.api.objects(ENDPOINT_SLICES)
         conditions = {"ready": True, "serving": True, "terminating": False}
@@ -158,10 +164,7 @@ def test_an_edited_batch_job_cannot_have_a_pod_named_below_the_service_of_anothe
 def rename(make: Callable[[OnePod, AksBackend], AksBackend]) -> OnePod:
     async def work() -> OnePod:
         world = OnePod()
-        backend = world.process()
-        handle = await submitted(backend)
-        world.run_rank_zero(handle, "10.0.0.1", 1)
-        await backend.observe(handle)
+        backend, handle = await named(world)
         backend = make(world, backend)
         world.calls.clear()
         world.run_rank_zero(handle, "10.0.0.2", 2)
@@ -224,10 +227,7 @@ def test_an_address_that_changes_again_after_the_list_is_read_anew() -> None:
 def test_a_name_that_was_deleted_after_the_list_is_given_again() -> None:
     async def work() -> None:
         world = OnePod()
-        first = world.process()
-        handle = await submitted(first)
-        world.run_rank_zero(handle, "10.0.0.1", 1)
-        await first.observe(handle)
+        _, handle = await named(world)
         second, deleted = world.process(), world.api.before
 
         def delete(verb: str, resource: Resource, name: str) -> None:
@@ -250,10 +250,7 @@ def test_a_name_that_was_deleted_after_the_list_is_given_again() -> None:
 def test_the_next_attempt_takes_the_name_over_and_creates_nothing_that_is_there() -> None:
     async def work() -> None:
         world = OnePod()
-        backend = world.process()
-        handle = await submitted(backend)
-        world.run_rank_zero(handle, "10.0.0.1", 1)
-        await backend.observe(handle)
+        backend, _ = await named(world)
         world.end_rank_zero()
         written: list[str] = []
         world.api.after = lambda verb, resource, name: written.append(f"{verb} {name}")
