@@ -24,15 +24,15 @@ STEP_SECONDS = 0.05
 
 
 class Burst:
-    """A server that takes its time, a term with one worker, and what the term wrote."""
+    """A server that takes its time, a term with few workers, and what the term wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 1) -> None:
         self.writes: list[tuple[str, Resource, str]] = []
         self.api = FakeApi()
         self.api.now = _time
         self.api.after = self._note
         self.api.answer_lag = self._lag
-        settings = SETTINGS.model_copy(update={"workers": 1})
+        settings = SETTINGS.model_copy(update={"workers": workers})
         self.term = Term(self.api, settings, listen=FollowedJobs, now=_time)
         self._lag_seconds = 0.0
 
@@ -118,6 +118,23 @@ def test_the_backlog_is_what_was_there_at_the_start_and_falls_to_nothing() -> No
         assert set(seen) == set(range(NUM_JOBS + 1))
         assert all(before >= after for before, after in pairwise(seen))
         assert len(burst.places("create", CONFIG_MAPS)) == NUM_JOBS
+        task.cancel()
+
+    run(work())
+
+
+def test_what_was_there_at_the_start_is_looked_at_by_half_as_many_workers_more() -> None:
+    async def work() -> None:
+        burst = Burst(workers=4)
+        await burst.apply()
+        task = burst.start()
+        synced_at = await passes(lambda: burst.term.health().is_ready, 5)
+        caught_up_at = await passes(lambda: not burst.term.health().backlog, 30)
+        await burst.apply(range(NUM_JOBS, 2 * NUM_JOBS))
+        applied_at = asyncio.get_running_loop().time()
+        wanted = 2 * NUM_JOBS
+        opened_at = await passes(lambda: len(burst.places("create", CONFIG_MAPS)) == wanted, 30)
+        assert caught_up_at - synced_at < 0.8 * (opened_at - applied_at)
         task.cancel()
 
     run(work())

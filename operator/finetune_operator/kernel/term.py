@@ -114,8 +114,9 @@ class Term:
                 self._backlog.update(key_of(one) for one in self._jobs)
                 log.info("synced", extra={"jobs": len(self._jobs)})
                 group.create_task(self._lists.run())
-                for _ in range(self._settings.workers):
-                    group.create_task(self._work())
+                workers = self._settings.workers
+                for number in range(workers + workers // 2):
+                    group.create_task(self._work(only_to_catch_up=number >= workers))
         finally:
             self._queue.close()
             await self._cluster.at_end.aclose()
@@ -136,8 +137,8 @@ class Term:
             refused={**self._lists.refused(), **self._sight.refused()},
         )
 
-    async def _work(self) -> None:
-        while True:
+    async def _work(self, *, only_to_catch_up: bool) -> None:
+        while self._backlog or not only_to_catch_up:
             key = await self._queue.take()
             try:
                 look = await self._reconciler.reconcile(key)
