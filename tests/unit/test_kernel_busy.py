@@ -19,7 +19,7 @@ NUM_LATE = 10
 LATE_SECONDS = 8.0  # so late that looks at the first jobs come before theirs
 OPENING_SECONDS = 0.3  # 12 s for all, longer than the 10 s that an opening may stay untold
 TELLING_SECONDS = 0.01
-HELD_SECONDS = 10.0
+HELD_SECONDS = 20.0
 STEP_SECONDS = 0.05
 
 

@@ -50,7 +50,7 @@ def test_that_an_attempt_was_opened_may_stay_untold(
     life.see()
     opened = life.decide(seen).status
     delay = delay_of(saved, opened, life.now + timedelta(seconds=age), is_busy=is_busy)
-    busy = Delay(10, until_quiet=True) if is_busy else NO_DELAY
+    busy = Delay(20, until_quiet=True) if is_busy else NO_DELAY
     assert delay == (Delay(left) if left else busy)
 
 
@@ -67,7 +67,7 @@ def test_an_attempt_that_is_opened_late_is_told_of_after_three_seconds() -> None
 
 
 @pytest.mark.parametrize("is_opened", [False, True], ids=["with the opening", "after it"])
-def test_a_start_with_nothing_in_its_way_is_told_when_it_is_quiet_or_after_ten_seconds(
+def test_a_start_with_nothing_in_its_way_is_told_when_it_is_quiet_or_after_twenty_seconds(
     is_opened: bool,
 ) -> None:
     life, reports = Life(), Reports()
@@ -81,10 +81,10 @@ def test_a_start_with_nothing_in_its_way_is_told_when_it_is_quiet_or_after_ten_s
         now = start + timedelta(seconds=seconds)
         return delay_of(saved, new, now, reports=reports, is_busy=is_busy)
 
-    assert left(0, is_busy=True) == Delay(10, until_quiet=True)
-    assert left(4, is_busy=True) == Delay(6, until_quiet=True)
+    assert left(0, is_busy=True) == Delay(20, until_quiet=True)
+    assert left(4, is_busy=True) == Delay(16, until_quiet=True)
     assert not left(4, is_busy=False)
-    assert not left(10, is_busy=True)
+    assert not left(20, is_busy=True)
 
 
 def test_the_time_that_a_report_waits_counts_anew_once_it_was_written() -> None:
@@ -96,7 +96,7 @@ def test_the_time_that_a_report_waits_counts_anew_once_it_was_written() -> None:
     reports.note(KEY, life.status, later)
     new, at_last = life.decide(RUNS).status, later + timedelta(seconds=30)
     delay = delay_of(life.status, new, at_last, reports=reports, is_busy=True)
-    assert delay == Delay(10, until_quiet=True)
+    assert delay == Delay(20, until_quiet=True)
 
 
 def test_what_keeps_an_attempt_from_running_is_told_at_once_however_busy_and_so_is_its_end() -> (

@@ -23,7 +23,8 @@ from finetune_operator.reconcile.conditions import (
 
 _OPENING_SECONDS = 3.0
 _NODES_SECONDS = 10.0
-_QUIET_SECONDS = 10.0
+# Longer than a burst of hundreds takes: reports in the middle of it make it longer still.
+_QUIET_SECONDS = 20.0
 _WORDS_SECONDS = 15.0
 _REASONS_KEPT = 4
 _Reasons = tuple[tuple[str, str], ...]
