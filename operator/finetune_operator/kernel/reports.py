@@ -23,7 +23,7 @@ from finetune_operator.reconcile.conditions import (
 
 _OPENING_SECONDS = 3.0
 _NODES_SECONDS = 10.0
-# Longer than a burst of hundreds takes: reports in the middle of it make it longer still.
+# As long as a burst of some hundred jobs takes, so that its reports come after its openings.
 _QUIET_SECONDS = 20.0
 _WORDS_SECONDS = 15.0
 _REASONS_KEPT = 4
