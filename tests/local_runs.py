@@ -40,11 +40,13 @@ def starts(folder: Path) -> list[tuple[int, int]]:
 
 
 def is_running(pid: int) -> bool:
-    """Say whether the process runs; one that has no memory any more does not, as a zombie."""
+    """Say whether the process runs; a zombie does not, nor one that is on its way there."""
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return False
+    is_exiting = int(fields[5]) & 0x4  # PF_EXITING of the flags, the ninth field in proc(5)
+    return state not in "ZXx" and not is_exiting
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from backend_contract import BackendContract, observed_until_gone, planned, wait_for
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle
+from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_trainer.config import FailureClass
 from local_runs import is_running, local_backend, run_and_kill, starts, wait_until
@@ -215,6 +217,7 @@ def test_the_token_reaches_the_process_and_no_file(folder: Path) -> None:
     environ = {"HF_TOKEN": secret, "RANK": "3", "AWS_SECRET_ACCESS_KEY": "other"}
     backend = local_backend(folder, {"1": {"steps": 1000}}, environ)
     handle = _submit(backend)
+    wait_until(lambda: starts(folder) == [(1, 0)])
     process = Path(f"/proc/{_main_pid(folder)}/environ").read_text()
     assert f"HF_TOKEN={secret}" in process
     assert "\0RANK=" not in process
@@ -224,6 +227,21 @@ def test_the_token_reaches_the_process_and_no_file(folder: Path) -> None:
     assert not any(secret in text for text in texts)
     wait_for(backend.cancel(handle, 0.0))
     observed_until_gone(backend, handle)
+
+
+@pytest.fixture
+def changing() -> Iterator[int]:
+    """A process that replaces its program all the time, and its environment with it."""
+    again = 'exec sh -c "$1" sh "$1"'
+    with subprocess.Popen(["sh", "-c", again, "sh", again], env={"CHANGING": "program"}) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_a_process_is_seen_while_it_changes_its_program(changing: int) -> None:
+    for look in range(300):
+        found = proc.marked("CHANGING", "program")
+        assert [process.pid for process in found] == [changing], f"look {look}"
 
 
 def test_logs_show_the_nodes_output_until_the_rank_writes_its_own(folder: Path) -> None:

@@ -7,11 +7,17 @@ Standard library only: the launcher imports it before a node's main process exis
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
 _DEAD = frozenset("ZXx")
+# Of the process flags in /proc/PID/stat: a thread of the kernel, and a process that is ending.
+_WITHOUT_MEMORY = 0x00200000 | 0x00000004
+_EXEC_SECONDS = 1.0
+# Of its fields, from the third on (proc(5)).
+_STATE, _FLAGS, _START_TIME, _ENV_START, _ENV_END = 0, 6, 19, 47, 48
 
 
 @dataclass(frozen=True)
@@ -60,14 +66,12 @@ def boot_id() -> str:
 def look_up(pid: int) -> Process | None:
     """Return the living process of that id, or None."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        fields = _status(_PROC / str(pid))
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name is in brackets and may hold anything, brackets and spaces too.
-    state, *fields = text.rpartition(")")[2].split()
-    if state in _DEAD:
+    if fields[_STATE] in _DEAD:
         return None
-    return Process(pid=pid, start_time=int(fields[18]), boot_id=boot_id())
+    return Process(pid=pid, start_time=int(fields[_START_TIME]), boot_id=boot_id())
 
 
 def marked(variable: str, prefix: str) -> list[Process]:
@@ -78,10 +82,33 @@ def marked(variable: str, prefix: str) -> list[Process]:
         if not entry.name.isdigit():
             continue
         try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
+            settings = _environment(entry).split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # gone meanwhile, or of another user
-        is_marked = any(setting.startswith(wanted) for setting in environment)
+        is_marked = any(setting.startswith(wanted) for setting in settings)
         if is_marked and (process := look_up(int(entry.name))) is not None:
             found.append(process)
     return found
+
+
+def _environment(entry: Path) -> bytes:
+    """Return the environment of a process, which it seems to lack while it changes its program.
+
+    That takes microseconds and is waited for, as it may be one of those that are looked for; one
+    that takes a second is given up.
+    """
+    end = time.monotonic() + _EXEC_SECONDS
+    while not (settings := (entry / "environ").read_bytes()):
+        fields = _status(entry)
+        is_over = fields[_STATE] in _DEAD or int(fields[_FLAGS]) & _WITHOUT_MEMORY
+        is_empty = fields[_ENV_START] == fields[_ENV_END] != "0"
+        if is_over or is_empty or time.monotonic() > end:
+            break
+        time.sleep(0.0001)
+    return settings
+
+
+def _status(entry: Path) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on."""
+    # The name before them is in brackets and may hold anything, brackets and spaces too.
+    return (entry / "stat").read_text().rpartition(")")[2].split()
