@@ -71,7 +71,10 @@ class AuditLog:
             f"{self._path} was rotated meanwhile; start the API server with a larger "
             "--audit-log-maxsize"
         )
-        for line in self._file:
+        for line in iter(self._file.readline, b""):
+            if not line.endswith(b"\n"):  # its end is being written
+                self._file.seek(-len(line), os.SEEK_CUR)
+                return
             event = json.loads(line)
             user, agent = event["user"]["username"], event.get("userAgent", "")
             if not (user.startswith(self._who) or agent.startswith(self._who)):

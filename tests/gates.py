@@ -31,6 +31,7 @@ class Gate:
         self._is_open = threading.Event()
         self._is_open.set()
         self._is_shut = False
+        self._lock = threading.Lock()  # of what is shut and what is connected
         self._connections: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
@@ -46,8 +47,9 @@ class Gate:
 
     def shut(self) -> None:
         """Break every connection and refuse new ones, as a server that is away."""
-        self._is_shut = True
-        self._break()
+        with self._lock:
+            self._is_shut = True
+            self._break()
 
     def open(self) -> None:
         """Let everything through again, also what was sent while it was frozen."""
@@ -60,7 +62,8 @@ class Gate:
     def __exit__(self, *_: object) -> None:
         self.open()
         self._listener.close()
-        self._break()
+        with self._lock:
+            self._break()
 
     def _break(self) -> None:
         for one in self._connections:
@@ -80,7 +83,12 @@ class Gate:
                 near.close()
                 continue
             far = socket.create_connection(self._target)
-            self._connections += [near, far]
+            with self._lock:
+                if self._is_shut:  # ... since it was asked for
+                    near.close()
+                    far.close()
+                    continue
+                self._connections += [near, far]
             for source, sink in ((near, far), (far, near)):
                 threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.backend import LocalBackend
+from finetune_operator.backends.local.environment import ENV_MARK
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_trainer.py")))
 
@@ -47,6 +49,20 @@ def is_running(pid: int) -> bool:
         return False
     is_exiting = int(fields[5]) & 0x4  # PF_EXITING of the flags, the ninth field in proc(5)
     return state not in "ZXx" and not is_exiting
+
+
+def kill_what_runs_below(folder: Path) -> None:
+    """Kill the main processes of jobs below a folder, as a failed test leaves them.
+
+    Those of the tests that run beside this one come and go meanwhile.
+    """
+    for process in proc.marked(ENV_MARK, ""):
+        try:
+            command = Path(f"/proc/{process.pid}/cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(folder) in command:
+            process.send(signal.SIGKILL)
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:

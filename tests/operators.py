@@ -20,7 +20,7 @@ import yaml
 from builders import manifest
 from finetune_operator.api.v1alpha1 import FineTuneProfileSpec
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
+from finetune_operator.kube.errors import AlreadyExistsError, ConflictError, NotFoundError
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
@@ -73,14 +73,25 @@ class Api:
         """Create or update our kinds, and wait until they are served."""
         for file in sorted((ROOT / "crds").glob("*.yaml")):
             made = yaml.safe_load(file.read_text())
-            try:
-                self.run(self.client.create(CRDS, made))
-            except AlreadyExistsError:
-                there = self.run(self.client.get(CRDS, made["metadata"]["name"]))
-                version = {"resourceVersion": there["metadata"]["resourceVersion"]}
-                replaced = {**made, "metadata": {**made["metadata"], **version}}
-                self.run(self.client.replace(CRDS, replaced))
+            wait_until(lambda made=made: self._put(made), 20, file.name)
         wait_until(lambda: self._serves(FINE_TUNE_JOBS) and self._serves(FINE_TUNE_PROFILES), 20)
+
+    def _put(self, definition: Object) -> bool:
+        """Create or update it; False if somebody has changed it meanwhile.
+
+        Its controllers do, and other tests that begin on the same cluster.
+        """
+        try:
+            self.run(self.client.create(CRDS, definition))
+        except AlreadyExistsError:
+            there = self.run(self.client.get(CRDS, definition["metadata"]["name"]))
+            version = {"resourceVersion": there["metadata"]["resourceVersion"]}
+            replaced = {**definition, "metadata": {**definition["metadata"], **version}}
+            try:
+                self.run(self.client.replace(CRDS, replaced))
+            except ConflictError:
+                return False
+        return True
 
     def _serves(self, resource: Resource) -> bool:
         try:

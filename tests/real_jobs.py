@@ -110,6 +110,10 @@ class Jobs:
         in_order = sorted(found, key=lambda one: int(one["metadata"]["resourceVersion"]))
         return [one["reason"] for one in in_order]
 
+    def wait_for_event(self, name: str, reason: str) -> None:
+        """Return as soon as the job has such an Event; it follows the status that it tells of."""
+        wait_until(lambda: reason in self.events(name), 20, f"Event {reason} of {name}")
+
     def delete(self, name: str) -> None:
         """Delete the job and wait until nothing of it is there."""
         self.kubectl("delete", "finetunejob", name, "--ignore-not-found")

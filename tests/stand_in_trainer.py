@@ -29,6 +29,7 @@ class Play:
         is_silent: No last words.
         has_stray: Start a child in a session of its own that would live for an hour.
         save_every: Commit a checkpoint after every so many steps.
+        gang: Nodes that must have begun before any of them makes a step, as where ranks meet.
     """
 
     steps: int = 6
@@ -41,6 +42,7 @@ class Play:
     is_silent: bool = False
     has_stray: bool = False
     save_every: int | None = None
+    gang: int = 1
 
 
 _CLASSES = {0: "Completed", 65: "DataError", 75: "Preempted", 78: "ConfigError"}
@@ -73,6 +75,8 @@ class StandIn:
         saved = sorted(int(path.name[5:]) for path in self.checkpoints.glob("step-*"))
         first = saved[-1] if saved else 0
         print(f"node {self.node} of attempt {self.attempt} starts at step {first}", flush=True)
+        while self._num_begun() < self.play.gang and not self.is_told:
+            time.sleep(0.01)
         for step in range(first, self.play.steps):
             if self.is_told:
                 return self._stop(step, first)
@@ -87,6 +91,10 @@ class StandIn:
         if self.node == 0 and not self.play.exit_code:
             self.output.mkdir(parents=True, exist_ok=True)
         return self._say(self.play.exit_code, self.play.steps, "trained to the end")
+
+    def _num_begun(self) -> int:
+        lines = (self.run_dir / "starts.txt").read_text().splitlines()
+        return sum(line.split()[0] == str(self.attempt) for line in lines)
 
     def _hear(self, number: int, frame: object) -> None:
         self.is_told = True

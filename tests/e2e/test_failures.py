@@ -24,6 +24,7 @@ def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs) -> None:
     assert last["failureClass"] == "Completed"
     assert status["restarts"] == {"counted": 0, "disruptions": 1}
     assert status["progress"]["step"] == 200
+    jobs.wait_for_event("lost", "Completed")
     assert jobs.events("lost")[-1] == "Completed"
 
 
@@ -44,6 +45,7 @@ def test_what_a_failed_job_said_last_outlives_its_pods(jobs: Jobs) -> None:
     (attempt,) = status["attempts"]
     assert (attempt["failureClass"], attempt["exitCode"]) == ("DataError", 65)
     assert "/mnt/models/absent.jsonl" in attempt["message"]
+    jobs.wait_for_event("fails", "DataError")
     assert jobs.events("fails") == ["AttemptCreated", "DataError"]
     jobs.kubectl("delete", "pods", "--selector", "finetune.dev/job=fails")
     log = jobs.cluster.ftctl("logs", "fails", "-n", NAMESPACE, "--previous")

@@ -90,6 +90,7 @@ def test_the_status_of_a_finished_job_tells_how_it_went(ddp: Object) -> None:
 
 
 def test_events_and_columns_tell_it_in_short(ddp: Object, jobs: Jobs) -> None:
+    jobs.wait_for_event("ddp", "Completed")
     assert jobs.events("ddp") == ["AttemptCreated", "Training", "Completed"]
     head, row = jobs.kubectl("get", "ftj", "ddp").splitlines()
     columns = "NAME PHASE REASON STEP STEPS LOSS NODES RESTARTS ETA-SECONDS AGE"

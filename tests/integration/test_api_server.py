@@ -223,7 +223,7 @@ def test_a_watch_shows_what_enters_and_leaves_its_selection(server: Server) -> N
             await client.patch(CONFIG_MAPS, "w", namespace, {"metadata": {"labels": labels}})
         await client.delete(CONFIG_MAPS, "w", namespace)
         events = client.watch(
-            CONFIG_MAPS, namespace, resource_version=at, label_selector="shown", timeout_seconds=1
+            CONFIG_MAPS, namespace, resource_version=at, label_selector="shown", timeout_seconds=3
         )
         return [
             (one.type, one.object["metadata"]["name"])
@@ -248,7 +248,7 @@ def test_a_watch_without_a_version_begins_with_what_is_there(labelled: Server) -
 
 def test_a_watch_that_asks_for_it_says_where_the_first_objects_end(labelled: Server) -> None:
     asked = {"watch": "1", "sendInitialEvents": "true", "allowWatchBookmarks": "true"}
-    asked |= {"resourceVersionMatch": "NotOlderThan", "timeoutSeconds": "1"}
+    asked |= {"resourceVersionMatch": "NotOlderThan", "timeoutSeconds": "3"}
     events = labelled.send("GET", CONFIG_MAPS, labelSelector="tier", **asked).body["events"]
     kinds = [one["type"] for one in events]
     assert kinds[:3] == ["ADDED", "ADDED", "BOOKMARK"]

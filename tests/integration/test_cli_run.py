@@ -267,6 +267,8 @@ def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     file = write_project(tmp_path, **settings)
     with started("run", file.name, folder=tmp_path) as run:
         run.read_until("  Training$")
+        main = json.loads((tmp_path / "runs/default/tiny/attempts/1/node-0.json").read_text())
+        os.kill(main["pid"], signal.SIGSTOP)  # else it may end before the second Ctrl-C comes
         run.interrupt()
         run.read_until("Ctrl-C again kills it")
         run.interrupt()

@@ -16,11 +16,9 @@ import yaml
 
 from builders import job as model_of
 from builders import manifest
-from finetune_operator.backends.local import proc
-from finetune_operator.backends.local.environment import ENV_MARK
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.reconcile.store import JobStore
-from local_runs import is_running, starts
+from local_runs import is_running, kill_what_runs_below, starts
 from operators import Api, condition, phase_of, wait_until
 
 FTCTL = [sys.executable, "-m", "finetune_operator"]
@@ -125,9 +123,7 @@ def serve(folder: Path) -> Iterator[Serve]:
     for one in started:
         if not one.has_ended:
             one.end(signal.SIGTERM, signal.SIGTERM)
-    for process in proc.marked(ENV_MARK, ""):
-        if str(folder) in Path(f"/proc/{process.pid}/cmdline").read_text():
-            process.send(signal.SIGKILL)
+    kill_what_runs_below(folder)
 
 
 def ftctl(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -143,7 +139,7 @@ def test_a_job_runs_to_its_end_and_its_log_is_found_by_its_name(serve: Serve, fo
     assert condition(done, "Complete")["status"] == "True"
     assert done["status"]["artifacts"] == [f"file://{run_dir(folder)}/output"]
     assert "finalizers" in done["metadata"]
-    wait_until(lambda: len(dev.api.events("default")) == 3, 5)
+    wait_until(lambda: len(dev.api.events("default")) == 3, 20)
     assert dev.api.events("default") == ["AttemptCreated", "Completed", "Training"]
     said = ftctl("logs", "tiny", folder=folder)
     assert "starts at step 0" in said.stdout

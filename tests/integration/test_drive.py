@@ -20,7 +20,14 @@ from finetune_operator.backends.local.environment import ENV_MARK
 from finetune_operator.reconcile.drive import StopRequest, drive
 from finetune_operator.reconcile.opening import open_job
 from finetune_operator.reconcile.store import JobLockedError, JobStore, StoreError
-from local_runs import is_running, local_backend, run_and_kill, starts, wait_until
+from local_runs import (
+    is_running,
+    kill_what_runs_below,
+    local_backend,
+    run_and_kill,
+    starts,
+    wait_until,
+)
 
 Seen = Callable[[FineTuneJob, Observation | None, StopRequest], None]
 
@@ -57,9 +64,7 @@ def run(
 @pytest.fixture(autouse=True)
 def _no_process_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    for process in proc.marked(ENV_MARK, ""):
-        if str(tmp_path) in Path(f"/proc/{process.pid}/cmdline").read_text():
-            process.send(signal.SIGKILL)
+    kill_what_runs_below(tmp_path)
 
 
 def run_dir(folder: Path) -> Path:
@@ -76,7 +81,7 @@ def at_step(step: int, then: Callable[[StopRequest], None]) -> Seen:
 
 def test_a_job_runs_to_completion_and_tells_on_the_way(tmp_path: Path) -> None:
     phases: list[JobPhase] = []
-    backend = local_backend(tmp_path, {"*": {"steps": 8}})
+    backend = local_backend(tmp_path, {"*": {"steps": 8, "step_seconds": 0.3}})
     done = run(backend, job(), on_change=lambda job, seen, stop: phases.append(job.status.phase))
     assert list(dict.fromkeys(phases)) == [
         JobPhase.STARTING,
@@ -98,7 +103,7 @@ def test_a_killed_worker_is_followed_by_an_attempt_from_its_checkpoint(tmp_path:
 
 
 def test_two_nodes_restart_together_when_one_dies(tmp_path: Path) -> None:
-    plays = {"1": {"steps": 1000, "kill_at": 2, "node": 1}, "2": {"steps": 3}}
+    plays = {"1": {"steps": 1000, "kill_at": 2, "node": 1, "gang": 2}, "2": {"steps": 3}}
     done = run(local_backend(tmp_path, plays), job(topology={"nodes": 2}))
     assert done.status.phase is JobPhase.SUCCEEDED
     assert done.status.attempts[0].node == "node-1"

@@ -107,7 +107,9 @@ def test_watches_that_fall_silent_are_made_good_by_the_next_list(world: World) -
 
 def test_a_client_sees_each_fault_as_a_real_server_would_show_it(world: World) -> None:
     client, namespace = world.api.client, world.namespace
-    world.faults.add(Fault(429, retry_after=3, times=1, verbs={"get"}))
+    # Of no other kind: the operator gets its Lease all the time.
+    fault = Fault(429, retry_after=3, times=1, verbs={"get"}, resources={"configmaps"})
+    world.faults.add(fault)
     with pytest.raises(ThrottledError) as throttled:
         world.api.run(client.get(CONFIG_MAPS, "any", namespace))
     assert throttled.value.retry_after == 3
@@ -122,9 +124,17 @@ def test_a_client_sees_each_fault_as_a_real_server_would_show_it(world: World) -
         world.api.run(watch(old))
     new = world.api.run(client.list(CONFIG_MAPS, namespace)).resource_version
 
+    async def drop() -> None:
+        while True:  # the watch may not have begun yet
+            await asyncio.sleep(0.3)
+            world.faults.drop_watches()
+
     async def dropped() -> list[str]:
-        asyncio.get_running_loop().call_later(0.3, world.faults.drop_watches)
-        return await watch(new)
+        dropping = asyncio.create_task(drop())
+        try:
+            return await watch(new)
+        finally:
+            dropping.cancel()
 
     with pytest.raises(UnavailableError):
         world.api.run(dropped())

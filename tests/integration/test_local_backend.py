@@ -13,10 +13,17 @@ import pytest
 
 from backend_contract import BackendContract, observed_until_gone, planned, wait_for
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle
-from finetune_operator.backends.local import proc
+from finetune_operator.backends.local import locks, proc
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_trainer.config import FailureClass
-from local_runs import is_running, local_backend, run_and_kill, starts, wait_until
+from local_runs import (
+    is_running,
+    kill_what_runs_below,
+    local_backend,
+    run_and_kill,
+    starts,
+    wait_until,
+)
 
 
 class LocalHarness:
@@ -26,11 +33,25 @@ class LocalHarness:
         self._folder = folder
 
     def make(self) -> Backend:
-        return local_backend(self._folder, {"*": {"steps": 1000, "is_silent": True}})
+        play = {"steps": 1000, "step_seconds": 3600, "is_silent": True}
+        return local_backend(self._folder, {"*": play})
 
     def state(self) -> Any:
+        wait_until(self._is_quiet)
         files = (path for path in self._folder.rglob("*") if path.is_file())
         return {str(path): path.read_bytes() for path in files}
+
+    def _is_quiet(self) -> bool:
+        """Say whether each node that was started has ended, or sleeps: it writes files before."""
+        return all(
+            "starts at step" in log.read_text() or _has_ended(log.with_suffix(".lock"))
+            for log in self._folder.rglob("node-*.log")
+        )
+
+
+def _has_ended(lock: Path) -> bool:
+    with locks.held(lock) as is_free:
+        return is_free
 
 
 class TestLocalBackend(BackendContract):
@@ -43,17 +64,7 @@ class TestLocalBackend(BackendContract):
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder for the manifest; what a failing test left running is ended."""
     yield tmp_path
-    for file in tmp_path.rglob("node-*.json"):
-        name = file.name.split(".")
-        if len(name) == 2 and f"{tmp_path}" in _command_line(_pid(file)):
-            os.kill(_pid(file), signal.SIGKILL)
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except FileNotFoundError:
-        return ""
+    kill_what_runs_below(tmp_path)
 
 
 def _pid(file: Path) -> int:
@@ -222,11 +233,11 @@ def test_the_token_reaches_the_process_and_no_file(folder: Path) -> None:
     assert f"HF_TOKEN={secret}" in process
     assert "\0RANK=" not in process
     assert "AWS_SECRET_ACCESS_KEY" not in process
+    wait_for(backend.cancel(handle, 0.0))
+    observed_until_gone(backend, handle)  # else files come and go while they are read
     texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     assert texts
     assert not any(secret in text for text in texts)
-    wait_for(backend.cancel(handle, 0.0))
-    observed_until_gone(backend, handle)
 
 
 @pytest.fixture
