@@ -29,7 +29,9 @@ def test_a_pod_that_is_deleted_costs_no_step_that_was_saved(jobs: Jobs) -> None:
 
 
 def test_a_pod_that_is_killed_without_a_word_goes_on_from_the_last_checkpoint(jobs: Jobs) -> None:
-    jobs.apply("killed", training={"maxSteps": 200}, topology=ONE_NODE | {"processesPerNode": 1})
+    # One process alone makes its steps fast: it must not be over before the pod is deleted.
+    one_process = ONE_NODE | {"processesPerNode": 1}
+    jobs.apply("killed", training={"maxSteps": 600}, topology=one_process)
     jobs.wait_for_checkpoint("killed")
     (pod,) = jobs.pods("killed", 1)
     jobs.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")

@@ -23,6 +23,8 @@ from finetune_operator.kube.resources import (
 from finetune_operator.reconcile.decide import MENDED_SECONDS
 from operators import Api, OperatorProcess, condition, wait_until
 
+PROMPT_SECONDS = MENDED_SECONDS / 2
+"""Long before a job would be looked at anyway, on however slow a machine."""
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
 
 
@@ -59,7 +61,7 @@ class Place:
             is_told = found["status"] == "False" and condition(job, "Stalled")["status"] == "True"
             return found if is_told else None
 
-        found = wait_until(told, 5, f"{kind} of {name}")
+        found = wait_until(told, PROMPT_SECONDS, f"{kind} of {name}")
         assert found is not None
         return found
 
@@ -73,15 +75,16 @@ class Place:
         there = self.api.get(QUOTAS, self.namespace, "none")
         return there is not None and "hard" in there.get("status", {})
 
-    def created(self, name: str, seconds: float = 5.0) -> None:
+    def created(self, name: str, seconds: float = PROMPT_SECONDS) -> None:
         """Wait until the job has its batch Job."""
         wait_until(lambda: self.api.get(JOBS, self.namespace, f"{name}-1"), seconds, name)
 
-    def started(self, name: str, seconds: float = 5.0) -> None:
+    def started(self, name: str, seconds: float = PROMPT_SECONDS) -> None:
         """Wait until the job has its batch Job, and says nothing bad of itself any more."""
         self.created(name, seconds)
         wait_until(
-            lambda: condition(self.api.job(self.namespace, name), "Stalled")["status"] == "False", 5
+            lambda: condition(self.api.job(self.namespace, name), "Stalled")["status"] == "False",
+            PROMPT_SECONDS,
         )
 
 
@@ -208,7 +211,9 @@ def test_a_job_that_a_quota_keeps_from_starting_is_suspended_resumed_and_deleted
         place.apply(name, topology__nodes=2)
         place.refusal(name, "ResourcesReady")
         api.change(namespace, name, suspend=True)
-        wait_until(lambda name=name: api.phase(namespace, name) == "Suspended", 5, name)
+        wait_until(
+            lambda name=name: api.phase(namespace, name) == "Suspended", PROMPT_SECONDS, name
+        )
         assert condition(api.job(namespace, name), "Stalled")["status"] == "False"
     api.run(api.client.delete(QUOTAS, "none", namespace))
     api.delete(namespace, "dropped")
@@ -238,9 +243,9 @@ def test_a_refusal_and_its_end_follow_what_is_watched_and_wait_for_nothing_else(
     before = asked()
     place.apply("late", backend={"type": "aks", "aks": {"profile": missing}})
     place.refusal("late")
-    wait_until(written, 5)
+    wait_until(written, PROMPT_SECONDS)
     assert len(written()) == 1  # by the first look
     place.put_profile(missing)
-    place.started("late", MENDED_SECONDS / 2)  # when it would be looked at anyway
+    place.started("late")
     assert asked() == before
     place.api.run(place.api.client.delete(FINE_TUNE_PROFILES, missing))

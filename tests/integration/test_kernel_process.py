@@ -12,6 +12,7 @@ from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
+from finetune_operator.reconcile.decide import MENDED_SECONDS
 from operators import Api, OperatorProcess, condition, wait_until
 
 
@@ -24,6 +25,8 @@ def shared(api: Api) -> Iterator[tuple[OperatorProcess, str]]:
 
 
 WRITES = ("create", "update", "patch", "delete")
+PROMPT_SECONDS = MENDED_SECONDS / 2
+"""Long before a job would be looked at anyway, on however slow a machine."""
 
 
 def test_twenty_jobs_run_to_completion_within_the_write_budget(
@@ -41,7 +44,7 @@ def test_twenty_jobs_run_to_completion_within_the_write_budget(
         api.play(namespace, name, step="1")
     wait_until(lambda: all(api.phase(namespace, name) == "Running" for name in names), 20)
     # An Event follows the status that it tells of.
-    wait_until(lambda: operator.calls("create").get("create events 201") == 40, 15)
+    wait_until(lambda: operator.calls("create").get("create events 201") == 40, PROMPT_SECONDS)
     start = operator.calls(*WRITES)
     patches = start.pop("patch finetunejobs 200")  # one of a job that runs within 3 s
     assert 20 <= patches <= 40
@@ -55,7 +58,7 @@ def test_twenty_jobs_run_to_completion_within_the_write_budget(
     assert done["status"]["artifacts"] == [f"file:///{namespace}/{first[0]}"]
     assert "finalizers" not in done["metadata"]
     assert "annotations" not in done["metadata"]
-    wait_until(lambda: len(api.events(namespace, names[0])) == 3, 15)
+    wait_until(lambda: len(api.events(namespace, names[0])) == 3, PROMPT_SECONDS)
     assert api.events(namespace, names[0]) == ["AttemptCreated", "Completed", "Training"]
     assert operator.calls(*WRITES)["patch finetunejobs 200"] == patches + 20
 
@@ -67,10 +70,10 @@ def test_a_failed_attempt_is_followed_by_the_next_once_it_is_gone(
     api.apply(namespace, "again")
     wait_until(lambda: api.get(CONFIG_MAPS, namespace, "again-1"), 10)
     api.play(namespace, "again-1", phase="Failed", code="137")
-    wait_until(lambda: api.phase(namespace, "again") == "Restarting", 15)
+    wait_until(lambda: api.phase(namespace, "again") == "Restarting", PROMPT_SECONDS)
     assert api.get(CONFIG_MAPS, namespace, "again-2") is None
     api.play(namespace, "again-1", gone="yes")
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "again-2"), 15)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "again-2"), PROMPT_SECONDS)
     job = api.job(namespace, "again")
     assert job is not None
     assert job["status"]["restarts"]["counted"] == 1
@@ -112,15 +115,21 @@ def test_a_spec_the_backend_refuses_is_told_and_recovers_when_mended(
 ) -> None:
     _, namespace = shared
     api.apply(namespace, "wrong", model__revision="forbidden")
-    wait_until(lambda: condition(api.job(namespace, "wrong"), "Accepted")["status"] == "False", 5)
+    wait_until(
+        lambda: condition(api.job(namespace, "wrong"), "Accepted")["status"] == "False",
+        PROMPT_SECONDS,
+    )
     refused = api.job(namespace, "wrong")
     sentence = "spec.model.revision forbidden is not allowed; use another"
     assert condition(refused, "Accepted")["message"] == sentence
     assert condition(refused, "Stalled")["status"] == "True"
     api.change(namespace, "wrong", suspend=True)
     api.change(namespace, "wrong", suspend=False, model={"revision": "main"})
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "wrong-1"), 5)
-    wait_until(lambda: condition(api.job(namespace, "wrong"), "Stalled")["status"] == "False", 5)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "wrong-1"), PROMPT_SECONDS)
+    wait_until(
+        lambda: condition(api.job(namespace, "wrong"), "Stalled")["status"] == "False",
+        PROMPT_SECONDS,
+    )
 
 
 def test_a_backend_that_is_not_installed_is_named_with_those_that_are(
@@ -128,7 +137,10 @@ def test_a_backend_that_is_not_installed_is_named_with_those_that_are(
 ) -> None:
     _, namespace = shared
     api.apply(namespace, "unknown", backend={"type": "nowhere"})
-    wait_until(lambda: condition(api.job(namespace, "unknown"), "Accepted")["status"] == "False", 5)
+    wait_until(
+        lambda: condition(api.job(namespace, "unknown"), "Accepted")["status"] == "False",
+        PROMPT_SECONDS,
+    )
     accepted = condition(api.job(namespace, "unknown"), "Accepted")
     assert accepted["reason"] == "BackendNotFound"
     assert "configmap" in accepted["message"]
@@ -141,15 +153,21 @@ def test_an_object_of_somebody_else_in_the_way_stalls_the_job_and_is_left_alone(
     theirs = {"metadata": {"name": "taken-1"}, "data": {"theirs": "yes"}}
     before = api.run(api.client.create(CONFIG_MAPS, theirs, namespace))
     api.apply(namespace, "taken")
-    wait_until(lambda: condition(api.job(namespace, "taken"), "Stalled")["status"] == "True", 5)
+    wait_until(
+        lambda: condition(api.job(namespace, "taken"), "Stalled")["status"] == "True",
+        PROMPT_SECONDS,
+    )
     job = api.job(namespace, "taken")
     message = condition(job, "ResourcesReady")["message"]
     assert message == "ConfigMap taken-1 belongs to nobody ; delete it or rename this job"
     assert api.get(CONFIG_MAPS, namespace, "taken-1") == before
     api.run(api.client.delete(CONFIG_MAPS, "taken-1", namespace))
     api.change(namespace, "taken", ttlSecondsAfterFinished=None, deadlines={"hangSeconds": 99})
-    wait_until(lambda: "taken-1" in api.attempts(namespace), 5)
-    wait_until(lambda: condition(api.job(namespace, "taken"), "Stalled")["status"] == "False", 5)
+    wait_until(lambda: "taken-1" in api.attempts(namespace), PROMPT_SECONDS)
+    wait_until(
+        lambda: condition(api.job(namespace, "taken"), "Stalled")["status"] == "False",
+        PROMPT_SECONDS,
+    )
 
 
 def test_a_job_that_another_controller_manages_is_left_alone(
