@@ -1,6 +1,7 @@
 """Where a node and a rank find out about their place, and about the memory killer."""
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,27 @@ def test_a_rank_0_that_never_answers_is_an_error_that_names_the_address(host: st
 def test_a_rank_told_to_stop_waits_no_longer() -> None:
     with pytest.raises(Preempted):
         wait_for_rank_zero("127.0.0.1", 1, lambda: True)
+
+
+def test_a_rank_told_to_stop_waits_for_no_rank_0_that_leaves_while_it_connects(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def be_there_once() -> None:
+            server.accept()[0].close()
+            server.close()
+
+        leaving = threading.Thread(target=be_there_once)
+        leaving.start()
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environ = {**place, "MASTER_PORT": str(server.getsockname()[1])}
+        with (
+            pytest.raises(Preempted),
+            open_world(train_config(tmp_path), environ, should_stop=lambda: True),
+        ):
+            pass
+        leaving.join()
 
 
 @pytest.mark.parametrize(

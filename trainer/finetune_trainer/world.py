@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # never has to run into it: the supervisor ends the others as soon as one is gone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+# Of one try to reach a store that was there a moment ago, as the library hears no signal meanwhile.
+_CONNECT_TIMEOUT = timedelta(seconds=5)
 _SECONDS_BETWEEN_LOOKS = 0.02
 
 ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0's store
@@ -281,25 +283,38 @@ def _store(
     read a dead peer's address; the restart count in the prefix keeps them apart.
     """
     # Documented as torch.distributed.TCPStore, though the package does not list it for mypy.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
 
     address, port = _master(config, launch)
     agent_hosts_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = launch.rank == 0 and not agent_hosts_it
-    if not is_master:
-        wait_for_rank_zero(address, port, should_stop)
     listener = environ.get(ENV_STORE_FD)
-    store = TCPStore(
-        address,
-        port,
-        world_size=launch.world_size,
-        is_master=is_master,
-        timeout=RENDEZVOUS_TIMEOUT,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=int(listener) if listener and is_master else None,
-    )
+
+    def connect() -> "Store | None":
+        """Return the store, or None where rank 0 went away meanwhile."""
+        try:
+            return TCPStore(
+                address,
+                port,
+                world_size=launch.world_size,
+                is_master=is_master,
+                timeout=RENDEZVOUS_TIMEOUT if is_master else _CONNECT_TIMEOUT,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=int(listener) if listener and is_master else None,
+            )
+        except DistNetworkError:
+            if is_master:
+                raise
+            return None
+
+    store = None
+    while store is None:
+        if not is_master:
+            wait_for_rank_zero(address, port, should_stop)
+        store = connect()
+    store.set_timeout(RENDEZVOUS_TIMEOUT)
     return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
 
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,6 +34,7 @@ from finetune_trainer.watchdog import watch_progress
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_closing = threading.Lock()
 
 Entry = Callable[[TrainConfig, World, StopSignal, Telemetry], Termination]
 
@@ -151,15 +153,20 @@ def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, s
 
 
 def _close(telemetry: Telemetry, termination: Termination) -> Termination:
-    """Write the end into the outlets, and what they know into the last words."""
-    if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
-        telemetry.phase(Phase.DONE)
-    artifacts = termination.artifacts or telemetry.artifact_paths
-    last_words = with_progress(
-        termination.model_copy(update={"artifacts": artifacts}), telemetry.progress
-    )
-    telemetry.log("ended", termination=last_words.model_copy(update={"progress": None}))
-    telemetry.close()
+    """Write the end into the outlets, and what they know into the last words.
+
+    The first end is written: the ranks that hang leave one by one, so that of a rank the watchdog
+    may find that it hangs just as its work finds that the others are gone.
+    """
+    with _closing:
+        if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
+            telemetry.phase(Phase.DONE)
+        artifacts = termination.artifacts or telemetry.artifact_paths
+        last_words = with_progress(
+            termination.model_copy(update={"artifacts": artifacts}), telemetry.progress
+        )
+        telemetry.log("ended", termination=last_words.model_copy(update={"progress": None}))
+        telemetry.close()
     return last_words
 
 
