@@ -4,6 +4,7 @@ import json
 import multiprocessing as mp
 import os
 import resource
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing.context import ForkServerContext
@@ -17,7 +18,7 @@ from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.config import CheckpointConfig, JobRef
 
 State = dict[str, Any]
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 240  # a rank that imports DeepSpeed takes half a minute on a busy machine
 JOB = JobRef(name="tiny", uid="uid-1")
 FINGERPRINT = Fingerprint(model="a model", method="lora", data="rows", order="seed 1")
 
@@ -121,8 +122,9 @@ def run_processes(
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + timeout_seconds
     for process in processes:
-        process.join(timeout_seconds)
+        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()

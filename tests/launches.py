@@ -1,7 +1,9 @@
 """Start the trainer's main process on stand-in ranks, and see what it leaves behind."""
 
+import errno
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -61,7 +63,7 @@ class Launch:
     process: "subprocess.Popen[str]"
     config: TrainConfig
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 150) -> int:
         """Return the exit code; what it said is then in `stderr`."""
         _, self.stderr = self.process.communicate(timeout=timeout)
         return self.process.returncode
@@ -101,12 +103,22 @@ def launch(config: TrainConfig, entry: str, environ: Mapping[str, str] | None = 
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a port that nobody listens on now, nor is given by the kernel to whoever asks for any.
+
+    It is bound seconds later, by a process that imports torch first.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)  # the kernel's begin at 32768
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
 
 
-def until(condition: Callable[[], bool], timeout: float = 60) -> None:
+def until(condition: Callable[[], bool], timeout: float = 150) -> None:
     """Return when the condition holds.
 
     Raises:
@@ -123,6 +135,6 @@ def is_alive(pid: int) -> bool:
     """Say whether a process runs; one that is dead but not yet reaped does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
+    return state not in "ZX"

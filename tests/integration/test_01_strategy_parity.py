@@ -33,12 +33,15 @@ HYBRIDS = [
     Case("hybrid-lora", HYBRID, method="lora", micro_batch_size=1),
 ]
 
+# The first test waits for the launch of most cases, which has a limit of its own.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     seeded = [case for family in FAMILIES for case in at_seeds(family, SEEDS)]
     cases = [*seeded, *KEPT, *IN_FP64, *POISONED]
-    found = train_cases(tmp_path_factory.mktemp("parity"), cases)
+    found = train_cases(tmp_path_factory.mktemp("parity"), cases, timeout=700)
     return {case.name: outcome for case, outcome in zip(cases, found, strict=True)}
 
 

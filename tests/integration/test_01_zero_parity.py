@@ -37,7 +37,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     seeded = [case for family in STAGES for case in at_seeds(family, SEEDS)]
     cases = [*seeded, *OFFLOADED, *POISONED, *NARROW]
     environ = {"DS_ACCELERATOR": "cpu"}
-    found = train_cases(tmp_path_factory.mktemp("parity"), cases, environ=environ)
+    folder = tmp_path_factory.mktemp("parity")
+    found = train_cases(folder, cases, environ=environ, timeout=700)
     return {case.name: outcome for case, outcome in zip(cases, found, strict=True)}
 
 

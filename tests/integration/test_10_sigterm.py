@@ -26,7 +26,8 @@ from launches import train_config, until
 from metadata_service import event, metadata_service
 from tiny_run import write_inputs
 
-STEPS = 12
+# What follows a signal from the thread that saves lies behind the next save, which waits for it.
+STEPS = 18
 TO_ONE = (
     "tokenizing:rank=1",
     "loading:rank=0",
@@ -34,9 +35,9 @@ TO_ONE = (
     "answering@0:rank=0",
     "first-step@1:rank=1",
     "saving@3:rank=1",
-    "evaluating@6:rank=1",
-    "before-rename@9:rank=0",
-    "answering@12:rank=0",
+    "evaluating@12:rank=1",
+    "before-rename@15:rank=0",
+    "answering@18:rank=0",
     "exporting:rank=0",
 )
 TO_ALL = ("tokenizing", "loading", "evaluating@0", "mid-accumulation@2", "evaluating@6")

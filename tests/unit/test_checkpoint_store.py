@@ -69,17 +69,28 @@ def test_a_save_holds_the_state_as_it_was_when_save_was_called(tmp_path: Path) -
         assert len(found["trainer"]["answers"]) == step
 
 
+class LongToCopy(torch.Tensor):
+    """Is being copied until there is more state."""
+
+    begun, grown = threading.Event(), threading.Event()
+
+    def detach(self) -> torch.Tensor:
+        self.begun.set()
+        assert self.grown.wait(60)
+        return torch.zeros(4)
+
+
 def test_memory_is_reserved_while_the_optimizer_makes_its_state() -> None:
-    moments = {"long to copy": torch.zeros(2**24), "short": torch.zeros(4)}
+    long = torch.zeros(4).as_subclass(LongToCopy)
+    moments = {"long to copy": long, "short": torch.zeros(4)}
     snapshot = Snapshot()
     snapshot.reserve({"optimizer": moments})
-    late = 0
-    while any(one.name == "reserve" for one in threading.enumerate()):
-        moments[f"late {late}"] = torch.ones(4)
-        late += 1
+    assert LongToCopy.begun.wait(60)
+    moments["late"] = torch.ones(4)
+    LongToCopy.grown.set()
     copy = snapshot.take({"optimizer": moments})
-    assert late
-    assert torch.equal(copy["optimizer"]["late 0"], torch.ones(4))
+    assert copy["optimizer"].keys() == moments.keys()
+    assert torch.equal(copy["optimizer"]["late"], torch.ones(4))
 
 
 def test_a_commit_is_reported_once_and_stays_known(tmp_path: Path) -> None:

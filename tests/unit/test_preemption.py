@@ -22,13 +22,13 @@ def service() -> Iterator[Service]:
 def test_an_event_that_takes_this_machine_stops_the_run_in_the_time_it_leaves(
     service: Service, kind: str
 ) -> None:
-    begins = formatdate(time.time() + 30, usegmt=True)
+    begins = formatdate(time.time() + 300, usegmt=True)
     service.events = [event(kind, "node-1", NotBefore=begins)]
     stop, told = StopSignal(), list[str]()
     watch_scheduled_events(service.url, stop, lambda message: told.append(message))
-    until(lambda: stop.requested, timeout=10)
+    until(lambda: stop.requested)
     assert stop.reason == f"an Azure {kind} event"
-    assert 25 < stop.seconds_left(grace_seconds=600) <= 30
+    assert 200 < stop.seconds_left(grace_seconds=600) <= 300
     assert told == []
 
 
@@ -36,20 +36,20 @@ def test_other_events_and_other_machines_stop_nothing(service: Service) -> None:
     service.events = [event("Preempt", "node-2"), event("Freeze", "node-1")]
     stop = StopSignal()
     watch_scheduled_events(service.url, stop, lambda message: None)
-    assert service.asked.wait(10)
+    assert service.asked.wait(60)
     service.asked.clear()
-    assert service.asked.wait(10), "it is asked again"
+    assert service.asked.wait(60), "it is asked again"
     assert not stop.requested
     service.events = [event("Preempt", "node-1")]
-    until(lambda: stop.requested, timeout=10)
-    assert stop.seconds_left(grace_seconds=600) > 590
+    until(lambda: stop.requested)
+    assert stop.seconds_left(grace_seconds=600) > 500
 
 
 def test_a_service_that_is_not_there_is_told_of_once_and_asked_on() -> None:
     port, stop, told = free_port(), StopSignal(), list[str]()
     url = f"http://127.0.0.1:{port}/metadata/scheduledevents?api-version=2020-07-01"
     watch_scheduled_events(url, stop, lambda message: told.append(message))
-    until(lambda: bool(told), timeout=10)
+    until(lambda: bool(told))
     assert told[0].startswith(f"Scheduled Events cannot be read from {url} (")
     assert not stop.requested
     stop.request("the end of the test")
