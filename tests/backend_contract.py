@@ -21,7 +21,7 @@ from finetune_operator.errors import AlreadyOwnedError
 from finetune_operator.planner.plan import Plan, make_plan
 
 T = TypeVar("T")
-TRIES_SECONDS = 20.0
+TRIES_SECONDS = 60.0
 
 
 class Harness(Protocol):

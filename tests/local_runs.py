@@ -65,7 +65,7 @@ def kill_what_runs_below(folder: Path) -> None:
             process.send(signal.SIGKILL)
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
     """Return as soon as `is_so`; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not is_so():

@@ -23,6 +23,8 @@ from operators import Api, condition, phase_of, wait_until
 
 FTCTL = [sys.executable, "-m", "finetune_operator"]
 STAND_IN = [sys.executable, str(Path(__file__).parents[1] / "dev_stand_in.py")]
+PATIENCE_SECONDS = 60.0  # no promise: a start alone takes ten on a busy machine
+PROMPT_SECONDS = 25.0  # ... but before a job would be looked at anyway
 ENDLESS = {"steps": 100_000, "step_seconds": 0.02, "save_every": 50}
 
 
@@ -59,20 +61,20 @@ class Dev:
         return made
 
     def wait_for(self, phase: str, name: str = "tiny") -> Object:
-        wait_until(lambda: phase_of(self.job(name)) == phase, 30, phase)
+        wait_until(lambda: phase_of(self.job(name)) == phase, PATIENCE_SECONDS, phase)
         return self.job(name)
 
     def wait_for_step(self, step: int) -> None:
-        wait_until(lambda: step_of(self.folder) >= step, 30)
+        wait_until(lambda: step_of(self.folder) >= step, PATIENCE_SECONDS)
 
     def end(self, *numbers: signal.Signals) -> int:
         """Send signals, one after the other has been heard, and return the exit code."""
         self.api.close()
         for number in numbers:
             self.process.send_signal(number)
-            wait_until(lambda: "stopping all jobs" in self.log or self.has_ended, 30)
+            wait_until(lambda: "stopping all jobs" in self.log or self.has_ended, PATIENCE_SECONDS)
         try:
-            return self.process.wait(30)
+            return self.process.wait(PATIENCE_SECONDS)
         finally:
             self.process.kill()
 
@@ -139,7 +141,7 @@ def test_a_job_runs_to_its_end_and_its_log_is_found_by_its_name(serve: Serve, fo
     assert condition(done, "Complete")["status"] == "True"
     assert done["status"]["artifacts"] == [f"file://{run_dir(folder)}/output"]
     assert "finalizers" in done["metadata"]
-    wait_until(lambda: len(dev.api.events("default")) == 3, 20)
+    wait_until(lambda: len(dev.api.events("default")) == 3, PROMPT_SECONDS)
     assert dev.api.events("default") == ["AttemptCreated", "Completed", "Training"]
     said = ftctl("logs", "tiny", folder=folder)
     assert "starts at step 0" in said.stdout
@@ -184,8 +186,10 @@ def test_what_a_killed_process_started_is_adopted_by_the_next(serve: Serve) -> N
     dev = serve(attempt_1={"steps": 150, "step_seconds": 0.05})
     dev.apply()
     dev.wait_for_step(3)
-    wait_until(lambda: dev.job()["status"].get("backendRef"), 10)
-    wait_until(lambda: "backendRef" in (dev.folder / "runs/.dev/state.json").read_text(), 10)
+    wait_until(lambda: dev.job()["status"].get("backendRef"), PROMPT_SECONDS)
+    wait_until(
+        lambda: "backendRef" in (dev.folder / "runs/.dev/state.json").read_text(), PROMPT_SECONDS
+    )
     assert dev.end(signal.SIGKILL) == -signal.SIGKILL
     done = serve().wait_for("Succeeded")
     assert attempts_of(done) == [(1, None)]
@@ -198,10 +202,10 @@ def test_a_job_applied_again_after_its_deletion_starts_anew(serve: Serve, folder
     dev.wait_for_step(3)
     [first] = (run_dir(folder) / "starts.txt").read_text().splitlines()
     dev.api.delete("default")
-    wait_until(lambda: dev.api.job("default") is None, 20)
+    wait_until(lambda: dev.api.job("default") is None, PROMPT_SECONDS)
     assert not is_running(int(first.split()[2]))
     dev.apply()
-    wait_until((run_dir(folder).with_name("tiny.1") / "checkpoints").is_dir, 20)
+    wait_until((run_dir(folder).with_name("tiny.1") / "checkpoints").is_dir, PROMPT_SECONDS)
     dev.wait_for_step(1)
     assert attempts_of(dev.job()) == [(1, None)]
 
@@ -211,11 +215,11 @@ def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, fold
     with JobStore(run_dir(folder)) as theirs:
         theirs.save(model_of())
         dev.apply()
-        wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", 10)
+        wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", PROMPT_SECONDS)
         message = condition(dev.job(), "Stalled")["message"]
         assert f"{run_dir(folder)} is in use by process {os.getpid()}" in message
         dev.api.delete("default")
-        wait_until(lambda: dev.api.job("default") is None, 20)
+        wait_until(lambda: dev.api.job("default") is None, PROMPT_SECONDS)
     dev.apply()
     dev.wait_for("Succeeded")
 
@@ -225,7 +229,7 @@ def test_ctrl_c_waits_for_no_attempt_that_could_not_be_created(serve: Serve, fol
     with JobStore(run_dir(folder)) as theirs:
         theirs.save(model_of())
         dev.apply()
-        wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", 10)
+        wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", PROMPT_SECONDS)
         assert dev.end(signal.SIGINT) == 0
     again = serve(attempt_1={"steps": 1})
     again.wait_for("Succeeded")
@@ -234,7 +238,7 @@ def test_ctrl_c_waits_for_no_attempt_that_could_not_be_created(serve: Serve, fol
 def test_a_missing_model_is_told_with_where_it_was_looked_for(serve: Serve, folder: Path) -> None:
     dev = serve()
     dev.apply(model__source="file://./nowhere")
-    wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", 10)
+    wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", PROMPT_SECONDS)
     sentence = f"spec.model.source file://./nowhere: {folder}/nowhere does not exist"
     assert sentence in condition(dev.job(), "Accepted")["message"]
     assert dev.end(signal.SIGTERM) == 0
@@ -244,7 +248,7 @@ def test_a_backend_that_needs_a_cluster_is_refused_by_its_name(serve: Serve) -> 
     dev = serve()
     hub = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
     dev.apply(backend__type="aks", **hub)
-    wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", 10)
+    wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", PROMPT_SECONDS)
     sentence = "spec.backend.type aks does not run here (available: local); use one of these"
     assert sentence in condition(dev.job(), "Accepted")["message"]
 
