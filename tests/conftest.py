@@ -1,7 +1,11 @@
-"""What every test shares: no network, and no time limit for an example."""
+"""What tests share: no network, no time limit for an example, a disk that is soon full."""
 
 import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests never reach for a hub; set before any library reads them, and inherited by every process.
@@ -11,3 +15,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # An example takes milliseconds, but may have to wait for the other tests that run.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        pytest.skip(f"a tmpfs cannot be mounted here: {str(reason).strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

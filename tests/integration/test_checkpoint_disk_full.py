@@ -1,7 +1,5 @@
 """A disk that is full while a checkpoint is written costs that checkpoint and nothing else."""
 
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,21 +9,6 @@ from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.errors import CheckpointError, ConfigError
 
 SMALL, LARGE = 64, 1024  # 32 KiB and 8 MiB
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True, text=True)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        pytest.skip(f"a tmpfs cannot be mounted here: {str(reason).strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_training_survives_a_full_disk_and_saves_again_when_there_is_room(

@@ -16,6 +16,7 @@ import yaml
 
 from builders import job as model_of
 from builders import manifest
+from disks import fill
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.reconcile.store import JobStore
 from local_runs import is_running, kill_what_runs_below, starts
@@ -180,6 +181,31 @@ def test_a_crash_is_followed_by_the_next_attempt_from_the_last_checkpoint(serve:
     stored = JobStore(run_dir(dev.folder)).load()
     assert stored is not None
     assert stored.status.attempt == 2
+
+
+def test_a_disk_that_is_full_for_a_while_is_told_and_costs_no_job(
+    small_disk: Path, serve: Serve, folder: Path
+) -> None:
+    (folder / "runs").symlink_to(small_disk)
+    dev = serve(attempt_1=ENDLESS, attempt_2={"steps": 60})
+    dev.apply(restartPolicy__backoff={"baseSeconds": 0})
+    dev.wait_for_step(50)
+    wait_until(lambda: dev.job()["status"].get("backendRef"), PROMPT_SECONDS)
+    filler = fill(small_disk)  # the stand-in's progress has no room, and it ends
+    wait_until(lambda: "No space left on device" in said_of(dev.job()), PROMPT_SECONDS)
+    assert "make room" in said_of(dev.job())
+    filler.unlink()
+    done = dev.wait_for("Succeeded")
+    [(_, _), (second, resumed)] = attempts_of(done)
+    assert second == 2
+    assert resumed is not None
+    assert resumed >= 50
+    state = folder / "runs/.dev/state.json"
+    wait_until(lambda: "Succeeded" in state.read_text(), PROMPT_SECONDS)
+
+
+def said_of(made: Object) -> str:
+    return json.dumps(made["status"]["conditions"])
 
 
 def test_what_a_killed_process_started_is_adopted_by_the_next(serve: Serve) -> None:

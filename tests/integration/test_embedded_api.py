@@ -77,7 +77,8 @@ def test_a_file_that_cannot_be_written_for_a_while_stops_nothing_else(
     with embedded_cluster(tmp_path, state=place / "state.json") as cluster:
         api = Api(cluster.kubeconfig)
         owner = api.run(api.client.create(SECRETS, {"metadata": {"name": "owner"}}, "default"))
-        wait_until((place / "state.json").exists, 10)
+        state = place / "state.json"
+        wait_until(lambda: state.exists() and '"owner"' in state.read_text(), 10)
         place.rename(away)
         uid = owner["metadata"]["uid"]
         reference = {"apiVersion": "v1", "kind": "Secret", "name": "owner", "uid": uid}
@@ -87,8 +88,7 @@ def test_a_file_that_cannot_be_written_for_a_while_stops_nothing_else(
         api.run(api.client.delete(SECRETS, "owner", "default"))
         wait_until(lambda: api.get(SECRETS, "default", "owned") is None, 10)
         away.rename(place)
-        api.run(api.client.create(SECRETS, {"metadata": {"name": "later"}}, "default"))
-        wait_until(lambda: '"later"' in (place / "state.json").read_text(), 10)
+        wait_until(lambda: '"owner"' not in state.read_text(), 10)
         api.close()
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from disks import fill
 from finetune_trainer.config import Phase, Progress, TrainConfig
 from finetune_trainer.telemetry import StepReport, Telemetry
 from launches import clean_environment, train_config, until
@@ -204,6 +205,28 @@ def test_tensorboard_shows_one_curve_over_a_resume(tmp_path: Path) -> None:
     assert scalars(folder, "eval/loss") == [(0, 3.0)]
     for tag in ("train/grad_norm", "train/learning_rate", "train/tokens_per_second"):
         assert len(scalars(folder, tag)) == 6
+
+
+def test_a_disk_that_is_full_for_a_while_ends_no_training(small_disk: Path) -> None:
+    telemetry = Telemetry(config_with_port(small_disk, 0), rank=0, world_size=1)
+    telemetry.step(step(1))
+    filler = fill(small_disk)
+    for number in range(2, 400):
+        telemetry.step(step(number))
+        telemetry.phase(Phase.TRAINING)
+    [warning] = telemetry.progress.warnings
+    assert warning.startswith(f"{small_disk}/run cannot be written (No space left on device)")
+    assert Progress.read(small_disk / "run" / "progress.json").step == 1
+    filler.unlink()
+    wait_for_the_next_second()
+    telemetry.phase(Phase.EVALUATING)
+    telemetry.step(step(400))
+    telemetry.close()
+    assert Progress.read(small_disk / "run" / "progress.json").step == 400
+    journal = (small_disk / "run" / "logs" / "rank-0.jsonl").read_text().splitlines()
+    told = [json.loads(line).get("step") for line in journal]
+    assert (told[-1], told.count(1)) == (400, 1)
+    assert [point for point, _ in scalars(small_disk / "run/tensorboard", "train/loss")][-1] == 400
 
 
 WRITE_FOR_EVER = """

@@ -1,7 +1,6 @@
 """`ftctl dev --run FILE`, which is `make run`: apply one job, follow it, and end with it."""
 
 import asyncio
-import logging
 import shlex
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from finetune_operator.cli.screen import make_screen, stopping
 from finetune_operator.cli.target import open_target
 from finetune_operator.cli.view import View, look
 from finetune_operator.errors import TransientError
-from finetune_operator.kernel.logs import set_up
+from finetune_operator.kernel.logs import LogFile, set_up
 from finetune_operator.kernel.settings import LogFormat
 from finetune_operator.reconcile.conditions import ConditionType, find, is_finished
 from finetune_operator.reconcile.drive import handle_of, is_settled
@@ -51,7 +50,7 @@ def run_one(file: Path, *, port: int, fresh: bool, plain: bool) -> None:
     async def work() -> tuple[FineTuneJob, View]:
         folder = DevFolder(target.manifest.directory)
         async with serving(folder, port) as server:
-            set_up(LogFormat.TEXT, "INFO", logging.FileHandler(folder.log))
+            set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
             job = DevJob(server.client, target)
             if note := await job.make_room(fresh=fresh):
                 console.print(Text(note), soft_wrap=True)

@@ -29,6 +29,7 @@ _WAITING = {FOREGROUND, _CONTENT}  # finalizers that go when nothing depends on 
 _REMEMBERED = 20_000
 _EVENTS_LIVE = timedelta(hours=1)  # as on a real API server
 _TEND_SECONDS = 0.1
+_RETRY_SECONDS = 1.0
 _LEAP = 10_000  # a crash may lose the last versions; none of them may come again
 
 
@@ -52,7 +53,7 @@ class Change:
 
 
 class StateError(FineTuneError):
-    """The file that keeps the objects cannot be understood."""
+    """The file that keeps the objects cannot be understood, or not be written."""
 
 
 class Store:
@@ -188,18 +189,36 @@ class Store:
 
     async def tend(self) -> None:
         """Collect garbage and write the file for ever, soon after a change."""
+        is_saved = True
         while True:
             await self._needs_care.wait()
-            await asyncio.sleep(_TEND_SECONDS)
+            await asyncio.sleep(_TEND_SECONDS if is_saved else _RETRY_SECONDS)
             self._needs_care.clear()
             self._collect_garbage()
+            was_saved, is_saved = is_saved, True
             try:
                 self.save()
-            except OSError as error:
-                log.warning("objects not saved, until the next change", extra={"why": str(error)})
+            except StateError as error:
+                is_saved = False
+                self._needs_care.set()
+                if was_saved:
+                    log.warning("objects not saved yet", extra={"why": str(error)})
 
     def save(self) -> None:
-        """Write the file, if there is one."""
+        """Write the file, if there is one.
+
+        Raises:
+            StateError: it cannot be written; what was written before is still there.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            raise StateError(
+                f"{self._file} cannot be written ({error.strerror}), so that it lacks what changed "
+                "last; make room, or make it writable"
+            ) from error
+
+    def _write(self) -> None:
         if self._file is None:
             return
         objects = {plural: list(there.values()) for plural, there in self._objects.items()}

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from finetune_operator.kernel.settings import LogFormat
@@ -38,6 +39,23 @@ def _is_first_failure(record: logging.LogRecord) -> bool:
     """Say whether a line of kopf's is not about another try of a request that had failed."""
     said = record.getMessage()
     return not said.startswith("Request attempt #") or said.startswith("Request attempt #1 ")
+
+
+class LogFile(logging.FileHandler):
+    """A file of log lines; that it cannot be written is said once, not with each line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, the name is given
+        """Drop a line for which there is no room; any other fault is shown as always."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_told:
+            self._is_told = True
+            print(f"{self.baseFilename} is not whole: {error.strerror}", file=sys.stderr)
 
 
 class TextLine(logging.Formatter):

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from threading import RLock
@@ -75,11 +76,12 @@ class Telemetry:
         log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
         self._written_at = float("-inf")
+        self._has_room = True
         self._metrics = Metrics(config, rank=rank) if self._is_main else None
         self._tensorboard: TensorBoardWriter | None = None
         self._narrator = Narrator() if self._is_main else None
         self._exporter = self._serve(config)
-        self.log("started", world_size=world_size)
+        self._journal.write("started", {"world_size": world_size})  # no start without room
         self._update(metrics_url=self._exporter.url if self._exporter else None)
 
     @property
@@ -106,7 +108,7 @@ class Telemetry:
     def log(self, event: str, **fields: object) -> None:
         """Write one line to this rank's journal and to nothing else."""
         with self._lock:
-            self._journal.write(event, fields)
+            self._put(lambda: self._journal.write(event, fields))
 
     def phase(self, phase: Phase) -> None:
         """Say what the run does from now on."""
@@ -131,8 +133,7 @@ class Telemetry:
         """Say that training goes on after `step`, and what earlier attempts had found out."""
         self.log("resumed", step=step)
         self._tell(f"goes on from step {step}")
-        if (board := self._open_tensorboard()) is not None:
-            board.purge(step + 1)
+        self._draw(lambda board: board.purge(step + 1))
         self._update(
             resumed_step=step,
             step=step,
@@ -232,7 +233,8 @@ class Telemetry:
                 return
             self._warned.add(sentence)
             self.log("warning", message=sentence)
-            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a full disk or a lost reader; progress has it, too
+                print(f"warning: {sentence}", file=sys.stderr, flush=True)
             self._update(warnings=(*self._progress.warnings, sentence)[-_WARNINGS_KEPT:])
 
     def artifacts(self, paths: Sequence[str]) -> None:
@@ -256,9 +258,9 @@ class Telemetry:
         with self._lock:
             self._update()
             if self._tensorboard is not None:
-                self._tensorboard.close()
+                self._put(self._tensorboard.close)
                 self._tensorboard = None
-            self._journal.close()
+            self._put(self._journal.close)
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
@@ -274,22 +276,41 @@ class Telemetry:
             is_due = urgent or self._progress.time - self._written_at >= _SECONDS_BETWEEN_STEPS
             if self._is_main and is_due:
                 self._written_at = self._progress.time
-                replace_text(self._run_dir / "progress.json", self._progress.to_json())
+                path, text = self._run_dir / "progress.json", self._progress.to_json()
+                self._has_room = self._put(lambda: replace_text(path, text))
 
     def _eta_seconds(self, step: int) -> float | None:
         total, seconds = self._progress.total_steps, self._throughput.seconds_per_step
         return None if total is None or seconds is None else max(0, total - step) * seconds
 
     def _plot(self, step: int, values: dict[str, float | None]) -> None:
-        if (board := self._open_tensorboard()) is not None:
-            board.scalars(step, values)
+        self._draw(lambda board: board.scalars(step, values))
 
-    def _open_tensorboard(self) -> TensorBoardWriter | None:
-        """Return rank 0's writer, made when first needed as its import takes a while."""
-        if self._is_main and self._tensorboard is None:
-            folder = self._run_dir / TENSORBOARD_FOLDER
-            self._tensorboard = TensorBoardWriter(folder, clock=self._clock)
-        return self._tensorboard
+    def _draw(self, write: Callable[[TensorBoardWriter], None]) -> None:
+        """Write to rank 0's TensorBoard, opened when first needed as its import takes a while."""
+        if not self._is_main or not self._has_room:
+            return
+
+        def draw() -> None:
+            if self._tensorboard is None:
+                folder = self._run_dir / TENSORBOARD_FOLDER
+                self._tensorboard = TensorBoardWriter(folder, clock=self._clock)
+            write(self._tensorboard)
+
+        if not self._put(draw):
+            self._tensorboard = None  # its thread has ended; a new file follows once there is room
+
+    def _put(self, write: Callable[[], object]) -> bool:
+        """Let an outlet write, and say whether it could: a full disk ends no training."""
+        try:
+            write()
+        except OSError as error:
+            self.warn(
+                f"{self._run_dir} cannot be written ({error.strerror or error}); training goes on, "
+                "and what it tells is missing there until there is room"
+            )
+            return False
+        return True
 
     def _serve(self, config: TrainConfig) -> Exporter | None:
         if self._metrics is None or config.telemetry.metrics_port == 0:

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,6 +32,7 @@ from finetune_operator.backends.local.logs import read_log
 from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
 from finetune_operator.backends.local.render import BACKEND, attempt_uid, render
 from finetune_operator.backends.local.start import start
+from finetune_operator.errors import BackendError
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Termination
 
@@ -107,25 +109,15 @@ class LocalBackend:
 
     async def observe(self, handle: Handle) -> Observation:
         """Look at the attempt's processes and files; carries out a kill that is overdue."""
-        return watch.look(self._folder(handle), handle, self._now())
+        folder = self._folder(handle)
+        with _usable(folder):
+            return watch.look(folder, handle, self._now())
 
     async def cancel(self, handle: Handle, grace_seconds: float) -> None:
         """Send SIGTERM once; a later call can only bring the kill forward."""
-        folder, now = self._folder(handle), self._now()
-        record = watch.owned(folder, handle)
-        if record is None:
-            for process in proc.marked(ENV_MARK, mark(handle.uid)):
-                process.send(signal.SIGKILL)  # its folder is gone, so no checkpoint can be kept
-            return
-        there = records.read(folder.cancel, CancelRecord)
-        deadline = now + grace_seconds
-        if there is None:
-            # Told before it is written down: after a crash between the two it is told again.
-            watch.tell(record, watch.look_at_nodes(folder, record), signal.SIGTERM)
-        if there is None or deadline < there.deadline:
-            wish = CancelRecord(deadline=deadline, grace_seconds=grace_seconds)
-            records.write(folder.cancel, wish)
-        watch.enforce(folder, record, now)
+        folder = self._folder(handle)
+        with _usable(folder):
+            _cancel(folder, handle, grace_seconds, self._now())
 
     async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
         """Yield one rank's events as lines, or its node's output where it has none."""
@@ -157,3 +149,36 @@ class LocalBackend:
 
     def _folder(self, handle: Handle) -> AttemptFolder:
         return layout.folder_of(handle, self._context.manifest_dir)
+
+
+def _cancel(folder: AttemptFolder, handle: Handle, grace_seconds: float, now: float) -> None:
+    record = watch.owned(folder, handle)
+    if record is None:
+        for process in proc.marked(ENV_MARK, mark(handle.uid)):
+            process.send(signal.SIGKILL)  # its folder is gone, so no checkpoint can be kept
+        return
+    there = records.read(folder.cancel, CancelRecord)
+    deadline = now + grace_seconds
+    if there is None:
+        # Told before it is written down: after a crash between the two it is told again.
+        watch.tell(record, watch.look_at_nodes(folder, record), signal.SIGTERM)
+    if there is None or deadline < there.deadline:
+        wish = CancelRecord(deadline=deadline, grace_seconds=grace_seconds)
+        records.write(folder.cancel, wish)
+    watch.enforce(folder, record, now)
+
+
+@contextmanager
+def _usable(folder: AttemptFolder) -> Iterator[None]:
+    """Say what is in the way where the attempt's files cannot be read or written.
+
+    Raises:
+        BackendError: they cannot.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(
+            f"{folder.path} cannot be used ({error.strerror}); make room, or make it writable, and "
+            "the job goes on"
+        ) from error

@@ -110,5 +110,5 @@ def _environment(entry: Path) -> bytes:
 
 def _status(entry: Path) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on."""
-    # The name before them is in brackets and may hold anything, brackets and spaces too.
-    return (entry / "stat").read_text().rpartition(")")[2].split()
+    # The name before them is in brackets and may hold anything, brackets and half letters too.
+    return (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
