@@ -7,6 +7,7 @@ the process group, which must be none of those that training uses: collectives w
 """
 
 import json
+import math
 import shutil
 import threading
 import time
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 TRAINER_SECTION = "trainer"  # plain JSON values, beside the tensors of the other sections
 TRAINER_FILE = "trainer.json"
-GIB = 1024**3
+_MIB, _GIB = 2**20, 2**30
 
 
 class _Written(NamedTuple):
@@ -232,9 +233,9 @@ class CheckpointStore:
         copies = self._config.keep + 1
         if free + held < size * copies:
             raise ConfigError(
-                f"spec.checkpoint.uri {self._root} has {free / GIB:.2f} GiB free, a checkpoint "
-                f"takes {size / GIB:.2f} GiB and spec.checkpoint.keep {self._config.keep} needs "
-                f"room for {copies} of them; make {(size * copies - held) / GIB:.2f} GiB free or "
+                f"spec.checkpoint.uri {self._root} has {_in_words(free)} free, a checkpoint "
+                f"takes {_in_words(size)} and spec.checkpoint.keep {self._config.keep} needs room "
+                f"for {copies} of them; make {_in_words(size * copies - held - free)} more free or "
                 "lower spec.checkpoint.keep"
             )
 
@@ -352,6 +353,13 @@ class CheckpointStore:
 
 def _tensors_of(state: State) -> State:
     return {name: part for name, part in state.items() if name != TRAINER_SECTION}
+
+
+def _in_words(size: int) -> str:
+    """Return a number of bytes in MiB or GiB, rounded up."""
+    if size >= _GIB:
+        return f"{math.ceil(10 * size / _GIB) / 10} GiB"
+    return f"{math.ceil(size / _MIB)} MiB"
 
 
 def _bytes_of_checkpoints(root: Path) -> int:
