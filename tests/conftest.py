@@ -29,4 +29,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         reason = getattr(error, "stderr", None) or error
         pytest.skip(f"a tmpfs cannot be mounted here: {str(reason).strip()}")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    # Lazy, as a process that was killed a moment ago may still be on its way out.
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -291,29 +291,32 @@ def _store(
     is_master = launch.rank == 0 and not agent_hosts_it
     listener = environ.get(ENV_STORE_FD)
 
-    def connect() -> "Store | None":
-        """Return the store, or None where rank 0 went away meanwhile."""
-        try:
-            return TCPStore(
-                address,
-                port,
-                world_size=launch.world_size,
-                is_master=is_master,
-                timeout=RENDEZVOUS_TIMEOUT if is_master else _CONNECT_TIMEOUT,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=int(listener) if listener and is_master else None,
-            )
-        except DistNetworkError:
-            if is_master:
-                raise
-            return None
+    def connect(timeout: timedelta) -> "Store":
+        return TCPStore(
+            address,
+            port,
+            world_size=launch.world_size,
+            is_master=is_master,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=int(listener) if listener and is_master else None,
+        )
 
-    store = None
+    store = connect(RENDEZVOUS_TIMEOUT) if is_master else None
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
     while store is None:
-        if not is_master:
-            wait_for_rank_zero(address, port, should_stop)
-        store = connect()
+        wait_for_rank_zero(address, port, should_stop)
+        try:
+            store = connect(_CONNECT_TIMEOUT)
+        except DistNetworkError as error:  # it left just then, or is no store
+            if should_stop():
+                raise _stopped() from error
+            if time.monotonic() >= deadline:
+                raise TrainerError(
+                    f"what answers at {address}:{port} is not rank 0 ({error}); look at whether "
+                    "another program has taken that port"
+                ) from error
     store.set_timeout(RENDEZVOUS_TIMEOUT)
     return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
 
