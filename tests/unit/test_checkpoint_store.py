@@ -419,7 +419,8 @@ def test_a_disk_too_small_for_the_checkpoints_is_found_before_training(tmp_path:
         open_store(tmp_path, keep=3).check_space(huge)
     message = str(caught.value)
     assert f"spec.checkpoint.uri {tmp_path} has " in message
-    assert "takes 65536.00 GiB and spec.checkpoint.keep 3 needs room for 4 of them" in message
+    assert "takes 65536.0 GiB and spec.checkpoint.keep 3 needs room for 4 of them" in message
+    assert "GiB more free or lower spec.checkpoint.keep" in message
 
     open_store(tmp_path).check_space(make_state(1))
 
