@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune_trainer import world
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.launch.oom import count_oom_kills
 from finetune_trainer.launch.ranks import Node, read_node
@@ -97,10 +96,7 @@ def test_a_rank_told_to_stop_waits_for_no_rank_0_that_leaves_while_it_connects(
         leaving.join()
 
 
-def test_a_program_that_has_taken_rank_0s_port_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(world, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
+def test_a_program_that_has_taken_rank_0s_port_is_told_of(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def refuse_all() -> None:
@@ -114,7 +110,11 @@ def test_a_program_that_has_taken_rank_0s_port_is_told_of(
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         with (
             pytest.raises(TrainerError, match=f"what answers at 127.0.0.1:{port} is not rank 0"),
-            open_world(train_config(tmp_path), {**place, "MASTER_PORT": str(port)}),
+            open_world(
+                train_config(tmp_path),
+                {**place, "MASTER_PORT": str(port)},
+                rendezvous_timeout=timedelta(seconds=1),
+            ),
         ):
             pass
         server.shutdown(socket.SHUT_RDWR)

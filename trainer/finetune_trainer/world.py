@@ -162,6 +162,7 @@ def open_world(
     environ: Mapping[str, str] = os.environ,
     *,
     should_stop: Callable[[], bool] = lambda: False,
+    rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
 ) -> Iterator[World]:
     """Connect this rank with the others, and take leave of them at the end.
 
@@ -173,6 +174,7 @@ def open_world(
         ConfigError: the device is missing, or the launcher's variables are unusable.
         WorldSizeError: the launcher started another number of ranks.
         Preempted: `should_stop` before the ranks had met.
+        TrainerError: rank 0, or another one, did not come within `rendezvous_timeout`.
     """
     launch = read_launch(environ)
     check_world_size(config, launch)
@@ -185,8 +187,8 @@ def open_world(
     import torch.distributed as dist
 
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = _store(config, place, environ, should_stop)
-    _meet(store, place.world_size, should_stop)
+    store = _store(config, place, environ, should_stop, rendezvous_timeout)
+    _meet(store, place.world_size, should_stop, rendezvous_timeout)
     dist.init_process_group(
         backend,
         store=store,
@@ -275,7 +277,11 @@ def _gloo_group() -> "ProcessGroup":
 
 
 def _store(
-    config: TrainConfig, launch: Launch, environ: Mapping[str, str], should_stop: Callable[[], bool]
+    config: TrainConfig,
+    launch: Launch,
+    environ: Mapping[str, str],
+    should_stop: Callable[[], bool],
+    timeout: timedelta,
 ) -> "Store":
     """Build the key-value store the groups connect through, with a prefix for this attempt.
 
@@ -291,22 +297,22 @@ def _store(
     is_master = launch.rank == 0 and not agent_hosts_it
     listener = environ.get(ENV_STORE_FD)
 
-    def connect(timeout: timedelta) -> "Store":
+    def connect(wait: timedelta) -> "Store":
         return TCPStore(
             address,
             port,
             world_size=launch.world_size,
             is_master=is_master,
-            timeout=timeout,
+            timeout=wait,
             wait_for_workers=False,
             multi_tenant=True,
             master_listen_fd=int(listener) if listener and is_master else None,
         )
 
-    store = connect(RENDEZVOUS_TIMEOUT) if is_master else None
-    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    store = connect(timeout) if is_master else None
+    deadline = time.monotonic() + timeout.total_seconds()
     while store is None:
-        wait_for_rank_zero(address, port, should_stop)
+        wait_for_rank_zero(address, port, should_stop, timeout_seconds=timeout.total_seconds())
         try:
             store = connect(_CONNECT_TIMEOUT)
         except DistNetworkError as error:  # it left just then, or is no store
@@ -317,7 +323,7 @@ def _store(
                     f"what answers at {address}:{port} is not rank 0 ({error}); look at whether "
                     "another program has taken that port"
                 ) from error
-    store.set_timeout(RENDEZVOUS_TIMEOUT)
+    store.set_timeout(timeout)
     return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
 
 
@@ -354,18 +360,20 @@ def wait_for_rank_zero(
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def _meet(store: "Store", world_size: int, should_stop: Callable[[], bool]) -> None:
+def _meet(
+    store: "Store", world_size: int, should_stop: Callable[[], bool], timeout: timedelta
+) -> None:
     """Wait until every rank has come, or agree that none begins: whoever writes first decides."""
     if store.add("arrived", 1) == world_size:
         store.compare_set("start", "", "go")
-    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(["start"]):
         if should_stop():
             store.compare_set("start", "", "stop")
         if time.monotonic() >= deadline:
             raise TrainerError(
                 f"{store.add('arrived', 0)} of {world_size} ranks came up within "
-                f"{RENDEZVOUS_TIMEOUT}; look at the logs of the others"
+                f"{timeout}; look at the logs of the others"
             )
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     if store.get("start") != b"go":
