@@ -6,6 +6,7 @@
     │   └── OutputNotWritableError   78    a folder the run must write into refuses it
     ├── Preempted                    75    told to stop; a checkpoint is committed
     ├── CheckpointError               1    a save or a restore failed
+    ├── OvertakenError               93    a later attempt writes here by now; never retried
     ├── WorldSizeError               93    the ranks that came up are not the ranks asked for
     └── NonFiniteLossError           93    the loss is not a number; it would be so again
 
@@ -52,6 +53,13 @@ class Preempted(TrainerError):  # noqa: N818 - the field's own word, and no faul
 
 class CheckpointError(TrainerError):
     """A checkpoint could not be written or read back."""
+
+
+class OvertakenError(TrainerError):
+    """A higher claim on one of the run's folders was found; whatever this run knows is old."""
+
+    exit_code = ExitCode.DO_NOT_RESTART
+    failure_class = FailureClass.OVERTAKEN
 
 
 class WorldSizeError(TrainerError):

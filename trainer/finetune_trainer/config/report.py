@@ -30,6 +30,7 @@ class FailureClass(StrEnum):
     OUT_OF_MEMORY = "OutOfMemory"
     WORKER_LOST = "WorkerLost"
     HUNG = "Hung"
+    OVERTAKEN = "Overtaken"
     ERROR = "Error"
 
 

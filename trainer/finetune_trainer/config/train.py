@@ -271,6 +271,16 @@ class TrainConfig(ContractModel):
     run_dir: str = Field(description="Folder of progress.json, logs/ and TensorBoard events.")
     termination_path: str = Field(description="File that receives the last words as JSON.")
     termination_grace_seconds: Annotated[int, Field(ge=1)] = 120
+    take_over: bool = Field(
+        False,
+        description="Go on in the folders of the job of the same namespace and name that was there "
+        "before this one and is gone.",
+    )
+    listing_lag_seconds: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="How long a new file may be missing from a listing of its folder; None means 0 "
+        "on a local disk and 5 on any other file system.",
+    )
 
     @model_validator(mode="after")
     def _batch_divides_over_ranks(self) -> Self:
