@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
-from finetune_trainer.checkpoint.commit import Fingerprint
+from finetune_trainer.checkpoint.commit import Fingerprint, ledger
+from finetune_trainer.checkpoint.start import job_of_checkpoints
 from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.claims.enter import Pace, Wanted
+from finetune_trainer.claims.fence import Fence, take
+from finetune_trainer.claims.names import CLAIMS
 from finetune_trainer.config import CheckpointConfig, JobRef
 
 State = dict[str, Any]
@@ -45,11 +49,31 @@ def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) 
     own = {"rank": 0, "world_size": 1, "group": None, "warn": warn}
     own |= {"job": JOB, "fingerprint": FINGERPRINT}
     arguments = {name: changes.pop(name, value) for name, value in own.items()}
+    fence = claimed(folder, arguments["job"]) if arguments["rank"] == 0 else None
     return CheckpointStore(
         CheckpointConfig(dir=str(folder), **changes),
         clock=lambda: 1000.0,
+        fence=fence,
         **arguments,
     )
+
+
+def claimed(folder: Path, job: JobRef = JOB) -> Fence:
+    """Claim a folder for checkpoints as rank 0 does before it trains."""
+    wanted = Wanted(folder, "spec.checkpoint.uri", job, left_by=job_of_checkpoints)
+    return take([wanted], lambda _: Pace())
+
+
+def step_path(root: Path, step: int) -> Path:
+    """Return the folder of the committed checkpoint of `step` on the course of training."""
+    (path,) = (Path(ref.path) for ref in ledger(root) if ref.step == step)
+    return path
+
+
+def steps_in(root: Path) -> list[str]:
+    """Return the names in `root` without the claims: `step-2` for a folder of step 2."""
+    names = (path.name for path in root.iterdir() if path.name != CLAIMS)
+    return sorted(name.partition(".")[0] for name in names)
 
 
 def tensors_differ(one: State, other: State) -> list[str]:

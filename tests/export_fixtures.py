@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_trainer.claims.enter import Pace, Wanted
+from finetune_trainer.claims.fence import Fence, take
 from finetune_trainer.config import (
     CheckpointConfig,
     DataConfig,
@@ -17,6 +19,7 @@ from finetune_trainer.config import (
     TrainConfig,
     TrainingConfig,
 )
+from finetune_trainer.export.publish import job_of_export
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,6 +77,13 @@ def trained_model(
     return model
 
 
+def output_fence(config: TrainConfig) -> Fence:
+    """Claim the output folder as the rank that exports has done before it trained."""
+    folder = Path(config.output.dir).absolute()
+    wanted = Wanted(folder, "spec.output.uri", config.job, left_by=job_of_export)
+    return take([wanted], lambda _: Pace())
+
+
 def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainConfig]) -> None:
     """Export each model as its strategy hands it over, before any step."""
     from finetune_trainer.export import export
@@ -90,5 +100,12 @@ def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainCo
         whole = strategy.whole_model()
         if whole is not None:
             tokenizer = load_tokenizer(config.model)
-            export(whole, tokenizer, config, progress=PROGRESS, warn=print)
+            export(
+                whole,
+                tokenizer,
+                config,
+                fence=output_fence(config),
+                progress=PROGRESS,
+                warn=print,
+            )
         group.barrier().wait()

@@ -49,12 +49,12 @@ _PLACES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "after-optimizer": (tuple(_EVERY_STEP), (0, 1)),
     "saving": (tuple(_SAVES), (0,)),
     "before-manifest": (tuple(_SAVES), (0, 1)),
-    "before-rename": (tuple(_SAVES), (0,)),
-    "after-rename": (tuple(_SAVES), (0,)),
+    "before-commit": (tuple(_SAVES), (0,)),
+    "after-commit": (tuple(_SAVES), (0,)),
     "retention": ((6,), (0,)),
     "restoring": ((0,), (0, 1)),
     "exporting": ((8,), (0,)),
-    "before-export-rename": ((8,), (0,)),
+    "before-publish": ((8,), (0,)),
 }
 assert set(_PLACES) == set(POINTS)
 

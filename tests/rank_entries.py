@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import (
     CheckpointRef,
     ExitCode,
@@ -29,7 +30,7 @@ STEP_SECONDS = 0.02
 
 
 def finish(
-    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:
     """Use every group once and finish."""
     barrier(world)
@@ -40,35 +41,41 @@ def finish(
     )
 
 
-def act(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+def act(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
     """Let one rank fail in the way that ACT names, while the others wait for it."""
     if world.rank == int(os.environ["ACT_RANK"]):
         _ACTS[os.environ["ACT"]]()
     barrier(world)
-    return finish(config, world, stop, telemetry)
+    return finish(config, world, stop, telemetry, fence)
 
 
 def act_at_first(
-    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:
     """Act as `act` says in the first ACT_STARTS starts, and tell of the one after."""
     restarts = telemetry.progress.restarts_in_place
     if restarts < int(os.environ["ACT_STARTS"]):
-        return act(config, world, stop, telemetry)
+        return act(config, world, stop, telemetry, fence)
     message = f"start {restarts}, continued {config.checkpoint.is_continued}"
-    return finish(config, world, stop, telemetry).model_copy(update={"message": message})
+    return finish(config, world, stop, telemetry, fence).model_copy(update={"message": message})
 
 
-def hang(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+def hang(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
     """Let rank 1 get nowhere, and rank 0 wait for it, once both have begun to train."""
     barrier(world)
     telemetry.phase(Phase.TRAINING)
     if world.rank == 1:
         time.sleep(600)
-    return finish(config, world, stop, telemetry)
+    return finish(config, world, stop, telemetry, fence)
 
 
-def train(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+def train(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
     """Make tiny steps until told to stop; leave at an agreed step with a pretended checkpoint."""
     agreement = Agreement(world)
     telemetry.plan(10**6)
@@ -87,18 +94,18 @@ def train(config: TrainConfig, world: World, stop: StopSignal, telemetry: Teleme
 
 
 def train_on(
-    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:
     """Make steps for ever, whatever anybody says."""
-    return train(config, world, StopSignal(), telemetry)
+    return train(config, world, StopSignal(), telemetry, fence)
 
 
 def leave_late(
-    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:
     """Leave as `train` does, but let rank 1 take two seconds longer, as for a slow save."""
     try:
-        return train(config, world, stop, telemetry)
+        return train(config, world, stop, telemetry, fence)
     except Preempted:
         if world.rank == 1:
             time.sleep(2)

@@ -36,14 +36,14 @@ EVERY_POINT = (
     "after-optimizer@4",
     "saving@4",
     "before-manifest@4",
-    "before-rename@6",
-    "after-rename@6",
+    "before-commit@6",
+    "after-commit@6",
     "restoring",
     "retention@8",
     "evaluating@8",
     "answering@8",
     "exporting",
-    "before-export-rename",
+    "before-publish",
 )
 IN_TRAINING = ("mid-accumulation", "before-optimizer", "after-optimizer")
 
@@ -112,7 +112,7 @@ def test_every_named_point_is_killed_at() -> None:
     [
         pytest.param(1, EVERY_POINT, id="one rank at every point"),
         pytest.param(2, random_kills(1, 6), id="one of two ranks at random points"),
-        pytest.param(2, ("saving@2:rank=1", "after-rename@6:rank=0"), id="while two ranks save"),
+        pytest.param(2, ("saving@2:rank=1", "after-commit@6:rank=0"), id="while two ranks save"),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(

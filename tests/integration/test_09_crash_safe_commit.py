@@ -36,8 +36,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         pytest.param("saving@4", 2, id="shards written, nothing else"),
         pytest.param("before-manifest@4", 2, id="all files but the manifest"),
-        pytest.param("before-rename@4", 2, id="complete but not renamed"),
-        pytest.param("after-rename@4", 4, id="renamed"),
+        pytest.param("before-commit@4", 2, id="complete but not renamed"),
+        pytest.param("after-commit@4", 4, id="renamed"),
         pytest.param("retention@4", 4, id="the old one renamed, not deleted"),
         pytest.param("saving@2", None, id="the first save"),
     ],

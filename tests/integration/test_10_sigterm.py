@@ -36,7 +36,7 @@ TO_ONE = (
     "first-step@1:rank=1",
     "saving@3:rank=1",
     "evaluating@12:rank=1",
-    "before-rename@15:rank=0",
+    "before-commit@15:rank=0",
     "answering@18:rank=0",
     "exporting:rank=0",
 )

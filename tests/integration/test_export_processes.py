@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_fixtures import run_processes
-from export_fixtures import PROGRESS, export_config, trained_model
+from export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from finetune_trainer.config import JobRef
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
 from finetune_trainer.export import check_writable, export
@@ -53,7 +53,7 @@ def test_a_kill_before_the_rename_leaves_the_older_export(tmp_path: Path) -> Non
     output = tmp_path / "output"
     assert run_processes(publish_weights, output, "old") == [0]
 
-    environ = {ENV_FAILPOINT: "before-export-rename@3"}
+    environ = {ENV_FAILPOINT: "before-publish@3"}
     assert run_processes(publish_weights, output, "new", environ=environ) == [-signal.SIGKILL]
     assert (output / "weights").read_text() == "old"
 
@@ -78,7 +78,7 @@ def test_a_mount_point_as_output_receives_the_files(base: Path, mount: Callable[
     config = export_config(base, output)
     model, tokenizer = trained_model(config), load_tokenizer(config.model)
     for _ in range(2):
-        export(model, tokenizer, config, progress=PROGRESS, warn=print)
+        export(model, tokenizer, config, fence=output_fence(config), progress=PROGRESS, warn=print)
     names = {path.name for path in output.iterdir()}
     assert {"adapter_model.safetensors", "finetune-export.json"} < names
     assert ".export-tmp" not in names
@@ -91,6 +91,6 @@ def test_a_full_disk_is_said_so_and_leaves_no_half_of_a_model(
     config = export_config(base, output)
     model, tokenizer = trained_model(config), load_tokenizer(config.model)
     with pytest.raises(TrainerError, match=r"spec.output.uri .* could not be written") as caught:
-        export(model, tokenizer, config, progress=PROGRESS, warn=print)
+        export(model, tokenizer, config, fence=output_fence(config), progress=PROGRESS, warn=print)
     assert "No space left on device" in str(caught.value)
     assert list(output.parent.iterdir()) == []

@@ -19,7 +19,7 @@ from finetune_trainer.config import Phase
 from tiny_run import write_inputs
 
 STEPS, SAVE_EVERY = 12, 2
-KILLS = ("mid-accumulation@2", "before-rename@6", "exporting")
+KILLS = ("mid-accumulation@2", "before-commit@6", "exporting")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE, POINT
 
 REACH_BOTH = (
     "from finetune_trainer.failpoints import reach; "
-    "reach('saving', 1); reach('saving', 2); reach('after-rename', 2)"
+    "reach('saving', 1); reach('saving', 2); reach('after-commit', 2)"
 )
 
 
@@ -65,7 +65,7 @@ def test_a_name_that_means_nothing_is_refused_with_the_list(wanted: str) -> None
     done = run(REACH_BOTH, **{ENV_FAILPOINT: wanted})
     assert done.returncode == 1
     assert "ConfigError: FINETUNE_FAILPOINT" in done.stderr
-    assert "before-export-rename" in done.stderr
+    assert "before-publish" in done.stderr
 
 
 def test_every_place_is_reached_by_the_trainer() -> None:

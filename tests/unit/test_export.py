@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from export_fixtures import PROGRESS, export_config, trained_model
+from export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.export import export
@@ -30,7 +30,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_export(model: Any, config: TrainConfig, warnings: list[str] | None = None) -> list[Path]:
     warn = (warnings if warnings is not None else []).append
     tokenizer = load_tokenizer(config.model)
-    return [Path(p) for p in export(model, tokenizer, config, progress=PROGRESS, warn=warn)]
+    return [
+        Path(p)
+        for p in export(
+            model, tokenizer, config, fence=output_fence(config), progress=PROGRESS, warn=warn
+        )
+    ]
 
 
 def names(folder: Path) -> set[str]:

@@ -112,10 +112,12 @@ class Agreed(NamedTuple):
     Attributes:
         stop: some rank was told to stop: commit a checkpoint and leave.
         save: some rank wants a checkpoint now.
+        is_overtaken: rank 0 has found a higher claim on a folder: leave at once.
     """
 
     stop: bool
     save: bool
+    is_overtaken: bool = False
 
 
 class Agreement:
@@ -131,11 +133,11 @@ class Agreement:
         self._in_flight: tuple[Work, torch.Tensor] | None = None
         self._save_is_open = False
 
-    def exchange(self, stop: bool, save: bool = False) -> Agreed:
+    def exchange(self, stop: bool, save: bool = False, is_overtaken: bool = False) -> Agreed:
         """Cast this rank's votes, and return what all ranks voted at the boundary before."""
-        agreed = self._vote(stop, save)
+        agreed = self._vote(stop, save, is_overtaken)
         is_open, self._save_is_open = self._save_is_open, False
-        return Agreed(agreed.stop, agreed.save or is_open)
+        return agreed._replace(save=agreed.save or is_open)
 
     def is_stopping(self, stop: bool) -> bool:
         """Vote between two boundaries; a save that was voted for stays for the next boundary."""
@@ -148,15 +150,15 @@ class Agreement:
         own = self._vote(vote, False)
         return (self.settle() or own).stop
 
-    def _vote(self, stop: bool, save: bool) -> Agreed:
+    def _vote(self, stop: bool, save: bool, is_overtaken: bool = False) -> Agreed:
         if self._group is None:
-            return Agreed(stop, save)
+            return Agreed(stop, save, is_overtaken)
 
         import torch
         import torch.distributed as dist
 
         before = self.settle()
-        votes = torch.tensor([stop, save], dtype=torch.int32)
+        votes = torch.tensor([stop, save, is_overtaken], dtype=torch.int32)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None  # async_op=True always returns the handle
         self._in_flight = (work, votes)
@@ -168,8 +170,7 @@ class Agreement:
             return None
         (work, votes), self._in_flight = self._in_flight, None
         work.wait()  # over since long: it had a whole step for 8 bytes
-        stop, save = votes.tolist()
-        return Agreed(bool(stop), bool(save))
+        return Agreed(*map(bool, votes.tolist()))
 
 
 def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T]) -> _T:

@@ -3,6 +3,7 @@
     TrainerError                      1    something failed; a restart may help
     ├── DataError                    65    the data set cannot be trained on
     ├── ConfigError                  78    the configuration cannot work; never retried
+    │   ├── FolderTakenError         78    another job has a folder the run must write into
     │   └── OutputNotWritableError   78    a folder the run must write into refuses it
     ├── Preempted                    75    told to stop; a checkpoint is committed
     ├── CheckpointError               1    a save or a restore failed
@@ -38,6 +39,10 @@ class ConfigError(TrainerError):
 
     exit_code = ExitCode.CONFIG
     failure_class = FailureClass.CONFIG_ERROR
+
+
+class FolderTakenError(ConfigError):
+    """Another job has a folder that the run must write into; the message names that job."""
 
 
 class OutputNotWritableError(ConfigError):

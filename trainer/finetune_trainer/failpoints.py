@@ -26,12 +26,12 @@ FailPoint = Literal[
     "after-optimizer",
     "saving",
     "before-manifest",
-    "before-rename",
-    "after-rename",
+    "before-commit",
+    "after-commit",
     "retention",
     "answering",
     "exporting",
-    "before-export-rename",
+    "before-publish",
 ]
 POINTS: tuple[str, ...] = get_args(FailPoint)
 

@@ -1,8 +1,11 @@
 """What several parts do with files: replace one at once, make folders anew, sync them to disk."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
+
+_CANNOT_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -13,9 +16,21 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        move_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def move_file(source: Path, target: Path) -> None:
+    """Put a file in the place of another at once, or by copying where a layer cannot rename."""
+    try:
+        source.replace(target)
+    except OSError as error:
+        if error.errno not in _CANNOT_RENAME:
+            raise
+        shutil.copyfile(source, target)
+        sync(target)
+        source.unlink()
 
 
 def make_anew(folder: Path) -> Path:

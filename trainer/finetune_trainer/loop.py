@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointRef, Phase, TrainConfig
 from finetune_trainer.control import Agreement, StopSignal, preempted
 from finetune_trainer.data.batch import collate
 from finetune_trainer.data.plan import DataPlan, Pack
 from finetune_trainer.data.sequences import TokenDataset
+from finetune_trainer.errors import OvertakenError
 from finetune_trainer.failpoints import reach
 from finetune_trainer.model.loss import loss_inputs, scale_factor
 from finetune_trainer.numerics import LateNumbers
@@ -42,6 +44,7 @@ class Run:
     telemetry: Telemetry
     stop: StopSignal
     agreement: Agreement
+    fence: Fence | None  # rank 0's; None on the others
     patience: Patience
     evaluate: Callable[[], float | None] | None  # held-out loss of all ranks; None without rows
     notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
@@ -63,6 +66,7 @@ def train(run: Run, first_step: int) -> int:
     Raises:
         Preempted: told to stop; every rank left after the same step with a committed checkpoint.
         CheckpointError: told to stop, and the last checkpoint could not be committed.
+        OvertakenError: a later attempt has one of the folders.
         NonFiniteLossError: the loss of a step is not a number; nothing was updated with it.
     """
     config, plan, strategy = run.config, run.plan, run.strategy
@@ -124,7 +128,10 @@ def _boundary(run: Run, step: int) -> bool:
         is_last = is_last or run.patience.is_over
         run.telemetry.phase(Phase.SAVING if is_last else Phase.TRAINING)
     wants = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
-    agreed = run.agreement.exchange(stop=run.stop.requested, save=wants)
+    lost = run.fence.lost if run.fence is not None else None
+    agreed = run.agreement.exchange(run.stop.requested, wants, is_overtaken=lost is not None)
+    if agreed.is_overtaken:
+        raise lost or OvertakenError("rank 0 found that a later attempt writes into its folders")
     is_leaving = agreed.stop and not is_last
     if is_leaving and _is_too_late_to_save(run):
         raise preempted(run.stop, f"after step {step}, too late to save it")

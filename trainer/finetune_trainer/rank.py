@@ -15,6 +15,7 @@ from torch import nn
 from finetune_trainer.answers import answer
 from finetune_trainer.checkpoint.commit import Fingerprint
 from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import (
     ContractModel,
     ExitCode,
@@ -30,7 +31,7 @@ from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.evaluation import held_out_loss
-from finetune_trainer.export import check_replaceable, check_writable, export
+from finetune_trainer.export import check_replaceable, export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
@@ -48,8 +49,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry) -> Termination:
+def run(
+    config: TrainConfig,
+    world: World,
+    stop: StopSignal,
+    telemetry: Telemetry,
+    fence: Fence | None,
+) -> Termination:
     """Do everything one rank has to do and return the last words of a finished run.
+
+    `fence` holds the claims on the folders; None on every rank but 0.
 
     Raises:
         Preempted: told to stop; every rank leaves, at the same step once there are steps.
@@ -60,7 +69,6 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
         log = partial(telemetry.log, "scheduled_events")
         watch_scheduled_events(config.control.scheduled_events_url, stop, log)
     if world.rank == 0:
-        check_writable(config.run_dir, config.checkpoint.dir, config.output.dir)
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
     strategy = create(config, world)
@@ -95,11 +103,13 @@ def run(config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetr
             group=world.checkpoint_group,
             job=config.job,
             fingerprint=_fingerprint(config, dataset, plan),
+            fence=fence,
             warn=telemetry.warn,
         ),
         telemetry=telemetry,
         stop=stop,
         agreement=agreement,
+        fence=fence,
         patience=patience,
         evaluate=None
         if held_out is None
@@ -313,11 +323,16 @@ def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
     model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
 
     def work() -> tuple[str, ...]:
-        if model is None:
+        if model is None or run.fence is None:
             return ()
         reach("exporting", run.plan.total_steps)
         artifacts = export(
-            model, tokenizer, run.config, progress=telemetry.progress, warn=telemetry.warn
+            model,
+            tokenizer,
+            run.config,
+            fence=run.fence,
+            progress=telemetry.progress,
+            warn=telemetry.warn,
         )
         telemetry.artifacts(artifacts)
         return artifacts

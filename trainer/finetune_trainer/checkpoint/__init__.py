@@ -1,1 +1,1 @@
-"""Checkpoints: written beside training, committed by one rename, trusted only when verified."""
+"""Checkpoints: written beside training, committed by a manifest, trusted only when verified."""

@@ -1,8 +1,9 @@
-"""What makes a folder a checkpoint: a manifest of sizes and hashes, and one atomic rename.
+"""What makes a folder a checkpoint: a manifest of sizes and hashes, written last.
 
 The store writes with it, and anything that wants to know which checkpoints exist reads with it.
-It must stay free of torch. A folder `step-N.tmp` is never a checkpoint; `step-N` is one only
-while every file is as its manifest says.
+It must stay free of torch. A folder carries its writer's claim in its name, `step-N.CLAIM`, so that
+two writers never meet in one; without a claim it is of a trainer before claims. It is a checkpoint
+only while every file is as its manifest says, and counts while it lies on the course of training.
 """
 
 import hashlib
@@ -10,16 +11,18 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, ValidationError
 
+from finetune_trainer.claims.names import TAG, Claim, Listing, Mark
 from finetune_trainer.config import CheckpointRef, ContractModel, JobRef
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import sync, sync_tree
 
 MANIFEST = "manifest.json"
-_STEP_FOLDER = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-\d+\.tmp")
+_STEP_FOLDER = re.compile(rf"step-(\d+)(?:\.{TAG})?")
+_OLD_LEFTOVER = re.compile(r"step-\d+\.tmp")  # of trainers before claims
 
 
 class FileDigest(ContractModel):
@@ -82,14 +85,47 @@ class Manifest(ContractModel):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def step_folder(root: Path, step: int) -> Path:
-    """Return where the committed checkpoint of `step` lies."""
-    return root / f"step-{step}"
+class StartRecord(ContractModel):
+    """What an attempt started from, written down once, before its first step."""
+
+    kept: tuple[str, ...] = Field(description="Names of the checkpoints up to the start.")
 
 
-def tmp_folder(root: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is written before it is committed."""
-    return root / f"step-{step}.tmp"
+class StepFolder(NamedTuple):
+    """A folder whose name is that of a checkpoint, committed or not."""
+
+    step: int
+    owner: tuple[int, int, int, str]  # epoch, attempt, generation and nonce of its writer's claim
+    path: Path
+
+    def is_of(self, claim: Claim) -> bool:
+        """Whether the process with `claim` has written it."""
+        return self.owner == claim[:4]
+
+    def is_above(self, claim: Claim) -> bool:
+        """Whether one with a higher claim has written it."""
+        return self.owner > claim[:4]
+
+
+class Course(NamedTuple):
+    """The course of training since the newest start.
+
+    What lies in the folder besides was committed beyond that start, or too late to be seen by it:
+    it belongs to another course of the run, stays where it is, and counts no more.
+    """
+
+    claim: Claim
+    kept: frozenset[str]
+
+    def includes(self, folder: StepFolder) -> bool:
+        """Whether a folder counts."""
+        is_later = folder.is_of(self.claim) or folder.is_above(self.claim)
+        return is_later or folder.path.name in self.kept
+
+
+def step_folder(root: Path, step: int, claim: Claim) -> Path:
+    """Return where the process with `claim` writes the checkpoint of `step`."""
+    return root / f"step-{step}.{claim.tag}"
 
 
 def digest_file(path: Path) -> FileDigest:
@@ -106,7 +142,7 @@ def payload_files(folder: Path) -> list[str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make every file and folder below `folder` durable, then write the sealed manifest.
+    """Make every file and folder below `folder` durable, then commit it: write its manifest.
 
     Raises:
         OSError: the disk is full or fails; the folder is then no checkpoint.
@@ -116,16 +152,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     path.write_text(manifest.sealed().to_json())
     sync(path)
     sync(folder)
-
-
-def commit(tmp: Path, final: Path) -> None:
-    """Turn a complete folder into a checkpoint: one rename, made durable.
-
-    Raises:
-        OSError: `final` exists and is not empty, or the disk fails.
-    """
-    tmp.rename(final)
-    sync(final.parent)
+    sync(folder.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -148,6 +175,15 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def is_committed(folder: Path) -> bool:
+    """Whether `folder` has an intact commit record."""
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def verify(folder: Path) -> Manifest:
     """Read every byte of a checkpoint and return its manifest if all are as they were written.
 
@@ -161,6 +197,7 @@ def verify(folder: Path) -> Manifest:
             size = path.stat().st_size
             found = digest_file(path) if size == expected.size else None
         except FileNotFoundError:
+            refuse_deleted(folder)
             raise CheckpointError(f"{path} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -173,33 +210,53 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
+def refuse_deleted(folder: Path) -> None:
+    """Say so where a checkpoint that was there a moment ago is being deleted.
+
+    Raises:
+        CheckpointError: its manifest, which goes first, is gone.
+    """
+    if not (folder / MANIFEST).exists():
+        raise CheckpointError(
+            f"{folder} was deleted while it was read: the job that wrote it keeps only its newest "
+            "checkpoints; name a newer one in spec.checkpoint.resumeFrom, or raise that job's "
+            "spec.checkpoint.keep"
+        )
+
+
 def newest_verified(root: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint in `root` that verifies, or None when there is none.
 
     Each newer one that does not verify is reported to `warn` in a sentence.
     """
-    for _, folder in _steps(root):
+    for folder in steps(root):
+        if not (folder.path / MANIFEST).exists():
+            continue  # never committed: a leftover
         try:
-            return folder, verify(folder)
+            return folder.path, verify(folder.path)
         except CheckpointError as error:
-            warn(f"checkpoint {folder.name} is passed over: {error}; trying the one before")
+            name = folder.path.name
+            warn(f"checkpoint {name} is passed over: {error}; trying the one before")
     return None
 
 
-def manifests(root: Path) -> list[tuple[Path, Manifest]]:
-    """List the committed checkpoints in `root`, newest first; the files in them are not read."""
+def manifests(root: Path, course: Course | None = None) -> list[tuple[Path, Manifest]]:
+    """List the committed checkpoints in `root`, newest first; the files in them are not read.
+
+    `course` is the one that is written down in `root`, if the caller does not know it better.
+    """
     found = []
-    for _, folder in _steps(root):
+    for folder in steps(root, course):
         try:
-            found.append((folder, read_manifest(folder)))
+            found.append((folder.path, read_manifest(folder.path)))
         except CheckpointError:
             continue  # not committed, or damaged: `newest_verified` says so when it matters
     return found
 
 
-def ledger(root: Path) -> list[CheckpointRef]:
-    """List the committed checkpoints in `root`, newest first, by their manifests alone."""
-    return [reference(folder, manifest) for folder, manifest in manifests(root)]
+def ledger(root: Path, course: Course | None = None) -> list[CheckpointRef]:
+    """List the committed checkpoints in `root` like `manifests`, without their manifests."""
+    return [reference(folder, manifest) for folder, manifest in manifests(root, course)]
 
 
 def reference(folder: Path, manifest: Manifest) -> CheckpointRef:
@@ -213,42 +270,68 @@ def reference(folder: Path, manifest: Manifest) -> CheckpointRef:
     )
 
 
-def remove_leftovers(root: Path) -> None:
-    """Delete what a killed process left half-written or half-deleted (`step-N.tmp`)."""
+def remove_leftovers(root: Path, claim: Claim) -> None:
+    """Delete what processes with a lower claim left half-written or half-deleted."""
     for path in list(root.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
+        if _OLD_LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
+    for folder in _all_steps(root):
+        is_older = not folder.is_of(claim) and not folder.is_above(claim)
+        if is_older and not (folder.path / MANIFEST).exists():
+            shutil.rmtree(folder.path, ignore_errors=True)  # its writer may be leaving just now
 
 
-def set_aside_newer(root: Path, step: int) -> list[Path]:
-    """Rename each `step-N` with N > `step` to `step-N.aside`, and return the new paths.
+def delete(folder: Path) -> None:
+    """Delete a checkpoint: its manifest first, so that what is left on the way is none.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    (folder / MANIFEST).unlink(missing_ok=True)
+    sync(folder)
+    shutil.rmtree(folder)
+
+
+def begin_course(root: Path, claim: Claim, step: int) -> tuple[Course, list[str]]:
+    """Write down that the attempt of `claim` starts at `step`; also name what lies beyond.
 
     Training goes on from `step`, so what lies beyond it belongs to another course of the run, or
-    is damaged. Left in place it would be taken for the newest one by the next attempt, and be in
-    the way of the commit of the same step. Nothing is deleted.
+    is damaged. Nothing of it is renamed or deleted.
     """
-    moved = []
-    for number, folder in _steps(root):
-        if number > step:
-            moved.append(folder.rename(_free_name(folder)))
-    if moved:
-        sync(root)
-    return moved
+    there = steps(root)
+    kept = tuple(folder.path.name for folder in there if folder.step <= step)
+    beyond = [folder.path.name for folder in there if folder.step > step]
+    path = claim.path(root, Mark.START)
+    path.write_text(StartRecord(kept=kept).to_json(), encoding="utf-8")
+    sync(path)
+    return Course(claim, frozenset(kept)), beyond
 
 
-def _free_name(folder: Path) -> Path:
-    name = folder.with_name(f"{folder.name}.aside")
-    count = 2
-    while name.exists():
-        name = folder.with_name(f"{folder.name}.aside-{count}")
-        count += 1
-    return name
+def steps(root: Path, course: Course | None = None) -> list[StepFolder]:
+    """Return every folder on the course whose name is a checkpoint's, newest first."""
+    course = course or _newest_course(root)
+    found = _all_steps(root)
+    return found if course is None else [folder for folder in found if course.includes(folder)]
 
 
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    """Return (N, folder) of every `step-N`, highest N first."""
+def _newest_course(root: Path) -> Course | None:
+    """Return what the highest claim that has started wrote down."""
+    for claim in sorted(Listing.of(root).started, reverse=True):
+        try:
+            record = StartRecord.read(claim.path(root, Mark.START))
+        except (OSError, ValidationError):
+            continue  # killed while it wrote this, so before its first step
+        return Course(claim, frozenset(record.kept))
+    return None
+
+
+def _all_steps(root: Path) -> list[StepFolder]:
     if not root.is_dir():
         return []
-    matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in root.iterdir()]
-    found = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    found = []
+    for path in root.iterdir():
+        if (match := _STEP_FOLDER.fullmatch(path.name)) and path.is_dir():
+            step, epoch, attempt, generation, nonce = match.groups("0")
+            owner = (int(epoch), int(attempt), int(generation), nonce)
+            found.append(StepFolder(int(step), owner, path))
     return sorted(found, reverse=True)

@@ -3,11 +3,10 @@
 The store calls it after each commit; nothing else deletes a checkpoint.
 """
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from finetune_trainer.checkpoint.commit import ledger, tmp_folder
+from finetune_trainer.checkpoint.commit import Course, delete, ledger
 from finetune_trainer.config import CheckpointRef
 from finetune_trainer.failpoints import reach
 
@@ -18,21 +17,21 @@ def best(refs: Sequence[CheckpointRef]) -> CheckpointRef | None:
     return min(evaluated, key=lambda ref: (ref.eval_loss, -ref.step), default=None)
 
 
-def retire(root: Path, keep: int) -> None:
+def retire(root: Path, keep: int, course: Course | None, may_delete: Callable[[], object]) -> None:
     """Delete every checkpoint in `root` that is neither among the newest `keep` nor the best.
 
-    Each is renamed to a leftover first, so a crash on the way leaves no half of a checkpoint.
+    `may_delete` is called before each and raises where this process must leave.
 
     Raises:
         OSError: a folder cannot be deleted.
     """
-    refs = ledger(root)
-    kept = {ref.step for ref in refs[:keep]}
+    refs = ledger(root, course)
+    kept = {ref.path for ref in refs[:keep]}
     winner = best(refs)
     if winner is not None:
-        kept.add(winner.step)
+        kept.add(winner.path)
     for ref in refs:
-        if ref.step not in kept:
-            doomed = Path(ref.path).rename(tmp_folder(root, ref.step))
+        if ref.path not in kept:
+            may_delete()
             reach("retention", refs[0].step)
-            shutil.rmtree(doomed)
+            delete(Path(ref.path))

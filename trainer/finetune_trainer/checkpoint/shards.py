@@ -4,6 +4,8 @@ The store calls it; it knows nothing of commits. `torch.distributed.checkpoint` 
 replicated tensor once, by one of its ranks, and reads a sharded one on any world size.
 """
 
+import os
+import shutil
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
 
 State = dict[str, Any]
@@ -171,7 +173,21 @@ def _writer(folder: Path, step: int) -> "FileSystemWriter":
             reach("saving", step)
             return written
 
-    return Writer(folder, sync_files=True, overwrite=False)
+    writer = Writer(folder, sync_files=True, overwrite=False)
+    writer.fs = _without_rename()
+    return writer
+
+
+def _without_rename() -> "FileSystem":
+    """Return torch's file system for layers that cannot rename; the manifest is the commit."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class WithoutRename(FileSystem):
+        def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+            shutil.copyfile(path, new_path)
+            os.unlink(path)
+
+    return WithoutRename()
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finetune_trainer.checkpoint import commit
-from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
+from finetune_trainer.checkpoint.commit import Course, Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best
+from finetune_trainer.claims.enter import Wanted
+from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import ConfigError
 
@@ -17,6 +19,7 @@ from finetune_trainer.errors import ConfigError
 class Start(NamedTuple):
     """What to start from, and what the ledger of the folder says."""
 
+    course: Course
     source: tuple[Path, Manifest] | None
     last: CheckpointRef | None
     best: CheckpointRef | None
@@ -25,45 +28,53 @@ class Start(NamedTuple):
 def prepare_start(
     root: Path,
     config: CheckpointConfig,
-    job: JobRef,
     fingerprint: Fingerprint,
+    fence: Fence,
     warn: Callable[[str], None],
 ) -> Start:
     """Choose the checkpoint to start from and clear the way for those that will follow it.
 
-    Leftovers of a killed process are deleted, checkpoints beyond the chosen step set aside.
+    Leftovers of a killed process are deleted. Checkpoints beyond the chosen step stay, and count
+    no more: that is written down.
 
     Raises:
         ConfigError: the folder holds checkpoints of another job, the one to start from was
             written with another model, method, data set or order, or it is not there.
         CheckpointError: the folder that was named is damaged.
     """
-    _refuse_another_job(root, job)
-    root.mkdir(parents=True, exist_ok=True)
-    commit.remove_leftovers(root)
+    wanted, claim = fence.holding(root)
+    _refuse_another_job(root, wanted)
+    fence.check()
+    commit.remove_leftovers(root, claim)
     source = _choose(root, config, warn)
     if source is not None:
         _refuse_other_training(*source, root, fingerprint)
     step = source[1].step if source else 0
-    moved = commit.set_aside_newer(root, step)
-    if moved:
+    course, beyond = commit.begin_course(root, claim, step)
+    if beyond:
         warn(
-            f"training starts from step {step}, so what lay beyond it in {root} was renamed: "
-            f"{', '.join(path.name for path in moved)}; delete it when it is not needed"
+            f"training starts from step {step}, so what lies beyond it in {root} counts no more: "
+            f"{', '.join(beyond)}; delete it when it is not needed"
         )
-    refs = commit.ledger(root)
-    return Start(source, next((ref for ref in refs if ref.step == step), None), best(refs))
+    refs = commit.ledger(root, course)
+    last = next((ref for ref in refs if ref.step == step), None)
+    return Start(course, source, last, best(refs))
 
 
-def _refuse_another_job(root: Path, job: JobRef) -> None:
+def job_of_checkpoints(root: Path) -> JobRef | None:
+    """Return the job that wrote the newest checkpoint in `root`; None without any."""
+    return next((manifest.job for _, manifest in commit.manifests(root)), None)
+
+
+def _refuse_another_job(root: Path, wanted: Wanted) -> None:
     """Refuse a folder in which another job keeps its checkpoints, whatever `resumeFrom` says.
 
-    Gone on from by chance they would make this job finish with the other's weights, and set aside
-    or deleted by retention they would be lost to their owner.
+    Gone on from by chance they would make this job finish with the other's weights, and deleted by
+    retention they would be lost to their owner.
     """
     for folder, manifest in commit.manifests(root):
-        owner = manifest.job
-        if owner.uid != job.uid:
+        owner, job = manifest.job, wanted.job
+        if not wanted.may_follow(owner):
             raise ConfigError(
                 f"spec.checkpoint.uri {root} holds {folder.name} of the job "
                 f"{owner.namespace}/{owner.name} (uid {owner.uid}), not of this one (uid "

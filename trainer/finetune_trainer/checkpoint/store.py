@@ -1,9 +1,9 @@
 """Save without stopping, commit only what is whole, restore only what verifies.
 
 The loop owns one `CheckpointStore` a rank and calls the same methods at the same steps on every
-rank. A save copies the state and returns; a thread writes `step-N.tmp`, and when every rank's
-part is on disk rank 0 adds the manifest and renames the folder. The thread is the only user of
-the process group, which must be none of those that training uses: collectives would mix.
+rank. A save copies the state and returns; a thread writes a folder named by step and claim, and
+when every rank's part is on disk rank 0 adds the manifest, which commits it. The thread is the only
+user of the process group, which must be none of those that training uses: collectives would mix.
 """
 
 import json
@@ -30,6 +30,7 @@ from finetune_trainer.checkpoint.shards import (
     write_shards,
 )
 from finetune_trainer.checkpoint.start import Start, prepare_start
+from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import CheckpointError, ConfigError, TrainerError
 from finetune_trainer.failpoints import reach
@@ -71,13 +72,15 @@ class CheckpointStore:
         group: "ProcessGroup | None",
         job: JobRef,
         fingerprint: Fingerprint,
+        fence: Fence | None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the store; nothing is read or written before `restore`.
 
         `group` is a gloo group of its own over all ranks, or None for one process. Checkpoints of
-        another `job` or `fingerprint` are refused on restore. `warn` receives a sentence on rank 0
+        another `job` or `fingerprint` are refused on restore. `fence` is rank 0's, which has the
+        folder; None on the others. `warn` receives a sentence on rank 0
         for each thing that went wrong and was survived; `clock` is in seconds since the epoch.
         """
         self.last: CheckpointRef | None = None
@@ -90,6 +93,8 @@ class CheckpointStore:
         self._group = group
         self._job = job
         self._fingerprint = fingerprint
+        self._fence = fence
+        self._course: commit.Course | None = None
         self._warn = warn if rank == 0 else _say_nothing
         self._clock = clock
         self._snapshot = Snapshot()
@@ -114,6 +119,10 @@ class CheckpointStore:
 
         `state` has sections of named tensors and plain values; that of `trainer` holds JSON alone.
         `eval_loss` is the held-out loss of this state, if it was evaluated.
+
+        Raises:
+            OvertakenError: the save before found a higher claim; raised on every rank, as by `poll`
+                and `wait`.
         """
         started = time.perf_counter()
         if self._in_flight is not None and self._in_flight[0] == step:
@@ -166,8 +175,8 @@ class CheckpointStore:
         """Load the checkpoint that `checkpoint.resumeFrom` names into `state`, in place.
 
         Call it once, before the first save, also when nothing is to be restored: it clears what
-        a killed attempt left behind, and renames checkpoints beyond the step it starts from to
-        `step-N.aside`. Every rank takes the checkpoint that rank 0 has verified.
+        a killed attempt left behind, and writes down from where training goes on. Every rank takes
+        the checkpoint that rank 0 has verified.
 
         Returns:
             Its manifest, or None when training starts at step 0.
@@ -176,8 +185,9 @@ class CheckpointStore:
             ConfigError: the folder holds checkpoints of another job, the one to start from does
                 not belong to this training, or it is not there.
             CheckpointError: the folder that was named is damaged, or does not fit `state`.
+            OvertakenError: there is a higher claim on the folder.
         """
-        source, self.last, self.best = self._agree_on_start()
+        self._course, source, self.last, self.best = self._agree_on_start()
         self._snapshot.reserve(_tensors_of(state))
         if source is None:
             return None
@@ -194,11 +204,13 @@ class CheckpointStore:
         """
         try:
             read_shards(_tensors_of(state), folder, self._group)
-        except RankError as error:
+            trainer = json.loads((folder / TRAINER_FILE).read_bytes())
+        except (RankError, FileNotFoundError) as error:
+            commit.refuse_deleted(folder)
             raise CheckpointError(f"checkpoint {folder} cannot be restored: {error}") from error
         if TRAINER_SECTION in state:
             state[TRAINER_SECTION].clear()
-            state[TRAINER_SECTION].update(json.loads((folder / TRAINER_FILE).read_bytes()))
+            state[TRAINER_SECTION].update(trainer)
 
     def load_best(self, state: State) -> CheckpointRef | None:
         """Load the checkpoint with the lowest held-out loss into `state`, in place.
@@ -210,7 +222,7 @@ class CheckpointStore:
             return None
         try:
             self._on_rank_0(lambda: commit.verify(Path(best.path)))
-        except RankError as error:
+        except (RankError, CheckpointError) as error:
             self._warn(f"the best checkpoint cannot be used ({error}); the last weights stay")
             return None
         self.load(Path(best.path), state)
@@ -242,23 +254,18 @@ class CheckpointStore:
     def _agree_on_start(self) -> Start:
         """Let rank 0 choose and prepare the folder; all ranks return or raise alike."""
 
-        def choose() -> Start | TrainerError:
-            try:
-                return prepare_start(
-                    self._root, self._config, self._job, self._fingerprint, self._warn
-                )
-            except TrainerError as error:
-                return error  # keeps its class, and with it the exit code, on every rank
+        def choose() -> Start:
+            assert self._fence is not None, "rank 0 has it"
+            return prepare_start(
+                self._root, self._config, self._fingerprint, self._fence, self._warn
+            )
 
         try:
-            chosen = self._on_rank_0(choose)
+            return self._on_rank_0(choose)
         except RankError as error:
             raise CheckpointError(
                 f"spec.checkpoint.uri {self._root} cannot be used: {error}"
             ) from error
-        if isinstance(chosen, TrainerError):
-            raise chosen
-        return chosen
 
     def _start(self, write: Callable[[], _Written]) -> Future[_Written]:
         future: Future[_Written] = Future()
@@ -277,20 +284,29 @@ class CheckpointStore:
     def _write(self, draft: Manifest, copy: State, trainer: str, started: float) -> _Written:
         """Write, hash and commit one checkpoint; runs in the saving thread of every rank."""
         step = draft.step
-        tmp = commit.tmp_folder(self._root, step)
+        folder = self._on_rank_0(lambda: self._open_folder(step))
         try:
-            self._on_rank_0(lambda: make_anew(tmp))
-            write_shards(copy, tmp, self._group, step)
+            write_shards(copy, folder, self._group, step)
             reach("before-manifest", step)
-            self._on_rank_0(lambda: (tmp / TRAINER_FILE).write_text(trainer))
-            files = self._digests(tmp)
+            self._on_rank_0(lambda: (folder / TRAINER_FILE).write_text(trainer))
+            files = self._digests(folder)
             manifest = draft.model_copy(update={"files": files})
-            ref = self._on_rank_0(lambda: self._commit(tmp, manifest))
+            ref = self._on_rank_0(lambda: self._commit(folder, manifest))
         except (RankError, OSError, RuntimeError):  # RuntimeError: gloo lost a rank
-            if self._rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)  # else the next start removes it
+            if self._rank == 0 and not commit.is_committed(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # else the next start removes it
             raise
         return _Written(ref, time.perf_counter() - started, self._retire())
+
+    def _open_folder(self, step: int) -> Path:
+        _, claim = self._checked().holding(self._root)
+        return make_anew(commit.step_folder(self._root, step, claim))
+
+    def _checked(self) -> Fence:
+        """Return the fence of rank 0 once it has found that its claims hold."""
+        assert self._fence is not None, "rank 0 has it"
+        self._fence.check()
+        return self._fence
 
     def _digests(self, folder: Path) -> dict[str, commit.FileDigest]:
         """Hash the files of `folder`, each by one rank; rank 0's listing counts."""
@@ -301,13 +317,14 @@ class CheckpointStore:
         )
         return dict(sorted(item for part in parts for item in part.items()))
 
-    def _commit(self, tmp: Path, manifest: Manifest) -> CheckpointRef:
-        final = commit.step_folder(self._root, manifest.step)
-        commit.write_manifest(tmp, manifest)
-        reach("before-rename", manifest.step)
-        commit.commit(tmp, final)
-        reach("after-rename", manifest.step)
-        return commit.reference(final, manifest)
+    def _commit(self, folder: Path, manifest: Manifest) -> CheckpointRef:
+        """Write the manifest; it counts if nobody has claimed the folder until it was there."""
+        self._checked()
+        reach("before-commit", manifest.step)
+        commit.write_manifest(folder, manifest)
+        reach("after-commit", manifest.step)
+        self._checked()
+        return commit.reference(folder, manifest)
 
     def _finish(self) -> None:
         """Wait for the save in flight, and record its commit or its failure."""
@@ -329,7 +346,7 @@ class CheckpointStore:
         """Delete what need not stay, on rank 0; return a sentence when that is impossible."""
         if self._rank == 0:
             try:
-                retire(self._root, self._config.keep)
+                retire(self._root, self._config.keep, self._course, self._checked)
             except OSError as error:
                 return f"an old checkpoint in {self._root} was not deleted: {describe(error)}"
         return None
@@ -346,9 +363,18 @@ class CheckpointStore:
         )
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0 and return its result on every rank."""
-        results = on_every_rank(self._group, lambda: work() if self._rank == 0 else None)
-        return cast(T, results[0])
+        """Call `work` on rank 0, and return its result or raise its TrainerError on every rank."""
+
+        def try_it() -> T | TrainerError | None:
+            try:
+                return work() if self._rank == 0 else None
+            except TrainerError as error:
+                return error  # keeps its class, and with it the exit code, on every rank
+
+        result = on_every_rank(self._group, try_it)[0]
+        if isinstance(result, TrainerError):
+            raise result
+        return cast(T, result)
 
 
 def _tensors_of(state: State) -> State:

@@ -279,7 +279,7 @@ class TrainConfig(ContractModel):
     listing_lag_seconds: Annotated[float, Field(ge=0)] | None = Field(
         None,
         description="How long a new file may be missing from a listing of its folder; None means 0 "
-        "on a local disk and 5 on any other file system.",
+        "on a local disk and 2 on any other file system.",
     )
 
     @model_validator(mode="after")

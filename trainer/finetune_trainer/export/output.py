@@ -1,18 +1,18 @@
 """Write the trained model for others to load, and refuse to call a broken one finished.
 
-`rank` calls `check_writable` before anything starts and `export` on rank 0 after the last step.
+`rank` calls `check_replaceable` before anything starts and `export` on rank 0 after the last step.
 What is written passes its gates in a staging folder; only then does it become the output.
 """
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Progress, TrainConfig
-from finetune_trainer.errors import OutputNotWritableError, TrainerError
+from finetune_trainer.errors import TrainerError
 from finetune_trainer.export.model_card import CardFacts, Kind, model_card, notes
 from finetune_trainer.export.publish import open_staging, publish, refuse_foreign
 from finetune_trainer.model.load import base_name
@@ -41,31 +41,6 @@ _PATTERNS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def check_writable(*dirs: str) -> None:
-    """Create each folder and write a file in it, so that a refusal is found before training.
-
-    Raises:
-        OutputNotWritableError: names the folder and the reason.
-    """
-    for text in dirs:
-        folder = Path(text).absolute()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
-                probe.write(b"probe")
-                probe.flush()
-        except (FileExistsError, NotADirectoryError):
-            raise OutputNotWritableError(
-                f"{folder} cannot be a folder: {_file_in_the_way(folder)} is a file; move it "
-                "away or name another folder"
-            ) from None
-        except OSError as error:
-            raise OutputNotWritableError(
-                f"{folder} cannot be written ({error.strerror}); name a folder that this user "
-                "may write, with room on it"
-            ) from error
-
-
 def check_replaceable(config: TrainConfig) -> None:
     """Refuse an output folder in which the export would replace a file of somebody else.
 
@@ -90,6 +65,7 @@ def export(
     tokenizer: "PreTrainedTokenizerBase",
     config: TrainConfig,
     *,
+    fence: Fence,
     progress: Progress,
     warn: Callable[[str], None],
     max_shard_bytes: int = 4 * 2**30,
@@ -99,13 +75,15 @@ def export(
     One format lies directly in `output.dir`, two in `adapter/` and `merged/` below it. Weights
     keep the type they were trained in. `model` is not changed; merging takes a second copy of it.
 
-    A whole model of more than `max_shard_bytes` is written as several files. The card tells of
-    `progress`; `warn` receives a sentence for what is worth knowing but no failure.
+    A whole model of more than `max_shard_bytes` is written as several files. `fence` has the output
+    folder. The card tells of `progress`; `warn` receives a sentence for what is worth knowing but
+    no failure.
 
     Raises:
         TrainerError: the adapter is empty, the merged model answers differently, or the output
             cannot be written.
         OutputNotWritableError: a file of somebody else would be replaced.
+        OvertakenError: a later attempt has the output folder.
     """
     from safetensors import SafetensorError
 
@@ -119,7 +97,7 @@ def export(
     base = public_name or config.model.path
     layout, data_hash = _layout(config), _data_hash(config, warn)
     try:
-        staged = open_staging(output)
+        staged = open_staging(output, fence.holding(output).claim)
         try:
             for kind, below in layout:
                 folder = staged / below
@@ -133,7 +111,7 @@ def export(
                     warn(note)
                 facts = CardFacts(kind, base, public_name is not None, data_hash)
                 (folder / "README.md").write_text(model_card(config, progress, facts))
-            publish(staged, output, config.job, progress.step)
+            publish(staged, output, config.job, progress.step, fence.check)
         finally:
             shutil.rmtree(staged, ignore_errors=True)  # gone already when it was published
     except (OSError, SafetensorError) as error:
@@ -221,7 +199,3 @@ def _data_hash(config: TrainConfig, warn: Callable[[str], None]) -> str | None:
     except (TrainerError, OSError) as error:
         warn(f"the model card lacks the hash of the training data: {error}")
         return None
-
-
-def _file_in_the_way(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,23 +1,28 @@
-"""Put a finished folder in place of an older one, so that a crash never leaves neither.
+"""Put the files of a finished export in the place of an older one's.
 
-`export` calls it. Everything is written into a staging folder on the same file system first, and
-only what an earlier export wrote is ever replaced or deleted.
+`export` calls it. Everything is written into a staging folder in the output first; then the files
+move in one by one, and the record that says the export is whole comes last. Only what an earlier
+export wrote is ever replaced or deleted. Loaders want fixed names, so unlike a checkpoint an export
+cannot carry its writer's claim: the fence is asked before each file.
 """
 
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from finetune_trainer.checkpoint.commit import payload_files
+from finetune_trainer.claims.names import TAG, Claim
 from finetune_trainer.config import ContractModel, JobRef
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.failpoints import reach
-from finetune_trainer.files import make_anew, replace_text, sync, sync_tree
+from finetune_trainer.files import make_anew, move_file, sync, sync_tree
 
 RECORD = "finetune-export.json"
+_STAGING = re.compile(rf"\.export-{TAG}")
 
 
 class ExportRecord(ContractModel):
@@ -47,32 +52,34 @@ def refuse_foreign(output: Path, names: Iterable[str]) -> None:
         )
 
 
-def open_staging(output: Path) -> Path:
-    """Return a new empty folder that can be renamed to `output`, or whose files can be moved in.
+def job_of_export(output: Path) -> JobRef | None:
+    """Return the job whose export lies in `output`; None without any."""
+    record = _record(output)
+    return record.job if record else None
 
-    It lies beside `output`; inside it where `output` is a mount point or its parent is read-only.
+
+def open_staging(output: Path, claim: Claim) -> Path:
+    """Return a new empty folder in `output`; what exports with a lower claim left there is deleted.
 
     Raises:
-        OSError: neither place can be written.
+        OSError: it cannot be written.
     """
-    replaced = _replaced(output)
-    if replaced.exists() and not output.exists():
-        replaced.rename(output)  # killed between the two renames of `publish`
-    if not os.path.ismount(output):
-        beside = output.with_name(f".{output.name}.export-tmp")
-        try:
-            return make_anew(beside)
-        except OSError:
-            if not output.is_dir():
-                raise
-    return make_anew(output / ".export-tmp")
+    for left in output.glob(".export-*"):
+        match = _STAGING.fullmatch(left.name)
+        owner = (*map(int, match.groups()[:3]), match[4]) if match else ()
+        if owner < claim[:4]:
+            shutil.rmtree(left, ignore_errors=True)  # its writer may be leaving just now
+    return make_anew(output / f".export-{claim.tag}")
 
 
-def publish(staged: Path, output: Path, job: JobRef, step: int) -> None:
-    """Make `staged` durable and put it where `output` is; `staged` is gone afterwards.
+def publish(
+    staged: Path, output: Path, job: JobRef, step: int, may_write: Callable[[], None]
+) -> None:
+    """Make `staged` durable and move its files to `output`; `staged` is gone afterwards.
 
-    An older export is replaced as a whole. A folder that also holds other files keeps them: the
-    new files are moved in one by one, and the record of the whole one last.
+    Of an older export nothing stays, and files that are nobody's export do. Killed on the way, the
+    folder holds files of both, which its record says: the next attempt completes it. `may_write`
+    is called before each file and raises where this process must leave.
 
     Raises:
         OutputNotWritableError: `output` holds a file of the same name that is not ours.
@@ -80,50 +87,29 @@ def publish(staged: Path, output: Path, job: JobRef, step: int) -> None:
     """
     files = tuple(name for name in payload_files(staged) if name != RECORD)
     refuse_foreign(output, files)
-    (staged / RECORD).write_text(ExportRecord(job=job, step=step, files=files).to_json())
-    sync_tree(staged)
-    reach("before-export-rename", step)
-    if staged.parent == output or not _is_only_ours(output):
-        _move_in(staged, output)
-    else:
-        _replace(staged, output)
-
-
-def _replace(staged: Path, output: Path) -> None:
-    replaced = _replaced(output)
-    shutil.rmtree(replaced, ignore_errors=True)  # what stays makes the next line fail
-    if output.exists() and any(output.iterdir()):
-        output.rename(replaced)
-    staged.rename(output)  # an empty folder gives way
-    sync(output.parent)
-    shutil.rmtree(replaced, ignore_errors=True)  # the new one is in place: only room is lost
-
-
-def _move_in(staged: Path, output: Path) -> None:
-    new = ExportRecord.read(staged / RECORD)
     old = _record(output)
-    stale = set(old.files if old else ()) - set(new.files)
+    stale = set(old.files if old else ()) - set(files)
+    whole = ExportRecord(job=job, step=step, files=files)
     # Killed on the way, all that lies there by then is still known as ours by the next attempt.
-    half = new.model_copy(update={"files": (*new.files, *sorted(stale)), "is_whole": False})
-    replace_text(output / RECORD, half.to_json())
-    sync(output)
-    for name in new.files:
+    half = whole.model_copy(update={"files": (*files, *sorted(stale)), "is_whole": False})
+    records = staged / "half", staged / "whole"
+    for path, record in zip(records, (half, whole), strict=True):
+        path.write_text(record.to_json())
+    sync_tree(staged)
+    reach("before-publish", step)
+    may_write()
+    move_file(records[0], output / RECORD)
+    for name in files:
+        may_write()
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        (staged / name).replace(target)
+        move_file(staged / name, target)
     for name in stale:
+        may_write()
         (output / name).unlink(missing_ok=True)
-    (staged / RECORD).replace(output / RECORD)
+    move_file(records[1], output / RECORD)
     shutil.rmtree(staged)
     sync(output)
-
-
-def _is_only_ours(output: Path) -> bool:
-    """Whether `output` is absent, empty, or holds an earlier export and nothing else."""
-    if not output.exists() or not any(output.iterdir()):
-        return True
-    record = _record(output)
-    return record is not None and set(payload_files(output)) <= {*record.files, RECORD}
 
 
 def _record(folder: Path) -> ExportRecord | None:
@@ -131,7 +117,3 @@ def _record(folder: Path) -> ExportRecord | None:
         return ExportRecord.read(folder / RECORD)
     except (OSError, ValidationError):
         return None  # no export of ours, so nothing in it is ours to delete
-
-
-def _replaced(output: Path) -> Path:
-    return output.with_name(f".{output.name}.replaced")

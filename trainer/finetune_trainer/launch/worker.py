@@ -17,9 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
 
-from finetune_trainer.config import ExitCode, Phase, Termination, TrainConfig
+from finetune_trainer.claims.fence import Fence
+from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal, Verdict, guard, leave
-from finetune_trainer.errors import ConfigError, OutputNotWritableError, TrainerError
+from finetune_trainer.errors import (
+    ConfigError,
+    OutputNotWritableError,
+    OvertakenError,
+    TrainerError,
+)
+from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.launch.last_words import with_progress
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
@@ -34,9 +41,12 @@ from finetune_trainer.watchdog import watch_progress
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+# For ranks that learn at their next step boundary that they were overtaken; then rank 0 goes alone,
+# which ends the others. With the time between two checks it is below 10 s.
+_SECONDS_TO_LEAVE_TOGETHER = 3.0
 _closing = threading.Lock()
 
-Entry = Callable[[TrainConfig, World, StopSignal, Telemetry], Termination]
+Entry = Callable[[TrainConfig, World, StopSignal, Telemetry, Fence | None], Termination]
 
 
 def main() -> NoReturn:
@@ -72,16 +82,39 @@ def run_rank(
         rank = launch.rank
         if launch.launcher == ACCELERATE:  # it dies of SIGTERM without passing it on
             end_with_parent(os.getppid(), signal.SIGTERM)
-        telemetry = _open_telemetry(config, launch, environ)
+        fence = None
+        if rank == 0:  # the others come no further than to meet it before it has the folders
+            fence = claim_folders(config, lambda: stop.requested)
+            telemetry = open_telemetry(launch)
+            fence.watch(end_overtaken)
+        with open_world(config, environ, should_stop=lambda: stop.requested) as world:
+            telemetry = telemetry or open_telemetry(launch)
+            return _load(entry)(_continued(config, environ), world, stop, telemetry, fence)
+
+    def open_telemetry(launch: Launch) -> Telemetry:
+        opened = _open_telemetry(config, launch, environ)
         if config.control.hang_seconds is not None:
             stacks = Path(config.run_dir) / "logs" / f"rank-{rank}.stacks.txt"
-            watch_progress(telemetry, config.control.hang_seconds, stacks, end_hung)
-        with open_world(config, environ, should_stop=lambda: stop.requested) as world:
-            return _load(entry)(_continued(config, environ), world, stop, telemetry)
+            watch_progress(opened, config.control.hang_seconds, stacks, end_hung)
+        return opened
 
     def end_hung(termination: Termination) -> None:
         assert telemetry is not None, "it is what the watchdog watches"
         words = _close(telemetry, termination.model_copy(update={"rank": rank}))
+        tell(RankReport(rank=rank, time=time.time(), termination=words))
+        leave(words.exit_code)
+
+    def end_overtaken(error: OvertakenError) -> None:
+        assert telemetry is not None, "it was opened before the claims were watched"
+        telemetry.let_go()
+        time.sleep(_SECONDS_TO_LEAVE_TOGETHER)
+        words = Termination(
+            failure_class=error.failure_class,
+            exit_code=error.exit_code,
+            message=str(error),
+            step=telemetry.progress.step,
+            rank=rank,
+        )
         tell(RankReport(rank=rank, time=time.time(), termination=words))
         leave(words.exit_code)
 
@@ -159,6 +192,8 @@ def _close(telemetry: Telemetry, termination: Termination) -> Termination:
     may find that it hangs just as its work finds that the others are gone.
     """
     with _closing:
+        if termination.failure_class is FailureClass.OVERTAKEN:
+            telemetry.let_go()
         if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
             telemetry.phase(Phase.DONE)
         artifacts = termination.artifacts or telemetry.artifact_paths

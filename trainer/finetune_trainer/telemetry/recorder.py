@@ -77,6 +77,7 @@ class Telemetry:
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
         self._written_at = float("-inf")
         self._has_room = True
+        self._is_let_go = False
         self._metrics = Metrics(config, rank=rank) if self._is_main else None
         self._tensorboard: TensorBoardWriter | None = None
         self._narrator = Narrator() if self._is_main else None
@@ -253,6 +254,10 @@ class Telemetry:
             return 0.0
         return time.monotonic() - self._alive_at
 
+    def let_go(self) -> None:
+        """Write no further into the run directory, which a later attempt has by now."""
+        self._is_let_go = True
+
     def close(self) -> None:
         """Write the last progress and close every outlet; a second call does nothing."""
         with self._lock:
@@ -302,6 +307,8 @@ class Telemetry:
 
     def _put(self, write: Callable[[], object]) -> bool:
         """Let an outlet write, and say whether it could: a full disk ends no training."""
+        if self._is_let_go:
+            return False
         try:
             write()
         except OSError as error:

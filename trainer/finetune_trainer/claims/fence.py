@@ -1,0 +1,149 @@
+"""The claims of one attempt on all its folders, and the check whether they still hold.
+
+`launch.worker` takes them on rank 0 before the first file is written, telemetry's included. Who
+commits, deletes or publishes checks directly before; a thread checks for all that is written
+besides. A check is one listing for each folder.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from finetune_trainer.claims.enter import Pace, Wanted, enter, overtaken, refuse_taken
+from finetune_trainer.claims.names import Claim, Listing
+from finetune_trainer.errors import OutputNotWritableError, OvertakenError
+
+T = TypeVar("T")
+
+SECONDS_BETWEEN_CHECKS = 4.0
+# Of these, one that is written is listed at once; of every other, remote ones, nobody knows.
+_LOCAL_FILE_SYSTEMS = frozenset(
+    "bcachefs btrfs exfat ext2 ext3 ext4 f2fs overlay ramfs tmpfs vfat xfs zfs".split()  # noqa: SIM905
+)
+_REMOTE_LAG_SECONDS = 2.0
+_OCTAL = re.compile(r"\\([0-7]{3})")  # a space in a mount point is written \040
+
+
+class Holding(NamedTuple):
+    """A folder that this process has, and by which claim."""
+
+    wanted: Wanted
+    claim: Claim
+
+
+class Fence:
+    """Says whether this process may still write into the folders it has claimed.
+
+    Args:
+        holdings: One for each folder.
+
+    Attributes:
+        lost: Why it may not, once a check has found that.
+    """
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self._holdings = {one.wanted.folder: one for one in holdings}
+        self.lost: OvertakenError | None = None
+
+    def holding(self, folder: Path) -> Holding:
+        """Return how this process has `folder`."""
+        return self._holdings[folder]
+
+    def check(self) -> None:
+        """Return if every claim holds.
+
+        Raises:
+            OvertakenError: one does not: there is a higher one, or it is not there any more.
+            OSError: a folder cannot be listed, so nobody knows.
+        """
+        for folder, (_, claim) in self._holdings.items():
+            seen = Listing.of(folder)
+            if (higher := seen.overtakes(claim)) is not None:
+                self.lost = overtaken(folder, claim, higher)
+            elif claim not in seen.present:
+                self.lost = OvertakenError(
+                    f"the claim of attempt {claim.attempt} on {folder} is gone, as the folder was "
+                    "moved, emptied or deleted; another job may write there, so this one left. "
+                    "Start it again to go on from its last checkpoint, if that is still there"
+                )
+            if self.lost is not None:
+                raise self.lost
+
+    def watch(
+        self,
+        end: Callable[[OvertakenError], None],
+        every_seconds: float = SECONDS_BETWEEN_CHECKS,
+    ) -> None:
+        """Check from a thread until a claim does not hold any more, then call `end`."""
+
+        def watch() -> None:
+            pause = threading.Event()
+            while True:
+                pause.wait(every_seconds)
+                try:
+                    with suppress(OSError):  # a layer that does not answer now may do so later
+                        self.check()
+                except OvertakenError as error:
+                    end(error)
+                    return
+
+        threading.Thread(target=watch, name="fence", daemon=True).start()
+
+
+def take(wanted: Sequence[Wanted], pace: Callable[[Path], Pace]) -> Fence:
+    """Claim all folders at once, and return when the job has every one.
+
+    `pace` says what is known of the file layer a folder is on.
+
+    Raises:
+        FolderTakenError: another job has one; of the others nothing was claimed, or is given back.
+        OvertakenError: a later attempt of the job was faster.
+        OutputNotWritableError: one cannot be written.
+    """
+    distinct = {one.folder: one for one in wanted}.values()
+    for one in distinct:
+        _where(one, partial(refuse_taken, one))  # before anything is written anywhere
+    with ThreadPoolExecutor(max_workers=len(distinct)) as pool:
+        entering = [
+            (one, pool.submit(_where, one, partial(enter, one, pace(one.folder))))
+            for one in distinct
+        ]
+    fence = Fence([Holding(one, claim.result()) for one, claim in entering])
+    fence.check()
+    return fence
+
+
+def listing_lag_seconds(folder: Path) -> float:
+    """Return how long a new file may be missing from a listing, by the type of the file system."""
+    place = os.path.realpath(folder)
+    found, longest = "", -1
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        mount, _, layer = line.partition(" - ")
+        point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), mount.split()[4])
+        is_above = place == point or place.startswith(point.rstrip("/") + "/")
+        if is_above and len(point) >= longest:  # of two on one place, the later one counts
+            found, longest = layer.split()[0], len(point)
+    return 0.0 if found in _LOCAL_FILE_SYSTEMS else _REMOTE_LAG_SECONDS
+
+
+def _where(wanted: Wanted, work: Callable[[], T]) -> T:
+    """Do something in a folder, and name it where that cannot be done."""
+    folder = wanted.folder
+    try:
+        return work()
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (folder, *folder.parents) if path.is_file())
+        raise OutputNotWritableError(
+            f"{folder} cannot be a folder: {file} is a file; move it away or name another folder"
+        ) from None
+    except OSError as error:
+        raise OutputNotWritableError(
+            f"{folder} cannot be written ({error.strerror}); name a folder that this user may "
+            "write, with room on it"
+        ) from error

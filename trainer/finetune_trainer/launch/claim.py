@@ -1,0 +1,53 @@
+"""Which folders an attempt writes into, and their claims, taken before anything is written there.
+
+`worker` calls it on rank 0. It imports no torch, so that a job that is refused learns it at once.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune_trainer.checkpoint.start import job_of_checkpoints
+from finetune_trainer.claims.enter import Pace, Wanted
+from finetune_trainer.claims.fence import Fence, listing_lag_seconds, take
+from finetune_trainer.config import JobRef, TrainConfig
+from finetune_trainer.errors import Preempted
+from finetune_trainer.export.publish import job_of_export
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+def claim_folders(config: TrainConfig, should_stop: Callable[[], bool]) -> Fence:
+    """Claim run directory, checkpoints and output, and return what says whether that still holds.
+
+    Raises:
+        FolderTakenError: another job has one of them.
+        OutputNotWritableError: one cannot be written.
+        OvertakenError: a later attempt of the job is there.
+        Preempted: `should_stop` while others were waited for.
+    """
+
+    def sleep(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if should_stop():
+                raise Preempted("told to stop before training began; nothing is lost")
+            time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
+
+    def pace(folder: Path) -> Pace:
+        lag = config.listing_lag_seconds
+        if lag is None:
+            lag = listing_lag_seconds(folder)
+        return Pace(lag_seconds=lag, patience_seconds=10 + 8 * lag, sleep=sleep)
+
+    def wanted(text: str, field: str, left_by: Callable[[Path], JobRef | None]) -> Wanted:
+        return Wanted(Path(text).absolute(), field, config.job, config.take_over, left_by)
+
+    return take(
+        [
+            wanted(config.run_dir, "the run directory", lambda folder: None),
+            wanted(config.checkpoint.dir, "spec.checkpoint.uri", job_of_checkpoints),
+            wanted(config.output.dir, "spec.output.uri", job_of_export),
+        ],
+        pace,
+    )
