@@ -14,6 +14,8 @@ from checkpoint_fixtures import (
     make_state,
     open_store,
     run_processes,
+    step_path,
+    steps_in,
     tensors_differ,
     train_and_save,
 )
@@ -36,9 +38,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         pytest.param("saving@4", 2, id="shards written, nothing else"),
         pytest.param("before-manifest@4", 2, id="all files but the manifest"),
-        pytest.param("before-commit@4", 2, id="complete but not renamed"),
-        pytest.param("after-commit@4", 4, id="renamed"),
-        pytest.param("retention@4", 4, id="the old one renamed, not deleted"),
+        pytest.param("before-commit@4", 2, id="complete but not committed"),
+        pytest.param("after-commit@4", 4, id="committed"),
+        pytest.param("retention@4", 4, id="the old one not deleted yet"),
         pytest.param("saving@2", None, id="the first save"),
     ],
 )
@@ -52,7 +54,7 @@ def test_a_kill_while_saving_loses_no_step_beyond_the_last_commit(
     assert run_processes(train_and_save, root, report, environ=environ) == [0]
 
     assert json.loads(report.read_text()) == undisturbed | {"resumed": resumed}
-    assert [path.name for path in root.iterdir()] == ["step-8"]
+    assert steps_in(root) == ["step-8"]
 
 
 def test_a_kill_while_restoring_changes_nothing(
@@ -65,7 +67,7 @@ def test_a_kill_while_restoring_changes_nothing(
     environ = {ENV_FAILPOINT: "restoring@4"}
     assert run_processes(train_and_save, root, report, environ=environ) == [-signal.SIGKILL]
     assert ledger(root) == before
-    verify(root / "step-4")
+    verify(step_path(root, 4))
 
     assert run_processes(train_and_save, root, report) == [0]
     assert json.loads(report.read_text()) == undisturbed | {"resumed": 4}
@@ -87,15 +89,22 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+DAMAGES = [
+    (truncate, "bytes instead of|not a manifest", "truncated"),
+    (Path.unlink, "is missing", "deleted"),
+    (flip_a_bit, "is damaged", "one bit flipped"),
+]
+
+
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    ("name", "damage", "reason"),
     [
-        pytest.param(truncate, "bytes instead of|not a manifest", id="truncated"),
-        pytest.param(Path.unlink, "is missing|never committed", id="deleted"),
-        pytest.param(flip_a_bit, "is damaged", id="one bit flipped"),
+        pytest.param(name, damage, reason, id=f"{name} {said}")
+        for name in (".metadata", "__0_0.distcp", "trainer.json", MANIFEST)
+        for damage, reason, said in DAMAGES
+        if (name, said) != (MANIFEST, "deleted")  # then it was never committed
     ],
 )
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "trainer.json", MANIFEST])
 def test_a_damaged_file_makes_restore_take_the_checkpoint_before(
     two_checkpoints: Path,
     tmp_path: Path,
@@ -104,9 +113,10 @@ def test_a_damaged_file_makes_restore_take_the_checkpoint_before(
     reason: str,
 ) -> None:
     root = shutil.copytree(two_checkpoints, tmp_path / "checkpoints")
-    damage(root / "step-2" / name)
+    folder = step_path(root, 2)
+    damage(folder / name)
     with pytest.raises(CheckpointError, match=reason) as caught:
-        verify(root / "step-2")
+        verify(folder)
     assert name in str(caught.value)
 
     warnings: list[str] = []
@@ -116,11 +126,13 @@ def test_a_damaged_file_makes_restore_take_the_checkpoint_before(
     assert manifest is not None
     assert manifest.step == 1
     assert tensors_differ(state, make_state(1)) == []
-    assert warnings[0] == f"checkpoint step-2 is passed over: {caught.value}; trying the one before"
+    assert warnings[0] == (
+        f"checkpoint {folder.name} is passed over: {caught.value}; trying the one before"
+    )
 
 
 def test_a_real_checkpoint_has_exactly_the_files_that_are_damaged_above(
     two_checkpoints: Path,
 ) -> None:
-    names = sorted(path.name for path in (two_checkpoints / "step-2").iterdir())
+    names = sorted(path.name for path in step_path(two_checkpoints, 2).iterdir())
     assert names == [".metadata", "__0_0.distcp", MANIFEST, "trainer.json"]

@@ -4,30 +4,30 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_fixtures import FINGERPRINT, JOB, flip_a_bit
+from checkpoint_fixtures import FINGERPRINT, JOB, flip_a_bit, steps_in
 from finetune_trainer.checkpoint.commit import (
     MANIFEST,
     FileDigest,
     Manifest,
-    commit,
+    begin_course,
     digest_file,
     ledger,
     newest_verified,
     read_manifest,
     remove_leftovers,
-    set_aside_newer,
     verify,
     write_manifest,
 )
 from finetune_trainer.checkpoint.retention import retire
+from finetune_trainer.claims.names import CLAIMS, Claim
 from finetune_trainer.errors import CheckpointError
 
 
-def committed(root: Path, step: int, *, eval_loss: float | None = None) -> Path:
+def committed(root: Path, step: int, *, eval_loss: float | None = None, tag: str = "") -> Path:
     """Commit a folder of one small file, as the store would, and return it."""
-    tmp = root / f"step-{step}.tmp"
-    tmp.mkdir(parents=True)
-    (tmp / "data").write_bytes(b"weights" * step)
+    folder = root / (f"step-{step}.{tag}" if tag else f"step-{step}")
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"weights" * step)
     manifest = Manifest(
         step=step,
         world_size=1,
@@ -35,12 +35,10 @@ def committed(root: Path, step: int, *, eval_loss: float | None = None) -> Path:
         job=JOB,
         fingerprint=FINGERPRINT,
         eval_loss=eval_loss,
-        files={"data": digest_file(tmp / "data")},
+        files={"data": digest_file(folder / "data")},
     )
-    write_manifest(tmp, manifest)
-    final = root / f"step-{step}"
-    commit(tmp, final)
-    return final
+    write_manifest(folder, manifest)
+    return folder
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
@@ -63,43 +61,59 @@ def test_without_any_whole_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert newest_verified(tmp_path / "absent", warnings.append) is None
 
 
-def test_only_step_folders_count_and_are_ordered_by_number(tmp_path: Path) -> None:
+def test_only_committed_step_folders_count_and_are_ordered_by_number(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         committed(tmp_path, step)
-    (tmp_path / "step-11.tmp").mkdir()
-    (tmp_path / "step-12").mkdir()
-    (tmp_path / "step-13").write_text("a file")
+    committed(tmp_path, 11, tag="0-1-1-ab")
+    (tmp_path / "step-12.tmp").mkdir()
+    (tmp_path / "step-13").mkdir()
+    (tmp_path / "step-14.0-1-1-ab").mkdir()
+    (tmp_path / "step-15").write_text("a file")
     (tmp_path / "notes").mkdir()
-    assert [ref.step for ref in ledger(tmp_path)] == [10, 9, 2]
+    assert [ref.step for ref in ledger(tmp_path)] == [11, 10, 9, 2]
 
 
-def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def claim_on(root: Path, tag: str) -> Claim:
+    epoch, attempt, generation, nonce = tag.split("-")
+    (root / CLAIMS).mkdir(parents=True, exist_ok=True)
+    return Claim(int(epoch), int(attempt), int(generation), nonce, JOB.uid)
+
+
+def test_leftovers_of_lower_claims_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    stay = ["step-1", "step-2.0-1-1-aa", "step-3.0-2-1-aa", "step-3.0-2-2-aa", "step-3.1-1-1-aa"]
     committed(tmp_path, 1)
-    (tmp_path / "step-2.tmp").mkdir()
-    (tmp_path / "mine.tmp").mkdir()
-    remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.tmp", "step-1"]
+    committed(tmp_path, 2, tag="0-1-1-aa")
+    for name in (*stay[2:], "mine.tmp", "step-2.tmp", "step-4.0-1-9-zz", "step-5.0-1-1-aa"):
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path, claim_on(tmp_path, "0-2-1-aa"))
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name != CLAIMS)
+    assert names == ["mine.tmp", *stay]
 
 
-def test_what_lies_beyond_the_start_is_renamed_and_never_overwrites_what_was_renamed_before(
-    tmp_path: Path,
-) -> None:
-    for _ in range(2):
-        committed(tmp_path, 1 if not (tmp_path / "step-1").exists() else 3)
-        committed(tmp_path, 2)
-        set_aside_newer(tmp_path, 1)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["step-1", "step-2.aside", "step-2.aside-2", "step-3.aside"]
+def test_what_lies_beyond_a_start_stays_and_counts_no_more(tmp_path: Path) -> None:
+    first, second = (claim_on(tmp_path, f"0-{attempt}-1-aa") for attempt in (1, 2))
+    begin_course(tmp_path, first, 0)
+    for step in (1, 2, 3):
+        committed(tmp_path, step, tag=first.tag)
+
+    course, beyond = begin_course(tmp_path, second, 1)
+    assert beyond == [f"step-{step}.{first.tag}" for step in (3, 2)]
+    committed(tmp_path, 2, tag=second.tag)
+    committed(tmp_path, 4, tag=first.tag)  # a writer that was overtaken before it had committed
+
+    own = [str(tmp_path / f"step-2.{second.tag}"), str(tmp_path / f"step-1.{first.tag}")]
+    assert [ref.path for ref in ledger(tmp_path)] == own
+    assert [ref.path for ref in ledger(tmp_path, course)] == own
+    retire(tmp_path, 1, course, lambda: None)
+    assert steps_in(tmp_path) == ["step-2", "step-2", "step-3", "step-4"], "nobody's to delete"
 
 
-def test_a_commit_never_replaces_a_checkpoint(tmp_path: Path) -> None:
-    final = committed(tmp_path, 1)
-    before = read_manifest(final)
-    tmp = tmp_path / "step-1.tmp"
-    tmp.mkdir()
-    with pytest.raises(OSError, match="not empty"):
-        commit(tmp, final)
-    assert verify(final) == before
+def test_a_start_that_was_killed_while_it_was_written_changes_nothing(tmp_path: Path) -> None:
+    first = claim_on(tmp_path, "0-1-1-aa")
+    begin_course(tmp_path, first, 0)
+    committed(tmp_path, 5, tag=first.tag)
+    (tmp_path / CLAIMS / f"0-2-1-aa.start.{JOB.uid}").write_text('{"kept": [')
+    assert [ref.step for ref in ledger(tmp_path)] == [5]
 
 
 def test_the_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -122,6 +136,6 @@ def test_retention_keeps_the_newest_and_the_best(
 ) -> None:
     for step, loss in enumerate(losses, start=1):
         committed(tmp_path, step, eval_loss=loss)
-    retire(tmp_path, keep)
+    retire(tmp_path, keep, None, lambda: None)
     assert [ref.step for ref in ledger(tmp_path)] == left
     assert len(list(tmp_path.iterdir())) == len(left)

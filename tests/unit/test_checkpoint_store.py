@@ -1,6 +1,7 @@
 """The store of one process: what it saves, when, and what it restores."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,22 @@ import pytest
 import torch
 import torch.distributed.tensor  # so that no thread of a test waits for its import
 
-from checkpoint_fixtures import FINGERPRINT, JOB, State, make_state, open_store, tensors_differ
+from checkpoint_fixtures import (
+    FINGERPRINT,
+    JOB,
+    State,
+    make_state,
+    open_store,
+    step_path,
+    steps_in,
+    tensors_differ,
+)
 from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.checkpoint.shards import Snapshot
 from finetune_trainer.config import JobRef
 from finetune_trainer.errors import CheckpointError, ConfigError
+
+OTHER = JobRef(name="other", uid="uid-2")
 
 
 def save(root: Path, *steps: int, **changes: Any) -> None:
@@ -62,9 +74,10 @@ def test_a_save_holds_the_state_as_it_was_when_save_was_called(tmp_path: Path) -
         state["trainer"]["answers"].append("later")
     store.wait()
 
-    for step in (2, 1):  # to start from an older one sets the newer one aside
+    paths = {step: str(step_path(tmp_path, step)) for step in (2, 1)}
+    for step, path in paths.items():
         found = make_state(0, size=512)
-        open_store(tmp_path, resume_from=str(tmp_path / f"step-{step}")).restore(found)
+        open_store(tmp_path, resume_from=path).restore(found)
         assert tensors_differ(found, make_state(step, size=512)) == []
         assert len(found["trainer"]["answers"]) == step
 
@@ -102,7 +115,11 @@ def test_a_commit_is_reported_once_and_stays_known(tmp_path: Path) -> None:
     store.save(2, make_state(2), eval_loss=3.0)  # finishes the first
     first = store.poll()
     assert first is not None
-    assert (first.step, first.eval_loss, first.path) == (1, 2.0, str(tmp_path / "step-1"))
+    assert (first.step, first.eval_loss, first.path) == (
+        1,
+        2.0,
+        str(step_path(tmp_path, 1)),
+    )
 
     last = store.wait()
     assert last is not None
@@ -130,7 +147,7 @@ def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
 
 def test_old_checkpoints_go_only_after_a_later_commit(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    assert steps_in(tmp_path) == ["step-3"]
 
 
 def test_a_value_that_is_not_json_is_refused_at_once(tmp_path: Path) -> None:
@@ -138,7 +155,7 @@ def test_a_value_that_is_not_json_is_refused_at_once(tmp_path: Path) -> None:
     state["trainer"]["device"] = object()
     with pytest.raises(TypeError, match="not JSON serializable"):
         open_store(tmp_path).save(1, state)
-    assert list(tmp_path.iterdir()) == []
+    assert steps_in(tmp_path) == []
 
 
 def test_a_failed_save_is_a_warning_and_the_next_one_works(tmp_path: Path) -> None:
@@ -164,14 +181,15 @@ def test_a_failed_save_is_a_warning_and_the_next_one_works(tmp_path: Path) -> No
     ref = store.wait()
     assert ref is not None
     assert ref.step == 3
-    assert sorted(path.name for path in root.iterdir()) == ["step-1", "step-3"]
+    assert steps_in(root) == ["step-1", "step-3"]
 
 
 def test_a_failure_that_poll_has_seen_is_still_told_by_wait(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    root.write_text("a file where the folder should be")
     failed = threading.Event()
     store = open_store(root, warn=lambda sentence: failed.set())
+    root.rename(tmp_path / "away")
+    root.write_text("a file where the folder should be")
     store.save(1, make_state(1))
     while not failed.is_set():
         assert store.poll() is None
@@ -179,6 +197,7 @@ def test_a_failure_that_poll_has_seen_is_still_told_by_wait(tmp_path: Path) -> N
         store.wait()
 
     root.unlink()
+    (tmp_path / "away").rename(root)
     store.save(1, make_state(1))  # the same step again, as it is not committed
     ref = store.wait()
     assert ref is not None
@@ -211,7 +230,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     save(tmp_path, 1)
     state = make_state(0)
     change(state)
-    with pytest.raises(CheckpointError, match="step-1 cannot be restored") as caught:
+    with pytest.raises(CheckpointError, match=r"step-1\S+ cannot be restored") as caught:
         open_store(tmp_path).restore(state)
     assert reason in str(caught.value)
 
@@ -263,51 +282,53 @@ def test_a_checkpoint_of_another_training_is_refused_with_what_differs(
     with pytest.raises(ConfigError) as caught:
         open_store(root, fingerprint=other).restore(make_state(0))
     assert str(caught.value) == (
-        f"{root}/step-1 was written by this job with another {named}; set that back, set another "
-        "spec.checkpoint.uri, or start anew with ftctl run --fresh"
+        f"{step_path(root, 1)} was written by this job with another {named}; set that back, set "
+        "another spec.checkpoint.uri, or start anew with ftctl run --fresh"
     )
     assert [ref.step for ref in ledger(root)] == [1]
 
     elsewhere = open_store(
-        tmp_path / "elsewhere", resume_from=str(root / "step-1"), fingerprint=other
+        tmp_path / "elsewhere", resume_from=str(step_path(root, 1)), fingerprint=other
     )
     with pytest.raises(ConfigError) as caught:
         elsewhere.restore(make_state(0))
     assert str(caught.value).startswith(
-        f"spec.checkpoint.resumeFrom {root}/step-1 was written with another {named}; "
+        f"spec.checkpoint.resumeFrom {step_path(root, 1)} was written with another {named}; "
     )
     assert "spec.checkpoint.uri" not in str(caught.value)
 
 
-@pytest.mark.parametrize("is_continued", [False, True])
-@pytest.mark.parametrize("resume_from", ["auto", "none", "step-1"])
-def test_checkpoints_of_another_job_are_refused_and_left_as_they_are(
-    tmp_path: Path, resume_from: str, is_continued: bool
-) -> None:
-    save(tmp_path, 1, 2)
-    (tmp_path / "step-3.tmp").mkdir()  # the other job may be writing it now
-    if resume_from == "step-1":
-        resume_from = str(tmp_path / resume_from)
-    store = open_store(
-        tmp_path,
-        job=JobRef(name="other", uid="uid-2"),
-        resume_from=resume_from,
-        is_continued=is_continued,
-    )
+def test_checkpoints_of_another_job_that_were_put_there_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "other", 2, job=OTHER)
+    store = open_store(tmp_path / "own")
+    shutil.copytree(step_path(tmp_path / "other", 2), tmp_path / "own" / "step-2")
     with pytest.raises(ConfigError) as caught:
         store.restore(make_state(0))
+    own = tmp_path / "own"
     assert str(caught.value) == (
-        f"spec.checkpoint.uri {tmp_path} holds step-2 of the job default/tiny (uid uid-1), not of "
-        "this one (uid uid-2); set another spec.checkpoint.uri, and to start from that "
-        f"checkpoint on purpose also spec.checkpoint.resumeFrom file://{tmp_path}/step-2"
+        f"spec.checkpoint.uri {own} holds step-2 of the job default/other (uid uid-2), not of "
+        "this one (uid uid-1); set another spec.checkpoint.uri, and to start from that "
+        f"checkpoint on purpose also spec.checkpoint.resumeFrom file://{own}/step-2"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-3.tmp"]
+    assert steps_in(own) == ["step-2"]
+
+
+def test_a_checkpoint_that_is_pruned_while_another_job_reads_it_is_said_so(tmp_path: Path) -> None:
+    save(tmp_path / "other", 2, job=OTHER)
+    path = step_path(tmp_path / "other", 2)
+    store = open_store(tmp_path / "own", resume_from=str(path))
+    (path / "manifest.json").unlink()  # it goes first, when a checkpoint is deleted
+    (path / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"step-2.* was deleted while it was read"):
+        store.load(path, make_state(0))
+    with pytest.raises(CheckpointError, match=r"step-2.* has no manifest.json"):
+        store.restore(make_state(0))
 
 
 def test_a_job_may_start_from_a_checkpoint_of_another_one_that_it_names(tmp_path: Path) -> None:
     save(tmp_path / "other", 3)
-    resume_from = str(tmp_path / "other" / "step-3")
-    job = JobRef(name="next", uid="uid-2")
+    resume_from = str(step_path(tmp_path / "other", 3))
+    job = OTHER
     state = make_state(0)
     open_store(tmp_path / "own", job=job, resume_from=resume_from).restore(state)
     assert tensors_differ(state, make_state(3)) == []
@@ -320,7 +341,7 @@ def test_a_later_attempt_of_the_same_job_is_no_other_job(tmp_path: Path) -> None
     assert tensors_differ(state, make_state(1)) == []
 
 
-def test_resume_from_none_starts_anew_and_sets_aside_what_was_there(tmp_path: Path) -> None:
+def test_resume_from_none_starts_anew_and_what_was_there_counts_no_more(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "step-3.tmp").mkdir()
     warnings: list[str] = []
@@ -329,14 +350,14 @@ def test_resume_from_none_starts_anew_and_sets_aside_what_was_there(tmp_path: Pa
     assert store.restore(state) is None
     assert tensors_differ(state, make_state(0)) == []
     assert warnings[0].startswith("training starts from step 0")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["step-1.aside", "step-2.aside"]
+    assert steps_in(tmp_path) == ["step-1", "step-2"]
+    assert ledger(tmp_path) == []
     assert store.last is None
 
 
 def test_resume_from_a_folder_takes_that_one_and_goes_on_from_it(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    store = open_store(tmp_path, resume_from=str(tmp_path / "step-1"))
+    store = open_store(tmp_path, resume_from=str(step_path(tmp_path, 1)))
     state = make_state(0)
     store.restore(state)
     assert tensors_differ(state, make_state(1)) == []
@@ -363,7 +384,7 @@ def test_a_later_attempt_goes_on_from_what_the_job_has_committed(
     save(tmp_path / "named", 5)
     (tmp_path / "own").mkdir()
     save(tmp_path / "own", *own)
-    resume_from = str(tmp_path / "named" / "step-5") if named == "folder" else named
+    resume_from = str(step_path(tmp_path / "named", 5)) if named == "folder" else named
     store = open_store(tmp_path / "own", resume_from=resume_from, is_continued=True)
     state = make_state(0)
     store.restore(state)
@@ -427,4 +448,4 @@ def test_a_disk_too_small_for_the_checkpoints_is_found_before_training(tmp_path:
 
 def test_the_trainer_values_can_be_read_without_torch(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    assert json.loads((tmp_path / "step-5" / "trainer.json").read_bytes())["step"] == 5
+    assert json.loads((step_path(tmp_path, 5) / "trainer.json").read_bytes())["step"] == 5

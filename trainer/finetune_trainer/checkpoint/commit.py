@@ -91,6 +91,9 @@ class StartRecord(ContractModel):
     kept: tuple[str, ...] = Field(description="Names of the checkpoints up to the start.")
 
 
+_OF_NOBODY = (0, 0, 0, "")
+
+
 class StepFolder(NamedTuple):
     """A folder whose name is that of a checkpoint, committed or not."""
 
@@ -271,12 +274,15 @@ def reference(folder: Path, manifest: Manifest) -> CheckpointRef:
 
 
 def remove_leftovers(root: Path, claim: Claim) -> None:
-    """Delete what processes with a lower claim left half-written or half-deleted."""
+    """Delete what processes with a lower claim left half-written or half-deleted.
+
+    A folder without a claim in its name was renamed to it when it was whole, so it stays.
+    """
     for path in list(root.iterdir()):
         if _OLD_LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
     for folder in _all_steps(root):
-        is_older = not folder.is_of(claim) and not folder.is_above(claim)
+        is_older = _OF_NOBODY < folder.owner < claim[:4]
         if is_older and not (folder.path / MANIFEST).exists():
             shutil.rmtree(folder.path, ignore_errors=True)  # its writer may be leaving just now
 
@@ -331,7 +337,7 @@ def _all_steps(root: Path) -> list[StepFolder]:
     found = []
     for path in root.iterdir():
         if (match := _STEP_FOLDER.fullmatch(path.name)) and path.is_dir():
-            step, epoch, attempt, generation, nonce = match.groups("0")
-            owner = (int(epoch), int(attempt), int(generation), nonce)
+            step, epoch, attempt, generation, nonce = match.groups()
+            owner = (int(epoch), int(attempt), int(generation), nonce) if nonce else _OF_NOBODY
             found.append(StepFolder(int(step), owner, path))
     return sorted(found, reverse=True)
