@@ -79,8 +79,12 @@ def trained_model(
 
 def output_fence(config: TrainConfig) -> Fence:
     """Claim the output folder as the rank that exports has done before it trained."""
-    folder = Path(config.output.dir).absolute()
-    wanted = Wanted(folder, "spec.output.uri", config.job, left_by=job_of_export)
+    return claimed_output(Path(config.output.dir).absolute(), config.job)
+
+
+def claimed_output(folder: Path, job: JobRef) -> Fence:
+    """Claim a folder for exports of a job."""
+    wanted = Wanted(folder, "spec.output.uri", job, left_by=job_of_export)
     return take([wanted], lambda _: Pace())
 
 

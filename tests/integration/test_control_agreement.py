@@ -20,9 +20,9 @@ with open_world(config) as world:
     seen = []
     for rounds in plans:
         agreement = Agreement(world)
-        for stop, save in rounds[world.rank]:
+        for votes in rounds[world.rank]:
             time.sleep(0.002 * world.rank)
-            agreed = agreement.exchange(stop, save)
+            agreed = agreement.exchange(*votes)
             seen.append(agreed)
         seen.append(agreement.settle())
     agreement = Agreement(world)
@@ -33,6 +33,9 @@ with open_world(config) as world:
     told = gather_objects(world.control_group, f"from rank {world.rank}")
 print(json.dumps([seen, between, at_once, told]))
 """
+
+
+KINDS = ("stop", "save", "overtaken")
 
 
 def agreed(folder: Path, plans: list[list[list[list[bool]]]]) -> list[list[list[object]]]:
@@ -60,18 +63,18 @@ def agreed(folder: Path, plans: list[list[list[list[bool]]]]) -> list[list[list[
 
 
 def plan(boundaries: int, *votes: tuple[int, int, str]) -> list[list[list[bool]]]:
-    """Return the votes of two ranks: (rank, boundary, "stop" or "save") are cast, no others."""
+    """Return the votes of two ranks: (rank, boundary, one of KINDS) are cast, no others."""
     return [
-        [[(rank, at, "stop") in votes, (rank, at, "save") in votes] for at in range(boundaries)]
+        [[(rank, at, kind) in votes for kind in KINDS] for at in range(boundaries)]
         for rank in (0, 1)
     ]
 
 
 def expected(boundaries: int, *votes: tuple[int, int, str]) -> list[list[object]]:
     """Return what every rank must see: each vote one boundary after it was cast."""
-    stops = {at for _, at, kind in votes if kind == "stop"}
-    saves = {at for _, at, kind in votes if kind == "save"}
-    return [[False, False], *([at in stops, at in saves] for at in range(boundaries))]
+    cast = {(at, kind) for _, at, kind in votes}
+    first = [False for _ in KINDS]
+    return [first, *([(at, kind) in cast for kind in KINDS] for at in range(boundaries))]
 
 
 def test_every_rank_sees_every_vote_at_the_same_boundary(tmp_path: Path) -> None:
@@ -82,6 +85,7 @@ def test_every_rank_sees_every_vote_at_the_same_boundary(tmp_path: Path) -> None
         [(1, 5, "stop")],
         [(0, 2, "save"), (1, 4, "stop")],
         [(0, 1, "save"), (1, 1, "save"), (1, 2, "save")],
+        [(0, 3, "overtaken"), (1, 3, "stop")],
     ]
     first, second = agreed(tmp_path, [plan(6, *each) for each in votes])
     assert first == second == [line for each in votes for line in expected(6, *each)]

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from checkpoint_fixtures import run_processes
-from export_fixtures import PROGRESS, export_config, output_fence, trained_model
+from export_fixtures import PROGRESS, claimed_output, export_config, output_fence, trained_model
+from finetune_trainer.claims.names import CLAIMS
 from finetune_trainer.config import JobRef
 from finetune_trainer.errors import OutputNotWritableError, TrainerError
-from finetune_trainer.export import check_writable, export
-from finetune_trainer.export.publish import open_staging, publish
+from finetune_trainer.export import export
+from finetune_trainer.export.publish import RECORD, open_staging, publish
 from finetune_trainer.failpoints import ENV_FAILPOINT
+from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.model.load import load_tokenizer
+from launches import train_config
 from text_fixtures import tiny_model
 
 
@@ -44,12 +47,14 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 def publish_weights(output: Path, content: str) -> None:
-    staged = open_staging(output)
+    job = JobRef(name="tiny", uid="1")
+    fence = claimed_output(output, job)
+    staged = open_staging(output, fence.holding(output).claim)
     (staged / "weights").write_text(content)
-    publish(staged, output, JobRef(name="tiny", uid="1"), step=3)
+    publish(staged, output, 3, fence)
 
 
-def test_a_kill_before_the_rename_leaves_the_older_export(tmp_path: Path) -> None:
+def test_a_kill_before_the_files_move_in_leaves_the_older_export(tmp_path: Path) -> None:
     output = tmp_path / "output"
     assert run_processes(publish_weights, output, "old") == [0]
 
@@ -59,18 +64,18 @@ def test_a_kill_before_the_rename_leaves_the_older_export(tmp_path: Path) -> Non
 
     assert run_processes(publish_weights, output, "new") == [0]
     assert (output / "weights").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+    assert sorted(path.name for path in output.iterdir()) == [CLAIMS, RECORD, "weights"]
 
 
 def test_a_read_only_mount_is_found_before_training(
     tmp_path: Path, mount: Callable[..., Path]
 ) -> None:
     folder = mount("-t", "tmpfs", "-o", "ro", "tmpfs")
-    with pytest.raises(OutputNotWritableError, match="Read-only file system") as caught:
-        check_writable(str(tmp_path / "fine"), str(folder))
-    assert str(caught.value).startswith(f"{folder} cannot be written")
-    with pytest.raises(OutputNotWritableError, match="Read-only file system"):
-        check_writable(str(folder / "below"))
+    for output in (folder, folder / "below"):
+        config = train_config(tmp_path, output={"dir": str(output)})
+        with pytest.raises(OutputNotWritableError, match="Read-only file system") as caught:
+            claim_folders(config, lambda: False)
+        assert str(caught.value).startswith(f"{output} cannot be written")
 
 
 def test_a_mount_point_as_output_receives_the_files(base: Path, mount: Callable[..., Path]) -> None:
@@ -81,7 +86,7 @@ def test_a_mount_point_as_output_receives_the_files(base: Path, mount: Callable[
         export(model, tokenizer, config, fence=output_fence(config), progress=PROGRESS, warn=print)
     names = {path.name for path in output.iterdir()}
     assert {"adapter_model.safetensors", "finetune-export.json"} < names
-    assert ".export-tmp" not in names
+    assert not any(name.startswith(".export-") for name in names)
 
 
 def test_a_full_disk_is_said_so_and_leaves_no_half_of_a_model(
@@ -93,4 +98,4 @@ def test_a_full_disk_is_said_so_and_leaves_no_half_of_a_model(
     with pytest.raises(TrainerError, match=r"spec.output.uri .* could not be written") as caught:
         export(model, tokenizer, config, fence=output_fence(config), progress=PROGRESS, warn=print)
     assert "No space left on device" in str(caught.value)
-    assert list(output.parent.iterdir()) == []
+    assert [path.name for path in output.iterdir()] == [CLAIMS]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from export_fixtures import PROGRESS, trained_model
+from export_fixtures import PROGRESS, output_fence, trained_model
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.export import export
 from finetune_trainer.export.merge import probe_logits
@@ -47,6 +47,7 @@ def exported(config: TrainConfig, model: Any, **options: Any) -> tuple[list[Path
     """Export and return the folders, and the warnings."""
     warnings: list[str] = []
     options = {"progress": PROGRESS, "warn": warnings.append} | options
+    options["fence"] = output_fence(config)
     folders = export(model, load_tokenizer(config.model), config, **options)
     return [Path(folder) for folder in folders], warnings
 

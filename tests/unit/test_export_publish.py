@@ -1,29 +1,36 @@
-"""An older export is replaced as a whole; what somebody else put there stays."""
+"""Of an older export nothing stays; what somebody else put there does."""
 
 from pathlib import Path
 
 import pytest
 
+from export_fixtures import claimed_output
+from finetune_trainer.claims.fence import Fence
+from finetune_trainer.claims.names import CLAIMS, Claim
 from finetune_trainer.config import JobRef
-from finetune_trainer.errors import OutputNotWritableError
-from finetune_trainer.export import check_writable
-from finetune_trainer.export.publish import RECORD, open_staging, publish
+from finetune_trainer.errors import OutputNotWritableError, OvertakenError
+from finetune_trainer.export.publish import RECORD, ExportRecord, open_staging, publish
+
+JOB = JobRef(name="tiny", uid="1")
 
 
 def publish_files(output: Path, **files: str) -> None:
-    staged = open_staging(output)
+    fence = claimed_output(output, JOB)
+    staged = open_staging(output, fence.holding(output).claim)
     for name, content in files.items():
         path = staged / name.replace("__", "/")
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    publish(staged, output, JobRef(name="tiny", uid="1"), step=3)
+    publish(staged, output, 3, fence)
 
 
 def contents(folder: Path) -> dict[str, str]:
+    """Return what loaders see: neither claims nor what is being staged."""
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     return {
-        path.relative_to(folder).as_posix(): path.read_text()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != RECORD
+        name: path.read_text()
+        for name, path in found.items()
+        if path.is_file() and path.name != RECORD and "/." not in f"/{name}"
     }
 
 
@@ -37,15 +44,7 @@ def test_an_older_export_is_replaced_and_nothing_of_it_stays(tmp_path: Path) -> 
     publish_files(output, weights="old", shard="old")
     publish_files(output, weights="new")
     assert contents(output) == {"weights": "new"}
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
-
-
-def test_an_empty_folder_gives_way(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    check_writable(str(output))
-    assert list(output.iterdir()) == []
-    publish_files(output, weights="new")
-    assert contents(output) == {"weights": "new"}
+    assert sorted(path.name for path in output.iterdir()) == [CLAIMS, RECORD, "weights"]
 
 
 def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
@@ -85,33 +84,39 @@ def test_files_that_were_moved_in_before_a_failure_are_ours_to_replace(tmp_path:
     assert contents(output) == {"a": "new", "notes": "mine", "z/config": "new"}
 
 
-def test_an_export_that_was_being_replaced_comes_back_when_the_new_one_never_came(
-    tmp_path: Path,
-) -> None:
+def test_an_export_that_was_broken_off_says_so_until_it_is_completed(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    publish_files(output, weights="old")
-    output.rename(tmp_path / ".output.replaced")  # killed between the two renames
-    open_staging(output)
-    assert contents(output) == {"weights": "old"}
+    publish_files(output, config="old", weights="old")
+    fence = claimed_output(output, JOB)
+    staged = open_staging(output, fence.holding(output).claim)
+    for name in ("config", "weights"):
+        (staged / name).write_text("new")
+
+    class OvertakenAfterTheFirst(Fence):
+        def check(self) -> None:
+            if (output / "config").read_text() == "new":
+                raise OvertakenError("by a later attempt")
+
+    with pytest.raises(OvertakenError):
+        publish(staged, output, 3, OvertakenAfterTheFirst([fence.holding(output)]))
+    left = {"config": "new", "weights": "old"}
+    assert {name: (output / name).read_text() for name in left} == left
+    assert not ExportRecord.read(output / RECORD).is_whole
+
+    publish_files(output, config="newer", weights="newer")
+    assert contents(output) == {"config": "newer", "weights": "newer"}
+    assert ExportRecord.read(output / RECORD).is_whole
 
 
-def test_leftovers_of_a_killed_export_do_not_get_into_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_go_and_those_of_a_higher_claim_stay(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    (open_staging(output) / "half").write_text("old")
+    claim = claimed_output(output, JOB).holding(output).claim
+    (open_staging(output, claim) / "half").write_text("old")
+    (output / ".export-tmp").mkdir()  # of a trainer before claims
+    later = Claim(0, 7, 1, "ab", JOB.uid)
+    (open_staging(output, later) / "half").write_text("of a later attempt")
+    open_staging(output, claim)
+    names = sorted(path.name for path in output.iterdir())
+    assert names == [f".export-{claim.tag}", f".export-{later.tag}", CLAIMS]
     publish_files(output, weights="new")
-    assert contents(tmp_path) == {"output/weights": "new"}
-
-
-def test_writable_folders_are_made_and_left_empty(tmp_path: Path) -> None:
-    folders = [tmp_path / "a" / "b", tmp_path / "c"]
-    check_writable(*map(str, folders))
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
-
-
-@pytest.mark.parametrize("below", ["", "deeper/still"])
-def test_a_file_in_the_way_is_named(tmp_path: Path, below: str) -> None:
-    file = tmp_path / "output"
-    file.write_text("a file")
-    with pytest.raises(OutputNotWritableError) as caught:
-        check_writable(str(tmp_path / "fine"), str(file / below))
-    assert f"{file} is a file" in str(caught.value)
+    assert (output / f".export-{later.tag}" / "half").exists()

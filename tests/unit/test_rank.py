@@ -8,7 +8,8 @@ import torch
 
 from finetune_trainer.config import Phase, TrainConfig
 from finetune_trainer.control import StopSignal
-from finetune_trainer.errors import ConfigError, OutputNotWritableError
+from finetune_trainer.errors import FolderTakenError, OutputNotWritableError
+from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -37,9 +38,10 @@ def config(folder: Path, model: Path, **changes: object) -> TrainConfig:
 
 
 def train(made: TrainConfig) -> Telemetry:
+    fence = claim_folders(made, lambda: False)
     telemetry = Telemetry(made, rank=0, world_size=1)
     try:
-        run(made, ALONE, StopSignal(), telemetry)
+        run(made, ALONE, StopSignal(), telemetry, fence)
     finally:
         telemetry.close()
     return telemetry
@@ -75,9 +77,10 @@ def test_a_job_never_finishes_with_the_weights_of_another(tmp_path: Path, model:
         training={"global_batch_size": 1, "max_steps": 2, "learning_rate": 5e-3},
         output={"dir": str(output), "format": "adapter"},
     )
-    with pytest.raises(ConfigError, match=r"holds step-2 of the job default/tiny \(uid u-1\)"):
+    whose = r"belongs to the job default/tiny \(uid u-1\), which wrote there before this one"
+    with pytest.raises(FolderTakenError, match=whose):
         train(other)
-    assert list(output.iterdir()) == []
+    assert not output.exists()
 
 
 def test_a_warm_up_over_all_steps_is_told(tmp_path: Path, model: Path) -> None:
@@ -101,7 +104,7 @@ def test_a_file_in_the_output_that_is_not_ours_is_refused_before_training(
     mine.write_text("mine")
     telemetry = Telemetry(made, rank=0, world_size=1)
     with pytest.raises(OutputNotWritableError, match=f"holds {name}, which no earlier export"):
-        run(made, ALONE, StopSignal(), telemetry)
+        run(made, ALONE, StopSignal(), telemetry, claim_folders(made, lambda: False))
     telemetry.close()
     assert telemetry.progress.phase is Phase.STARTING
     assert mine.read_text() == "mine"

@@ -35,10 +35,27 @@ def move_file(source: Path, target: Path) -> None:
 
 def make_anew(folder: Path) -> Path:
     """Make an empty folder, in the place of what is there, and return it."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    remove_tree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder as far as listings show what is in it; one that is gone already is fine.
+
+    Where listings lag, names that are gone are passed over, and a folder with files that are not
+    listed yet stays with them.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+
+    def pass_over(_: object, __: str, error: tuple[object, BaseException, object]) -> None:
+        raised = error[1]
+        if not isinstance(raised, OSError) or raised.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise raised
+
+    shutil.rmtree(folder, onerror=pass_over)
 
 
 def sync(path: Path) -> None:
@@ -51,7 +68,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make every file and folder below `folder`, and itself, durable."""
+    """Make every file and folder below `folder`, and itself, durable; all must be listed by now."""
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)

@@ -8,7 +8,6 @@ only while every file is as its manifest says, and counts while it lies on the c
 
 import hashlib
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from pydantic import Field, ValidationError
 from finetune_trainer.claims.names import TAG, Claim, Listing, Mark
 from finetune_trainer.config import CheckpointRef, ContractModel, JobRef
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import sync, sync_tree
+from finetune_trainer.files import remove_tree, sync
 
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(rf"step-(\d+)(?:\.{TAG})?")
@@ -138,20 +137,18 @@ def digest_file(path: Path) -> FileDigest:
         return FileDigest(size=stream.tell(), sha256=sha256)
 
 
-def payload_files(folder: Path) -> list[str]:
-    """Return the relative path of every file but the manifest, sorted."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make every file and folder below `folder` durable, then commit it: write its manifest.
+    """Make every file that `manifest` names durable, then commit them: write the manifest.
+
+    The names come from those who wrote the files, as a listing may be late.
 
     Raises:
         OSError: the disk is full or fails; the folder is then no checkpoint.
     """
     path = folder / MANIFEST
-    sync_tree(folder)  # before the record that vouches for it
+    for name in manifest.files:  # before the record that vouches for them
+        sync(folder / name)
+    sync(folder)
     path.write_text(manifest.sealed().to_json())
     sync(path)
     sync(folder)
@@ -280,22 +277,26 @@ def remove_leftovers(root: Path, claim: Claim) -> None:
     """
     for path in list(root.iterdir()):
         if _OLD_LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            remove_tree(path)
     for folder in _all_steps(root):
         is_older = _OF_NOBODY < folder.owner < claim[:4]
         if is_older and not (folder.path / MANIFEST).exists():
-            shutil.rmtree(folder.path, ignore_errors=True)  # its writer may be leaving just now
+            remove_tree(folder.path)
 
 
 def delete(folder: Path) -> None:
-    """Delete a checkpoint: its manifest first, so that what is left on the way is none.
+    """Delete a committed checkpoint: its manifest first, so that what is left on the way is none.
 
     Raises:
         OSError: it cannot be deleted.
+        CheckpointError: it is no checkpoint any more.
     """
+    names = read_manifest(folder).files
     (folder / MANIFEST).unlink(missing_ok=True)
     sync(folder)
-    shutil.rmtree(folder)
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    remove_tree(folder)
 
 
 def begin_course(root: Path, claim: Claim, step: int) -> tuple[Course, list[str]]:

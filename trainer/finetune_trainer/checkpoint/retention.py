@@ -4,10 +4,12 @@ The store calls it after each commit; nothing else deletes a checkpoint.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from finetune_trainer.checkpoint.commit import Course, delete, ledger
 from finetune_trainer.config import CheckpointRef
+from finetune_trainer.errors import CheckpointError
 from finetune_trainer.failpoints import reach
 
 
@@ -34,4 +36,5 @@ def retire(root: Path, keep: int, course: Course | None, may_delete: Callable[[]
         if ref.path not in kept:
             may_delete()
             reach("retention", refs[0].step)
-            delete(Path(ref.path))
+            with suppress(CheckpointError):  # deleted before, though still listed
+                delete(Path(ref.path))

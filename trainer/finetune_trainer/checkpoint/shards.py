@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem
     from torch.distributed.checkpoint.metadata import Metadata
 
 State = dict[str, Any]
 
+METADATA_FILE = ".metadata"  # which tensor lies where; DCP's name
 LOSS_SCALE = "scaler"  # the section that only runs in fp16 have
 
 
@@ -100,8 +101,11 @@ def _tensors_in(value: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":
         yield name, value
 
 
-def write_shards(state: State, folder: Path, group: "ProcessGroup | None", step: int) -> None:
+def write_shards(state: State, folder: Path, group: "ProcessGroup | None", step: int) -> list[str]:
     """Write this rank's part of `state` into `folder`, synced to disk; a collective over `group`.
+
+    Returns:
+        The names of the files this rank has written; METADATA_FILE, rank 0's, is not among them.
 
     Raises:
         RankError: a rank could not write; raised on all of them alike.
@@ -115,6 +119,7 @@ def write_shards(state: State, folder: Path, group: "ProcessGroup | None", step:
         save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise RankError(_failures(error)) from error
+    return sorted(writer.names)
 
 
 def read_shards(state: State, folder: Path, group: "ProcessGroup | None") -> None:
@@ -156,20 +161,23 @@ def size_bytes(state: State) -> int:
     return total
 
 
-def _writer(folder: Path, step: int) -> "FileSystemWriter":
+def _writer(folder: Path, step: int) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
     class Writer(FileSystemWriter):
-        """Says why a write failed, and can be killed with some shards on disk and some not."""
+        """Says what was written, or why not, and can be killed between two ranks' shards."""
+
+        names: frozenset[str] = frozenset()
 
         def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
             try:
                 written = super().write_data(plan, planner)
             except RuntimeError as error:
                 raise _cause(error) from error
+            self.names = frozenset(one.storage_data.relative_path for one in written.value())
             reach("saving", step)
             return written
 

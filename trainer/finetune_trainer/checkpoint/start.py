@@ -42,7 +42,7 @@ def prepare_start(
             written with another model, method, data set or order, or it is not there.
         CheckpointError: the folder that was named is damaged.
     """
-    wanted, claim = fence.holding(root)
+    wanted, claim, _ = fence.holding(root)
     _refuse_another_job(root, wanted)
     fence.check()
     commit.remove_leftovers(root, claim)

@@ -23,6 +23,7 @@ from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best, retire
 from finetune_trainer.checkpoint.shards import (
+    METADATA_FILE,
     Snapshot,
     State,
     read_shards,
@@ -286,10 +287,12 @@ class CheckpointStore:
         step = draft.step
         folder = self._on_rank_0(lambda: self._open_folder(step))
         try:
-            write_shards(copy, folder, self._group, step)
+            names = write_shards(copy, folder, self._group, step)
             reach("before-manifest", step)
             self._on_rank_0(lambda: (folder / TRAINER_FILE).write_text(trainer))
-            files = self._digests(folder)
+            if self._rank == 0:
+                names += [METADATA_FILE, TRAINER_FILE]
+            files = self._digests(folder, names)
             manifest = draft.model_copy(update={"files": files})
             ref = self._on_rank_0(lambda: self._commit(folder, manifest))
         except (RankError, OSError, RuntimeError):  # RuntimeError: gloo lost a rank
@@ -299,7 +302,7 @@ class CheckpointStore:
         return _Written(ref, time.perf_counter() - started, self._retire())
 
     def _open_folder(self, step: int) -> Path:
-        _, claim = self._checked().holding(self._root)
+        claim = self._checked().holding(self._root).claim
         return make_anew(commit.step_folder(self._root, step, claim))
 
     def _checked(self) -> Fence:
@@ -308,12 +311,10 @@ class CheckpointStore:
         self._fence.check()
         return self._fence
 
-    def _digests(self, folder: Path) -> dict[str, commit.FileDigest]:
-        """Hash the files of `folder`, each by one rank; rank 0's listing counts."""
-        names = self._on_rank_0(lambda: commit.payload_files(folder))
-        share = names[self._rank :: self._world_size]
+    def _digests(self, folder: Path, names: list[str]) -> dict[str, commit.FileDigest]:
+        """Hash the files of `folder`, each by the rank that wrote it; `names` are this rank's."""
         parts = on_every_rank(
-            self._group, lambda: {name: commit.digest_file(folder / name) for name in share}
+            self._group, lambda: {name: commit.digest_file(folder / name) for name in names}
         )
         return dict(sorted(item for part in parts for item in part.items()))
 

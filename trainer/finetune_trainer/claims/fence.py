@@ -31,10 +31,11 @@ _OCTAL = re.compile(r"\\([0-7]{3})")  # a space in a mount point is written \040
 
 
 class Holding(NamedTuple):
-    """A folder that this process has, and by which claim."""
+    """A folder that this process has, by which claim, and how long things take there."""
 
     wanted: Wanted
     claim: Claim
+    pace: Pace
 
 
 class Fence:
@@ -62,7 +63,7 @@ class Fence:
             OvertakenError: one does not: there is a higher one, or it is not there any more.
             OSError: a folder cannot be listed, so nobody knows.
         """
-        for folder, (_, claim) in self._holdings.items():
+        for folder, (_, claim, _) in self._holdings.items():
             seen = Listing.of(folder)
             if (higher := seen.overtakes(claim)) is not None:
                 self.lost = overtaken(folder, claim, higher)
@@ -111,10 +112,10 @@ def take(wanted: Sequence[Wanted], pace: Callable[[Path], Pace]) -> Fence:
         _where(one, partial(refuse_taken, one))  # before anything is written anywhere
     with ThreadPoolExecutor(max_workers=len(distinct)) as pool:
         entering = [
-            (one, pool.submit(_where, one, partial(enter, one, pace(one.folder))))
-            for one in distinct
+            (one, pool.submit(_where, one, partial(enter, one, at)), at)
+            for one, at in [(one, pace(one.folder)) for one in distinct]
         ]
-    fence = Fence([Holding(one, claim.result()) for one, claim in entering])
+    fence = Fence([Holding(one, claim.result(), at) for one, claim, at in entering])
     fence.check()
     return fence
 

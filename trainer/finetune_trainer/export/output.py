@@ -111,7 +111,7 @@ def export(
                     warn(note)
                 facts = CardFacts(kind, base, public_name is not None, data_hash)
                 (folder / "README.md").write_text(model_card(config, progress, facts))
-            publish(staged, output, config.job, progress.step, fence.check)
+            publish(staged, output, progress.step, fence)
         finally:
             shutil.rmtree(staged, ignore_errors=True)  # gone already when it was published
     except (OSError, SafetensorError) as error:

@@ -8,18 +8,17 @@ cannot carry its writer's claim: the fence is asked before each file.
 
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from finetune_trainer.checkpoint.commit import payload_files
+from finetune_trainer.claims.fence import Fence
 from finetune_trainer.claims.names import TAG, Claim
 from finetune_trainer.config import ContractModel, JobRef
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.failpoints import reach
-from finetune_trainer.files import make_anew, move_file, sync, sync_tree
+from finetune_trainer.files import make_anew, move_file, remove_tree, sync, sync_tree
 
 RECORD = "finetune-export.json"
 _STAGING = re.compile(rf"\.export-{TAG}")
@@ -68,48 +67,53 @@ def open_staging(output: Path, claim: Claim) -> Path:
         match = _STAGING.fullmatch(left.name)
         owner = (*map(int, match.groups()[:3]), match[4]) if match else ()
         if owner < claim[:4]:
-            shutil.rmtree(left, ignore_errors=True)  # its writer may be leaving just now
+            remove_tree(left)
     return make_anew(output / f".export-{claim.tag}")
 
 
-def publish(
-    staged: Path, output: Path, job: JobRef, step: int, may_write: Callable[[], None]
-) -> None:
+def publish(staged: Path, output: Path, step: int, fence: Fence) -> None:
     """Make `staged` durable and move its files to `output`; `staged` is gone afterwards.
 
     Of an older export nothing stays, and files that are nobody's export do. Killed on the way, the
-    folder holds files of both, which its record says: the next attempt completes it. `may_write`
-    is called before each file and raises where this process must leave.
+    folder holds files of both, which its record says: the next attempt completes it.
 
     Raises:
+        OvertakenError: `fence` says before one of the files that this process must leave.
         OutputNotWritableError: `output` holds a file of the same name that is not ours.
         OSError: the disk is full or fails.
     """
-    files = tuple(name for name in payload_files(staged) if name != RECORD)
+    holding = fence.holding(output)
+    holding.pace.until_listed()
+    files = _files_in(staged)
     refuse_foreign(output, files)
     old = _record(output)
     stale = set(old.files if old else ()) - set(files)
-    whole = ExportRecord(job=job, step=step, files=files)
+    whole = ExportRecord(job=holding.wanted.job, step=step, files=files)
     # Killed on the way, all that lies there by then is still known as ours by the next attempt.
     half = whole.model_copy(update={"files": (*files, *sorted(stale)), "is_whole": False})
-    records = staged / "half", staged / "whole"
+    records = staged / ".half", staged / ".whole"
     for path, record in zip(records, (half, whole), strict=True):
         path.write_text(record.to_json())
     sync_tree(staged)
     reach("before-publish", step)
-    may_write()
+    fence.check()
     move_file(records[0], output / RECORD)
     for name in files:
-        may_write()
+        fence.check()
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
         move_file(staged / name, target)
     for name in stale:
-        may_write()
+        fence.check()
         (output / name).unlink(missing_ok=True)
     move_file(records[1], output / RECORD)
-    shutil.rmtree(staged)
+    remove_tree(staged)
     sync(output)
+
+
+def _files_in(folder: Path) -> tuple[str, ...]:
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return tuple(sorted(found))
 
 
 def _record(folder: Path) -> ExportRecord | None:
