@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint_fixtures import step_path
 from finetune_trainer.checkpoint.commit import read_manifest, write_manifest
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import StopSignal
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE, POINTS
+from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -86,7 +88,7 @@ def run_config(inputs: Path, folder: Path, ranks: int, **changes: Any) -> TrainC
 
 
 def outcome(config: TrainConfig) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    return numbers(config), tensors(Path(config.checkpoint.dir) / f"step-{STEPS}")
+    return numbers(config), tensors(step_path(Path(config.checkpoint.dir), STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -160,20 +162,21 @@ def test_resuming_costs_the_same_at_any_step(inputs: Path, tmp_path: Path) -> No
     def resumed(steps: int) -> int:
         """Go on from the last step but one, and return how many functions were called."""
         folder = tmp_path / str(steps) / "checkpoints" / f"step-{steps - 1}"
-        shutil.copytree(tmp_path / "10" / "checkpoints" / "step-10", folder)
+        shutil.copytree(step_path(tmp_path / "10" / "checkpoints", 10), folder)
         step = {"step": steps - 1}
         write_manifest(folder, read_manifest(folder).model_copy(update=step))
         calls = itertools.count()
         config = made(steps)
+        fence = claim_folders(config, lambda: False)
         telemetry = Telemetry(config, rank=0, world_size=1)
         sys.setprofile(lambda frame, event, argument: next(calls) if event == "call" else None)
-        run(config, ALONE, StopSignal(), telemetry)
+        run(config, ALONE, StopSignal(), telemetry, fence)
         sys.setprofile(None)
         telemetry.close()
         assert [entry["step"] for entry in events(config) if entry["event"] == "step"] == [steps]
         return next(calls)
 
     telemetry = Telemetry(made(10), rank=0, world_size=1)
-    run(made(10), ALONE, StopSignal(), telemetry)
+    run(made(10), ALONE, StopSignal(), telemetry, claim_folders(made(10), lambda: False))
     telemetry.close()
     assert resumed(100_001) < 1.1 * resumed(11)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_fixtures import step_path
 from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.config import (
     ControlConfig,
@@ -18,6 +19,7 @@ from finetune_trainer.config import (
 from finetune_trainer.control import StopSignal
 from finetune_trainer.errors import Preempted
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE
+from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -104,7 +106,7 @@ def test_all_ranks_leave_together_and_the_next_attempt_goes_on(
 
     assert numbers(config) == numbers(unbroken)
     found, expected = (
-        tensors(Path(made.checkpoint.dir) / f"step-{STEPS}") for made in (config, unbroken)
+        tensors(step_path(Path(made.checkpoint.dir), STEPS)) for made in (config, unbroken)
     )
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
@@ -144,6 +146,7 @@ def test_an_azure_event_that_one_rank_hears_of_stops_all(inputs: Path, tmp_path:
 
 def test_a_save_that_does_not_fit_into_the_grace_is_not_begun(inputs: Path, tmp_path: Path) -> None:
     config = run_config(inputs, tmp_path / "run", 1, max_steps=10**6)
+    fence = claim_folders(config, lambda: False)
     telemetry, stop = Telemetry(config, rank=0, world_size=1), StopSignal()
 
     def take_the_node_away() -> None:
@@ -153,7 +156,7 @@ def test_a_save_that_does_not_fit_into_the_grace_is_not_begun(inputs: Path, tmp_
     thread = threading.Thread(target=take_the_node_away)
     thread.start()
     with pytest.raises(Preempted, match=r"by an Azure Preempt event after step \d+, too late"):
-        run(config, World(0, 0, 1, torch.device("cpu")), stop, telemetry)
+        run(config, World(0, 0, 1, torch.device("cpu")), stop, telemetry, fence)
     thread.join()
     telemetry.close()
     assert all(ref.step % 3 == 0 for ref in ledger(Path(config.checkpoint.dir)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_fixtures import run_processes
+from checkpoint_fixtures import run_processes, step_path
 from export_fixtures import export_from_ranks, trained_model
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.export.merge import probe_logits
@@ -96,7 +96,7 @@ def test_weights_trained_in_bf16_are_exported_as_they_are_kept_in_fp32(
     config = settings(inputs, tmp_path, strategy, chosen, training=steps)
     assert attempt(config, {"DS_ACCELERATOR": "cpu"}) == [0, 0]
 
-    kept = tensors(Path(config.checkpoint.dir) / "step-2")
+    kept = tensors(step_path(Path(config.checkpoint.dir), 2))
     trained = {n.removeprefix("model."): t for n, t in kept.items() if n.startswith("model.")}
     model = loaded(config) if method == "full" else with_adapter(config)
     written = {n: p for n, p in model.named_parameters() if method == "full" or ".lora_" in n}

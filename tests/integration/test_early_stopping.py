@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoint_fixtures import step_path
 from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE
@@ -65,7 +66,7 @@ def test_training_stops_early_on_all_ranks_and_exports_the_best_weights(
     root = Path(config.checkpoint.dir)
     assert [ref.step for ref in ledger(root)] == [last, best]
     exported = load_file(Path(config.output.dir) / "adapter_model.safetensors")
-    trained = tensors(root / f"step-{best}")
+    trained = tensors(step_path(root, best))
     for name, tensor in exported.items():
         inside = name.replace(".weight", ".default.weight")
         assert torch.equal(tensor, trained[f"model.{inside}"]), name
