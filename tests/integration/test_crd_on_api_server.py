@@ -199,6 +199,62 @@ def _put(target: dict[str, Any], path: list[str], value: Any) -> None:
     target[path[-1]] = value
 
 
+def _owner(**fields: Any) -> dict[str, Any]:
+    given = {"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u", **fields}
+    return {"ownerReferences": [{k: v for k, v in given.items() if v is not None}]}
+
+
+_PREFIX = ".".join(["x" * 63] * 3 + ["x" * 61])  # 253 characters, the most of a DNS name
+_OWNERS = [_owner(controller=True, uid=uid)["ownerReferences"][0] for uid in ("u", "v")]
+
+# Metadata that an object may have, and metadata that it may not.
+GOOD_METADATA: list[dict[str, Any]] = [
+    {"annotations": {"A.com/B": "any text\n\0", "a": None, "x" * 63: "", f"{_PREFIX}/b": "x"}},
+    {"annotations": {"a": "x" * (256 * 1024 - 1)}},
+    {"annotations": {"a": "é" * (128 * 1024 - 1)}},
+    {"labels": {"A": "", "a.b/C_d": "x" * 63, "a": None}},
+    {"labels": None, "annotations": None, "finalizers": None, "ownerReferences": None},
+    {"generateName": "a-"},
+    {"finalizers": ["x", "a.b/c", "a.b/c"]},
+    _owner(), _owner(apiVersion="/v1"), _owner(kind="Event", apiVersion="events.k8s.io/v1"),
+    {"creationTimestamp": "2020-01-01T00:00:00.5+02:00"},
+    {"managedFields": [{"manager": "m", "operation": "X"}], "generation": -1, "uid": ""},
+]  # fmt: skip
+BAD_METADATA: list[dict[str, Any]] = [
+    *({"annotations": {key: "x"}} for key in ("A B", "a/b/c", "", "/b", "a/", "a_b/c", "é", "-a")),
+    *({"annotations": {key: "x"}} for key in ("x" * 64, f"x{_PREFIX}/b", "a\n")),
+    {"annotations": {"a": "x" * 256 * 1024}}, {"annotations": {"a": "é" * 128 * 1024}},
+    {"annotations": {"a": 1}}, {"annotations": []},
+    *({"labels": {key: "x"}} for key in ("a/b/c", "A B", "A.com/b", "a\n", "x" * 64, "")),
+    *({"labels": {"a": value}} for value in ("x y", "-x", "x\n", "x" * 64, "é", True)),
+    *({"name": name} for name in ("a..b", "A", "", "a_b", "a/b", "1", 1, None)),
+    *({"generateName": start} for start in ("A B", "a.", "-", "a_", "x" * 254)),
+    {"namespace": "A B"},
+    *({"finalizers": [name]} for name in ("A B", "a/b/c", "", "A.com/b", "x" * 64, 1, None)),
+    {"finalizers": ["orphan", "foregroundDeletion"]}, {"finalizers": {}},
+    *(_owner(apiVersion=version) for version in (None, "", "a/b/c", "a/")),
+    _owner(kind=None), _owner(name=""), _owner(uid=None), _owner(kind="Event"), _owner(nix=1),
+    _owner(controller="yes"), {"ownerReferences": [None]}, {"ownerReferences": _OWNERS},
+    *({"creationTimestamp": time} for time in ("", "x", "2020-01-01", 1)),
+    {"deletionTimestamp": "x"}, {"generation": 2**63}, {"generation": 1.5},
+    {"deletionGracePeriodSeconds": 10**40}, {"managedFields": [{"nix": 1}]}, {"nix": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "fits"), [(GOOD_METADATA, True), (BAD_METADATA, False)], ids=["good", "bad"]
+)
+def test_metadata_has_the_same_verdict_offline(
+    server: ApiServer, table: list[dict[str, Any]], fits: bool
+) -> None:
+    for metadata in table:
+        made = manifest()
+        made["metadata"] |= metadata
+        answer = server.create(json.dumps(made), JSON, **DRY)
+        assert answer.is_accepted is fits, (metadata, answer.message[:500])
+        assert (check_object(defaulted(made)) == []) is fits, metadata
+
+
 def test_a_new_job_shows_a_first_status_nobody_wrote(server: ApiServer, stored: str) -> None:
     job = server.send("GET", f"{JOBS}/{stored}").body
     assert job["status"] == defaulted(manifest())["status"]

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from aks_cases import CASES, GOLDENS, JOB, backend, profile
 from backend_contract import planned
 from builders import job, manifest
+from finetune_operator.api.paths import show_path
 from finetune_operator.api.problems import Severity
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks import observe
@@ -246,7 +247,7 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
      "private is a claim"),
     ({"queue": {"name": "team", "priorityClass": "first"}}, "spec.queue.priorityClass",
      "first is a priority class that the profile does not allow; name another"),
-    ({"queue": {"name": "team a"}}, "spec.queue.name", "team a cannot be the value of a label"),
+    ({"queue": {"name": "team a"}}, "spec.queue.name", '"team a" cannot be the value of a label'),
     ({"queue": {"name": "team", "priorityClass": "p" * 64}}, "spec.queue.priorityClass",
      "use at most 63 letters"),
     ({"topology__instanceType": "Standard_D4s_v5\n"}, "spec.topology.instanceType",
@@ -287,6 +288,26 @@ def test_a_job_gets_nothing_that_its_profile_does_not_allow(
 ) -> None:
     (found,) = limited().validate(job(**{**JOB, **overrides}))
     assert found.path == path
+    assert says in found.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "says"),
+    [
+        ("labels", "a/b/c", "x", 'cannot be a key, as "a/b" before the / is no DNS name'),
+        ("labels", "a", "x y", '"x y" cannot be the value of a label'),
+        ("annotations", "A B", "x", "cannot be a key; use at most 63 letters"),
+    ],
+)
+def test_pods_get_no_labels_and_annotations_that_the_api_server_refuses(
+    kind: str, key: str, value: str, says: str
+) -> None:
+    open_to_all = backend(profile(allow={"namespaces": ["*"], "metadata": ["*"]}))
+    wanted = {kind: {key: value}}
+
+    (found,) = open_to_all.validate(job(**{**JOB, "podTemplate": {"metadata": wanted}}))
+
+    assert found.path == show_path(("spec", "podTemplate", "metadata", kind, key))
     assert says in found.message
 
 

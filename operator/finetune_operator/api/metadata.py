@@ -1,35 +1,67 @@
-"""The part of Kubernetes object metadata a manifest may hold, as a schema.
+"""Kubernetes object metadata: the part a manifest may hold, and what the API server refuses in it.
 
-A CRD must not describe it, since the API server checks metadata by itself; `validate.py` needs it
-to refuse the same before anything is sent.
+A CRD must not describe it, since the API server checks metadata by itself; `validate.py`, the
+embedded API and a backend's checks need it to refuse the same before anything is sent.
 """
 
-from finetune_operator.api.openapi import Schema
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
 
-_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-_LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
+from finetune_operator.api.openapi import Schema
+from finetune_operator.api.paths import FieldPath, Finding, show_value
+
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"{_DNS_LABEL.pattern}(\.{_DNS_LABEL.pattern})*")
+_WORD = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
+_LONGEST_WORD = 63
+_LONGEST_NAME = 253
+_LONGEST_ANNOTATIONS = 256 * 1024  # bytes, of keys and values together
+
+_WORDS = (
+    "at most 63 letters, digits, hyphens, underscores and dots, with a letter or digit at both ends"
+)
+
 _TEXT: Schema = {"type": "string"}
-_COUNT: Schema = {"type": "integer"}
-_OBJECTS: Schema = {
-    "type": "array",
-    "items": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-}
+_FLAG: Schema = {"type": "boolean"}
+_COUNT: Schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+_TEXTS: Schema = {"type": "object", "additionalProperties": _TEXT}
+_ANY: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+def _objects(**properties: Schema) -> Schema:
+    return {"type": "array", "items": {"type": "object", "properties": properties}}
+
 
 OBJECT_METADATA: Schema = {
     "type": "object",
     "required": ["name"],
     "properties": {
-        "name": {"type": "string", "description": "Name of the job.", "maxLength": 253},
+        "name": {**_TEXT, "description": "Name of the job.", "maxLength": _LONGEST_NAME},
         "generateName": _TEXT,
-        "namespace": {"type": "string", "pattern": _NAME, "maxLength": 63},
-        "labels": {
-            "type": "object",
-            "additionalProperties": {"type": "string", "pattern": _LABEL_VALUE, "maxLength": 63},
-        },
-        "annotations": {"type": "object", "additionalProperties": _TEXT},
+        "namespace": _TEXT,
+        "labels": _TEXTS,
+        "annotations": _TEXTS,
         "finalizers": {"type": "array", "items": _TEXT},
-        "ownerReferences": _OBJECTS,
-        "managedFields": _OBJECTS,
+        "ownerReferences": _objects(
+            apiVersion=_TEXT,
+            kind=_TEXT,
+            name=_TEXT,
+            uid=_TEXT,
+            controller=_FLAG,
+            blockOwnerDeletion=_FLAG,
+        ),
+        "managedFields": _objects(
+            manager=_TEXT,
+            operation=_TEXT,
+            apiVersion=_TEXT,
+            time=_TEXT,
+            fieldsType=_TEXT,
+            fieldsV1=_ANY,
+            subresource=_TEXT,
+        ),
         "uid": _TEXT,
         "resourceVersion": _TEXT,
         "selfLink": _TEXT,
@@ -39,3 +71,141 @@ OBJECT_METADATA: Schema = {
         "deletionGracePeriodSeconds": _COUNT,
     },
 }
+
+
+def check_metadata(metadata: Any) -> list[Finding]:
+    """Return what the API server refuses in the metadata of any object, apart from its structure.
+
+    What has a wrong type is passed over, as the structure's check names it. The name itself is
+    looked at by `is_subdomain` and the rules of its kind.
+    """
+    return [] if not isinstance(metadata, dict) else list(_check(metadata))
+
+
+def is_subdomain(name: str) -> bool:
+    """Tell whether most kinds may have this name: `example.com`, at most 253 characters."""
+    return len(name) <= _LONGEST_NAME and _SUBDOMAIN.fullmatch(name) is not None
+
+
+def is_dns_label(name: str) -> bool:
+    """Tell whether a namespace may have this name: `example`, at most 63 characters."""
+    return len(name) <= _LONGEST_WORD and _DNS_LABEL.fullmatch(name) is not None
+
+
+def wrong_key(key: str) -> str:
+    """Return what is wrong with the key of a label or an annotation; empty if nothing is."""
+    prefix, slash, name = key.rpartition("/")
+    if slash and not is_subdomain(prefix):
+        return (
+            f"cannot be a key, as {show_value(prefix)} before the / is no DNS name such as "
+            "example.com in lower case, without a further /"
+        )
+    if not _is_word(name):
+        after = " after the /" if slash else ", or put a DNS name and a / before those"
+        return f"cannot be a key; use {_WORDS}{after}"
+    return ""
+
+
+def wrong_label_value(value: str) -> str:
+    """Return what is wrong with the value of a label; empty if nothing is."""
+    if not value or _is_word(value):
+        return ""
+    return f"{show_value(value)} cannot be the value of a label; use {_WORDS}"
+
+
+def _is_word(text: str) -> bool:
+    return len(text) <= _LONGEST_WORD and _WORD.fullmatch(text) is not None
+
+
+def _check(metadata: Mapping[str, Any]) -> Iterator[Finding]:
+    start = metadata.get("generateName")
+    if isinstance(start, str) and start and not is_subdomain(_without_dash(start)):
+        text = "cannot begin a name; use lower-case letters, digits, hyphens and dots"
+        yield Finding(("metadata", "generateName"), f"{show_value(start)} {text}")
+    namespace = metadata.get("namespace")
+    if isinstance(namespace, str) and not is_dns_label(namespace):
+        text = (
+            "cannot be the name of a namespace; use at most 63 lower-case letters, digits and "
+            "hyphens, with a letter or digit at both ends"
+        )
+        yield Finding(("metadata", "namespace"), f"{show_value(namespace)} {text}")
+    for key, value in _texts(metadata, "labels"):
+        path: FieldPath = ("metadata", "labels", key)
+        if wrong := wrong_key(key):
+            yield Finding(path, wrong)
+        if wrong := wrong_label_value(value):
+            yield Finding(path, wrong)
+    yield from _annotations(metadata)
+    yield from _finalizers(metadata.get("finalizers"))
+    yield from _owners(metadata.get("ownerReferences"))
+    for field in ("creationTimestamp", "deletionTimestamp"):
+        time = metadata.get(field)
+        if isinstance(time, str) and not _is_time(time):
+            text = "is no time; write it as 2006-01-02T15:04:05Z, or remove it"
+            yield Finding(("metadata", field), f"{show_value(time)} {text}")
+
+
+def _annotations(metadata: Mapping[str, Any]) -> Iterator[Finding]:
+    size = 0
+    for key, value in _texts(metadata, "annotations"):
+        size += len(key.encode()) + len(value.encode())
+        # The API server compares in lower case here, of labels as they are.
+        if wrong := wrong_key(key.lower()):
+            yield Finding(("metadata", "annotations", key), wrong)
+    if size > _LONGEST_ANNOTATIONS:
+        text = (
+            f"have {size:,} bytes, keys and values together, and at most {_LONGEST_ANNOTATIONS:,} "
+            "fit; keep large texts elsewhere"
+        )
+        yield Finding(("metadata", "annotations"), text)
+
+
+def _finalizers(given: Any) -> Iterator[Finding]:
+    names = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+    for index, name in enumerate(names):
+        if wrong := wrong_key(name):
+            text = wrong.replace("be a key", "be a finalizer")
+            yield Finding(("metadata", "finalizers", index), f"{show_value(name)} {text}")
+    if {"orphan", "foregroundDeletion"} <= set(names):
+        text = "holds orphan and foregroundDeletion, which exclude each other; remove one"
+        yield Finding(("metadata", "finalizers"), text)
+
+
+def _owners(given: Any) -> Iterator[Finding]:
+    owners = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    for index, owner in enumerate(owners):
+        path: FieldPath = ("metadata", "ownerReferences", index)
+        version = str(owner.get("apiVersion") or "")
+        if version.count("/") > 1 or not version.rpartition("/")[2]:
+            text = "must name a version, such as v1 or batch/v1"
+            yield Finding((*path, "apiVersion"), f"{show_value(version)} {text}")
+        for field in ("kind", "name", "uid"):
+            if not owner.get(field):
+                yield Finding((*path, field), "is missing or empty; set it")
+        if (version, owner.get("kind")) == ("v1", "Event"):
+            yield Finding(path, "names an Event, which cannot own anything; remove it")
+    controllers = {str(one.get("uid")) for one in owners if one.get("controller") is True}
+    if len(controllers) > 1:
+        text = "has several owners with controller: true, and one object can have one; remove some"
+        yield Finding(("metadata", "ownerReferences"), text)
+
+
+def _texts(metadata: Mapping[str, Any], field: str) -> list[tuple[str, str]]:
+    given = metadata.get(field)
+    pairs = given.items() if isinstance(given, dict) else ()
+    return [(key, value) for key, value in pairs if isinstance(value, str)]
+
+
+def _without_dash(start: str) -> str:
+    """A generated name goes on after its beginning, so a hyphen may end that."""
+    return f"{start[:-2]}a" if len(start) > 1 and start.endswith("-") else start
+
+
+def _is_time(text: str) -> bool:
+    if not _TIME.fullmatch(text):
+        return False
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True

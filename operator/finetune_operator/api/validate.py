@@ -14,9 +14,9 @@ from finetune_operator.api.cel import check_rules
 from finetune_operator.api.crd import job_schema, profile_schema
 from finetune_operator.api.defaults import with_defaults
 from finetune_operator.api.manifest import Manifest, read_manifests
-from finetune_operator.api.metadata import OBJECT_METADATA
+from finetune_operator.api.metadata import OBJECT_METADATA, check_metadata, is_subdomain
 from finetune_operator.api.openapi import Schema
-from finetune_operator.api.paths import Finding, show_path
+from finetune_operator.api.paths import Finding, show_path, show_value
 from finetune_operator.api.problems import InvalidJobError, Problem, Severity
 from finetune_operator.api.structural import check_structure
 from finetune_operator.api.unbuilt import check_built
@@ -94,8 +94,21 @@ def check_profile(manifest: Manifest) -> list[Problem]:
     """Return every problem of one FineTuneProfile."""
     value = with_defaults(manifest.value, _profile_schema())
     findings = check_structure(value, _profile_schema())
+    findings += _wrong_name(value) + check_metadata(value.get("metadata"))
     findings += check_rules(value, _profile_schema(), findings)
     return [*manifest.problems, *(_problem(finding, manifest) for finding in findings)]
+
+
+def _wrong_name(profile: Any) -> list[Finding]:
+    metadata = profile.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    if not isinstance(name, str) or is_subdomain(name):
+        return []
+    text = (
+        "cannot be a name; use lower-case letters, digits, hyphens and dots, with a letter or "
+        "digit at both ends"
+    )
+    return [Finding(("metadata", "name"), f"{show_value(name)} {text}")]
 
 
 def profile_of(manifest: Manifest) -> FineTuneProfile:
@@ -116,6 +129,7 @@ def check_object(value: Any, old: Any = None) -> list[Finding]:
         old: The object before an update, with its defaults; None when it is created.
     """
     findings = _not_in_status(check_structure(value, _schema()))
+    findings += check_metadata(value.get("metadata"))
     if old is None:
         return findings + check_rules(value, _schema(), findings)
     return findings + check_rules(value, _schema(), findings, old)

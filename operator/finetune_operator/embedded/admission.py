@@ -4,23 +4,24 @@ The rules are those of `ftctl validate`: a CRD's defaults, its structure, its CE
 each returns the object to store, and warnings for the client.
 """
 
-import re
 import secrets
 import uuid
 from typing import Any
 
 from finetune_operator.api.cel import check_rules
 from finetune_operator.api.defaults import with_defaults
+from finetune_operator.api.metadata import check_metadata, is_dns_label, is_subdomain
 from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.structural import check_structure
 from finetune_operator.embedded.kinds import CRDS, Kind, accepted
 from finetune_operator.embedded.refusals import bad_request, conflict, invalid, unreadable
 from finetune_operator.embedded.store import timestamp
-from finetune_operator.kube.resources import Object, Resource
+from finetune_operator.kube.resources import NAMESPACES, Object, Resource
 
 Admitted = tuple[Object, list[str]]
 
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_NAME = ("metadata", "name")
+_LONGEST_START = 58  # of a generated name, which has 5 characters more
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so no words
 _SERVERS_OWN = (
     "name", "namespace", "uid", "creationTimestamp", "generation", "deletionTimestamp",
@@ -49,7 +50,7 @@ def admit_new(kind: Kind, body: Object, namespace: str, name: str, validation: s
     name = name or sent.get("name") or _generated(sent.get("generateName"))
     if not name:
         missing = "Required value: name or generateName is required"
-        raise invalid(kind.resource, body, [Finding(("metadata", "name"), missing)])
+        raise invalid(kind.resource, body, [Finding(_NAME, missing)])
     made, warnings = _known(kind, body, validation)
     metadata = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
     if namespace:
@@ -60,7 +61,9 @@ def admit_new(kind: Kind, body: Object, namespace: str, name: str, validation: s
 
 
 def _generated(start: Any) -> str:
-    return f"{start}{''.join(secrets.choice(_SUFFIX) for _ in range(5))}" if start else ""
+    if not start:
+        return ""
+    return str(start)[:_LONGEST_START] + "".join(secrets.choice(_SUFFIX) for _ in range(5))
 
 
 def admit_change(
@@ -145,7 +148,15 @@ def _known(kind: Kind, body: Object, validation: str) -> Admitted:
         if body.get(key, value) != value:
             raise bad_request(f"the {key} in the data ({body[key]}) is not the expected {value}")
     made = with_defaults({**typed, **body}, kind.schema)
-    unknown = [one.path for one in check_structure(made, kind.schema) if one.is_unknown]
+    findings = check_structure(made, kind.schema)
+    for one in findings:
+        is_metadata = one.path[:1] == ("metadata",) and not one.is_unknown
+        # Of what the client says here the server's own part is replaced unseen; a name may be made.
+        if is_metadata and (one.path != _NAME or "name" in made["metadata"]):
+            raise unreadable(resource, f"{show_path(one.path)} {one.message}")
+    if wrong := check_metadata(made["metadata"]):
+        raise invalid(resource, made, wrong)
+    unknown = [one.path for one in findings if one.is_unknown]
     said = [f'unknown field "{show_path(path)}"' for path in unknown]
     if said and validation == "Strict":
         raise unreadable(resource, f"strict decoding error: {', '.join(said)}")
@@ -168,14 +179,21 @@ def _checked(kind: Kind, made: Object, before: Object | None = None) -> Object:
     if findings and not kind.is_custom:
         why = f"{show_path(findings[0].path)} {findings[0].message}"
         raise unreadable(kind.resource, why)
-    if not _SUBDOMAIN.fullmatch(str(made["metadata"]["name"])):
-        why = "a lowercase RFC 1123 subdomain is needed, such as example.com"
-        findings.append(Finding(("metadata", "name"), why))
+    findings += _wrong_name(kind, str(made["metadata"]["name"]))
     old = {} if before is None else {"old": before}
     findings += check_rules(made, kind.schema, findings, **old)
     if findings:
         raise invalid(kind.resource, made, findings)
     return accepted(made) if kind.resource == CRDS else made
+
+
+def _wrong_name(kind: Kind, name: str) -> list[Finding]:
+    is_namespace = kind.resource == NAMESPACES
+    if is_dns_label(name) if is_namespace else is_subdomain(name):
+        return []
+    form, example = ("label", "example") if is_namespace else ("subdomain", "example.com")
+    why = f"a lowercase RFC 1123 {form} is needed, such as {example}"
+    return [Finding(_NAME, why)]
 
 
 def _desired(made: Object) -> Object:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from finetune_operator.api.metadata import wrong_key, wrong_label_value
+from finetune_operator.api.paths import show_path
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
@@ -17,13 +19,12 @@ from finetune_operator.backends.aks.pod_template import refused
 from finetune_operator.backends.aks.profiles import FIELD, Snapshot, aks_of
 from finetune_operator.backends.aks.volumes import CLAIM, HUB, BadUriError
 
-_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 def impossible(job: FineTuneJob) -> list[Problem]:
     """Return what no profile could make possible."""
-    return [*_uris(job), *_folders(job), *_port(job), *_forms(job)]
+    return [*_uris(job), *_folders(job), *_port(job), *_forms(job), *_pod_metadata(job)]
 
 
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
@@ -88,12 +89,8 @@ def _forms(job: FineTuneJob) -> Iterator[Problem]:
     if token is not None:
         objects["spec.model.tokenSecretRef.name"] = token.name
     for path, name in labels.items():
-        if name is not None and not _LABEL_VALUE.fullmatch(name):
-            text = (
-                f"{name} cannot be the value of a label; use at most 63 letters, digits, hyphens, "
-                "underscores and dots, with a letter or digit at both ends"
-            )
-            yield Problem(path, text)
+        if name is not None and (wrong := wrong_label_value(name)):
+            yield Problem(path, wrong)
     for path, name in objects.items():
         if name is not None and not _OBJECT_NAME.fullmatch(name):
             text = (
@@ -101,6 +98,20 @@ def _forms(job: FineTuneJob) -> Iterator[Problem]:
                 "and dots, with a letter or digit at both ends"
             )
             yield Problem(path, text)
+
+
+def _pod_metadata(job: FineTuneJob) -> Iterator[Problem]:
+    """What a pod could not have; sizes are bounds of the schema."""
+    if job.spec.pod_template is None:
+        return
+    metadata, place = job.spec.pod_template.metadata, ("spec", "podTemplate", "metadata")
+    for key, value in metadata.labels.items():
+        for wrong in (wrong_key(key), wrong_label_value(value)):
+            if wrong:
+                yield Problem(show_path((*place, "labels", key)), wrong)
+    for key in metadata.annotations:
+        if wrong := wrong_key(key.lower()):
+            yield Problem(show_path((*place, "annotations", key)), wrong)
 
 
 def _namespace(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
