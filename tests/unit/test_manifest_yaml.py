@@ -1,6 +1,8 @@
 """YAML is read as kubectl reads it, with the line of every field."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.manifest import Reading, read_manifests
+from finetune_operator.api.manifest_files import MOST_BYTES
 from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.validate import check_manifest
 from finetune_operator.api.yaml_documents import YamlDocument, plain_scalar, read_yaml
 
 JOB = "apiVersion: finetune.dev/v1alpha1\nkind: FineTuneJob\nmetadata: {name: a}\n"
@@ -93,6 +97,36 @@ def test_infinity_is_refused_as_json_has_none() -> None:
     (document,) = read("a: .inf")
     assert isinstance(document, YamlDocument)
     assert "is not a number" in str(document.problems[0])
+
+
+@pytest.mark.parametrize(
+    "digits",
+    [
+        pytest.param("9" * 5000, id="decimal"),
+        pytest.param("-" + "9" * 400, id="more than a float holds"),
+        pytest.param("0x" + "f" * 5000, id="hexadecimal"),
+        pytest.param("0" + "7" * 5000, id="octal"),
+        pytest.param("1e999", id="exponent"),
+        pytest.param("9" * 5000 + ".5", id="fraction"),
+    ],
+)
+def test_a_number_that_is_too_large_to_be_sent_is_a_problem(tmp_path: Path, digits: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{JOB}spec: {{training: {{maxSteps: {digits}}}}}\n")
+
+    (manifest,) = read_manifests([str(file)]).manifests
+    found = [one for one in check_manifest(manifest) if one.path == "spec.training.maxSteps"]
+
+    assert [(one.line, "is a larger number than can be sent" in one.message) for one in found] == [
+        (4, True)
+    ]
+    assert len(found[0].message) < 150
+
+
+def test_a_number_of_json_may_have_any_length(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(f'{{"kind": "Service", "spec": {"9" * 5000}}}')
+    (note,) = read_manifests([str(tmp_path)]).problems
+    assert "its kind is Service" in note.message
 
 
 @pytest.mark.parametrize(
@@ -209,6 +243,98 @@ def test_a_file_that_holds_no_object_is_a_problem(
 def test_a_file_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
     (problem,) = read_manifests([str(tmp_path / "none.yaml")]).problems
     assert str(problem).endswith("none.yaml: cannot be read (No such file or directory)")
+
+
+def test_what_is_no_file_is_told_at_once_and_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "gone.yaml").symlink_to("nowhere.yaml")
+    (tmp_path / "round.yaml").symlink_to("round.yaml")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(tmp_path / "s.yaml"))
+    expected = {
+        "gone.yaml": "cannot be read: it is a link to nowhere.yaml, which does not exist",
+        "pipe.yaml": "is a named pipe; name a file, or feed it to standard input (-f -)",
+        "round.yaml": "cannot be read (Too many levels of symbolic links)",
+        "s.yaml": "is a socket; name a file, or feed it to standard input (-f -)",
+    }
+
+    by_folder = read_manifests([str(tmp_path)]).problems
+    by_name = read_manifests([str(tmp_path / name) for name in expected]).problems
+    (device,) = read_manifests(["/dev/zero"]).problems
+
+    assert {Path(one.file).name: one.message for one in by_folder} == expected
+    assert by_name == by_folder
+    assert device.message.startswith("is a device;")
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("https://example.com/job.yaml", "save it and name the file"),
+        ("https:/example.com/job.yaml", "save it and name the file"),
+        ("file:///job.yaml", "name the file by its path"),
+    ],
+)
+def test_a_url_is_said_not_to_be_read(url: str, advice: str) -> None:
+    (problem,) = read_manifests([url]).problems
+    assert str(problem) == f"{url}: is a URL, and URLs are not read; {advice}"
+
+
+def test_a_file_that_is_larger_than_any_manifest_is_a_problem_and_data_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    for name in ("a.yaml", "data.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(MOST_BYTES + 1)
+
+    problems = read_manifests([str(tmp_path)]).problems
+
+    assert [(Path(one.file).name, one.severity) for one in problems] == [
+        ("a.yaml", Severity.ERROR),
+        ("data.json", Severity.WARNING),
+    ]
+    assert all("is larger than 16 MiB" in one.message for one in problems)
+
+
+def test_a_folder_that_cannot_be_read_and_a_linked_one_are_told(tmp_path: Path) -> None:
+    inner, closed = tmp_path / "in", tmp_path / "in" / "closed"
+    closed.mkdir(parents=True)
+    (inner / "a.yaml").write_text(JOB)
+    (inner / "link").symlink_to(tmp_path)
+    closed.chmod(0)
+    try:
+        reading = read_manifests([str(inner)])
+    finally:
+        closed.chmod(0o700)
+
+    told = {Path(one.file).name: one.message for one in reading.problems}
+    assert told["link"] == "passed over: it is a link to a folder; name that folder"
+    assert len(reading.manifests) == 1
+    if os.geteuid() != 0:  # root may read everything
+        assert told["closed"].startswith("cannot be read (Permission denied)")
+
+
+def test_what_a_shell_makes_of_a_command_is_read_like_standard_input(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    with open(write, "w") as feed:
+        feed.write(JOB)
+    try:
+        (manifest,) = read_manifests([f"/dev/fd/{read}"]).manifests
+    finally:
+        os.close(read)
+    assert manifest.directory == Path.cwd()
+
+
+def test_closed_standard_input_is_a_problem(tmp_path: Path) -> None:
+    script = (
+        "from finetune_operator.api.manifest import read_manifests\n"
+        "print(*read_manifests(['-']).problems)"
+    )
+    command = 'exec "$0" -c "$1" <&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, script], capture_output=True, text=True
+    )
+    assert done.stdout == "-: cannot be read: standard input is closed\n", done.stderr
 
 
 def test_characters_beyond_the_first_plane_survive_json(tmp_path: Path) -> None:

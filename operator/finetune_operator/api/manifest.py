@@ -4,20 +4,24 @@
 """
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_operator.api.manifest_files import (
+    TOO_LARGE,
+    files_below,
+    is_folder,
+    is_stream,
+    read_bytes,
+)
 from finetune_operator.api.paths import FieldPath, show_value
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import API_VERSION, GROUP, KIND, PROFILE_KIND
 from finetune_operator.api.yaml_documents import YamlDocument, read_yaml
 
-STDIN = "-"
 _OBJECT_KEYS = frozenset({"apiVersion", "kind", "spec"})
-_SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Manifest:
     @property
     def directory(self) -> Path:
         """Folder that `file://./x` is relative to."""
-        return Path.cwd() if self.file == STDIN else Path(self.file).absolute().parent
+        return Path.cwd() if is_stream(self.file) else Path(self.file).absolute().parent
 
     def line_of(self, path: FieldPath) -> int:
         """Return the line of a field, or of the nearest field around it."""
@@ -85,41 +89,40 @@ def read_manifests(paths: Iterable[str]) -> Reading:
 
 
 def _read_path(path: str) -> Iterator[Manifest | Problem]:
-    if path != STDIN and Path(path).is_dir():
-        files = sorted(
-            file
-            for file in Path(path).rglob("*")
-            if file.suffix in _SUFFIXES and file.is_file() and not _is_hidden(file, Path(path))
-        )
-        if not files:
-            yield Problem("", "holds no .yaml, .yml or .json file", file=path)
-        for file in files:
-            yield from _read_file(str(file), is_from_folder=True)
-    else:
+    if is_stream(path) or not is_folder(path):
         yield from _read_file(path, is_from_folder=False)
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+        return
+    for file in files_below(path):
+        if isinstance(file, Problem):
+            yield file
+        else:
+            yield from _read_file(file, is_from_folder=True)
 
 
 def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
-    try:
-        raw = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
-        text = raw.decode("utf-8-sig")
-    except OSError as error:
-        yield Problem("", f"cannot be read ({error.strerror})", file=file)
+    raw = read_bytes(file)
+    is_json = Path(file).suffix == ".json"
+    if isinstance(raw, Problem):
+        # Data lies beside manifests, too.
+        is_data = is_json and is_from_folder and raw.message == TOO_LARGE
+        yield _note(f"passed over: it {raw.message}", file, None) if is_data else raw
         return
+    try:
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         yield Problem("", "is not UTF-8 text", file=file, line=line)
         return
-    if Path(file).suffix == ".json":
+    if is_json:
         try:
-            value = json.loads(text)
+            # Only its keys are looked at here; Python reads no whole number of thousands of digits.
+            value = json.loads(text, parse_int=float)
         except json.JSONDecodeError as error:
             message = f"is not JSON: {error.msg[0].lower()}{error.msg[1:]} (column {error.colno})"
             yield Problem("", message, file=file, line=error.lineno)
+            return
+        except RecursionError:
+            yield Problem("", "is nested too deeply to be read", file=file)
             return
         if is_from_folder and not (isinstance(value, dict) and value.keys() & _OBJECT_KEYS):
             return  # settings, progress, a tokenizer: slow to parse as YAML and no object
@@ -182,5 +185,5 @@ def _job_or_problem(document: YamlDocument, value: dict[str, Any], file: str) ->
     return _note(f"passed over: its kind is {kind}", file, document.line)
 
 
-def _note(message: str, file: str, line: int) -> Problem:
+def _note(message: str, file: str, line: int | None) -> Problem:
     return Problem("", message, Severity.WARNING, file, line)

@@ -14,6 +14,7 @@ from finetune_operator.api.cel import check_rules
 from finetune_operator.api.crd import job_schema, profile_schema
 from finetune_operator.api.defaults import with_defaults
 from finetune_operator.api.manifest import Manifest, read_manifests
+from finetune_operator.api.manifest_files import is_folder
 from finetune_operator.api.metadata import OBJECT_METADATA, check_metadata, is_subdomain
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding, show_path, show_value
@@ -155,7 +156,7 @@ def load_job(
     Raises:
         InvalidJobError: the file cannot be read, does not hold exactly one job, or has problems.
     """
-    if Path(path).is_dir():
+    if is_folder(str(path)):
         raise InvalidJobError([Problem("", "is a folder; name one manifest file", file=str(path))])
     reading = read_manifests([str(path)])
     errors = _errors(reading.problems)

@@ -5,7 +5,9 @@ YAML 1.1 to the letter and kubectl's Go library does not: `2e-4` is a number the
 text. Like kubectl, a file is cut at its `---` lines first, so one broken document hides no other.
 """
 
+import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from finetune_operator.api.paths import FieldPath, show_path
+from finetune_operator.api.paths import FieldPath, show_path, show_value
 from finetune_operator.api.problems import Problem
 
 _PLAIN = "plain"  # tag of a scalar without quotes and without a tag of its own
@@ -25,9 +27,11 @@ _TRUE = frozenset(["y", "Y", "yes", "Yes", "YES", "true", "True", "TRUE", "on", 
 _FALSE = frozenset(["n", "N", "no", "No", "NO", "false", "False", "FALSE", "off", "Off", "OFF"])
 _NULL = frozenset(["", "~", "null", "Null", "NULL"])
 _NOT_JSON = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_LONGEST_NUMBER = 1000  # characters; Python refuses to read, and to print, a few thousand digits
 _INTEGER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO]?[0-7]+|0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INT64 = 2**63
+_LARGEST_FLOAT = int(sys.float_info.max)
 
 
 @dataclass
@@ -181,11 +185,19 @@ class _Builder:
         if _NOT_JSON.fullmatch(text):
             self._problem(path, f"{text} is not a number that can be sent; write one", node)
             return text
-        return plain_scalar(text)
+        value = plain_scalar(text)
+        if isinstance(value, float) and math.isinf(value):
+            shown = show_value(text).strip('"')
+            self._problem(path, f"{shown} is a larger number than can be sent; write one", node)
+            return text
+        return value
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what kubectl makes of a scalar without quotes: None, bool, int, float or text."""
+    """Return what kubectl makes of a scalar without quotes: None, bool, int, float or text.
+
+    A number that no float can hold is infinite; kubectl would send it as text.
+    """
     if text in _NULL:
         return None
     if text in _TRUE or text in _FALSE:
@@ -200,12 +212,15 @@ def plain_scalar(text: str) -> Any:
     return text
 
 
-def _integer(digits: str) -> int:
+def _integer(digits: str) -> int | float:
     sign = -1 if digits[0] == "-" else 1
     plain = digits.lstrip("+-").lower()
+    if len(plain) > _LONGEST_NUMBER:
+        return sign * math.inf
     if len(plain) > 1 and plain[0] == "0" and plain[1] in "01234567":
         plain = "0o" + plain  # Go reads a leading zero as octal
-    return sign * int(plain, 0)
+    number = sign * int(plain, 0)
+    return number if abs(number) <= _LARGEST_FLOAT else sign * math.inf
 
 
 def _join_surrogates(text: str) -> str:

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from finetune_operator.api.manifest import STDIN, Manifest, Reading, read_manifests
+from finetune_operator.api.manifest import Manifest, Reading, read_manifests
+from finetune_operator.api.manifest_files import is_stream
 from finetune_operator.api.problems import InvalidJobError, Problem, Severity
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.validate import ManifestRef, check_profile, load_job, profile_of
@@ -125,8 +126,8 @@ def known_profiles(
 def _profiles(file: Path, more: Path | None) -> dict[str, FineTuneProfile]:
     found = read_manifests([str(more)]) if more is not None else Reading((), ())
     problems = [one for one in found.problems if one.severity is Severity.ERROR]
-    # Standard input was read already, with the job in it.
-    beside = () if str(file) == STDIN else read_manifests([str(file)]).profiles
+    # A stream was read already, with the job in it.
+    beside = () if is_stream(str(file)) else read_manifests([str(file)]).profiles
     known = known_profiles([*beside, *found.profiles], problems)
     if problems:
         raise InvalidJobError(problems)

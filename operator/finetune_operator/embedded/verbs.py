@@ -28,6 +28,7 @@ from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import NAMESPACES, Object
 
 _YAML = "application/yaml"
+_MOST_DIGITS = 19  # of a number of 64 bits
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ class Asked:
             RefusalError: it is no whole number.
         """
         text = self.query.get(parameter) or "0"
-        if not text.isdecimal():
-            raise bad_request(f"{parameter}: Invalid value: {text}: must be a whole number")
+        if not text.isdecimal() or len(text) > _MOST_DIGITS:
+            raise bad_request(
+                f"{parameter}: Invalid value: {text}: must be a whole number of 64 bits"
+            )
         return int(text)
 
 

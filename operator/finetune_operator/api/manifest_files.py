@@ -1,0 +1,120 @@
+"""Find the files that hold manifests and read their bytes; `manifest.py` calls it.
+
+Only a regular file is opened, since a named pipe or a device may have no end or no beginning. A
+stream that the shell made for the command is read as standard input is.
+"""
+
+import errno
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from finetune_operator.api.problems import Problem, Severity
+
+STDIN = "-"
+MOST_BYTES = 16 * 2**20
+"""An object has at most 1.5 MiB in a cluster."""
+TOO_LARGE = f"is larger than {MOST_BYTES // 2**20} MiB, which no manifest is; split it"
+
+_SUFFIXES = frozenset({".yaml", ".yml", ".json"})
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")  # a Path has lost one of the two
+_STREAMS = re.compile(r"/dev/stdin|(/dev/fd|/proc/self/fd)/\d+")
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def is_stream(file: str) -> bool:
+    """Tell whether it can be read once only: `-`, `/dev/stdin`, or what `<(command)` becomes."""
+    return file == STDIN or _STREAMS.fullmatch(file) is not None
+
+
+def is_folder(path: str) -> bool:
+    """Tell whether it is a folder; what cannot be looked at is none."""
+    return os.path.isdir(path)  # unlike Path.is_dir, no error where a folder above is closed
+
+
+def files_below(folder: str) -> Iterator[str | Problem]:
+    """Yield the files of a folder and of those below it that may hold manifests, in order.
+
+    Hidden ones and those of other kinds are left alone; a folder that cannot be read, or that a
+    link leads to, is told.
+    """
+    told: list[Problem] = []
+    found: list[Path] = []
+    for place, folders, files in os.walk(folder, onerror=lambda error: told.append(_closed(error))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if os.path.islink(inner := os.path.join(place, name)):
+                said = "passed over: it is a link to a folder; name that folder"
+                told.append(Problem("", said, Severity.WARNING, inner))
+        found += [
+            Path(place, name)
+            for name in files
+            if not name.startswith(".") and Path(name).suffix in _SUFFIXES
+        ]
+    yield from told
+    if not found:
+        yield Problem("", "holds no .yaml, .yml or .json file", file=folder)
+    yield from map(str, sorted(found))
+
+
+def read_bytes(file: str) -> bytes | Problem:
+    """Return what a file holds, or what is wrong with it."""
+    if (url := _URL.match(file)) and not os.path.lexists(file):
+        is_web = url[1].lower() in ("http", "https")
+        advice = "save it and name the file" if is_web else "name the file by its path"
+        return Problem("", f"is a URL, and URLs are not read; {advice}", file=file)
+    try:
+        if file == STDIN:
+            return _stdin()
+        return _read_stream(file) if is_stream(file) else _read_file(file)
+    except OSError as error:
+        return Problem("", _cannot(file, error), file=file)
+
+
+def _closed(error: OSError) -> Problem:
+    said = f"cannot be read ({error.strerror}); what is in it was not looked at"
+    return Problem("", said, file=str(error.filename))
+
+
+def _cannot(file: str, error: OSError) -> str:
+    if error.errno == errno.ENOENT and os.path.islink(file):
+        return f"cannot be read: it is a link to {os.readlink(file)}, which does not exist"
+    return f"cannot be read ({error.strerror})"
+
+
+def _stdin() -> bytes | Problem:
+    if sys.stdin is None:
+        return Problem("", "cannot be read: standard input is closed", file=STDIN)
+    return _bounded(sys.stdin.buffer, STDIN)
+
+
+def _read_stream(file: str) -> bytes | Problem:
+    with open(file, "rb") as stream:
+        return _bounded(stream, file)
+
+
+def _read_file(file: str) -> bytes | Problem:
+    mode = os.stat(file).st_mode  # before it is opened, which may wait for a writer
+    for is_kind, name in _KINDS:
+        if is_kind(mode):
+            said = f"is {name}; name a file, or feed it to standard input (-f -)"
+            return Problem("", said, file=file)
+    with open(file, "rb") as opened:
+        return _bounded(opened, file)
+
+
+def _bounded(source: BinaryIO, file: str) -> bytes | Problem:
+    read = source.read(MOST_BYTES + 1)
+    if len(read) <= MOST_BYTES:
+        return read
+    return Problem("", TOO_LARGE, file=file)
