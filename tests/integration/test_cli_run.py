@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,14 @@ class Running:
                 return line
         raise AssertionError(f"no line matches {pattern!r} in:\n" + "\n".join(self.lines))
 
+    def leave(self) -> tuple[int, str]:
+        """Read nothing more; return the exit code and what was said on standard error."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.process.stdout.close()
+        said = self.process.stderr.read()
+        return self.process.wait(), said
+
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
@@ -81,13 +90,15 @@ class Running:
 
 
 @contextmanager
-def started(*arguments: object, folder: Path, **variables: str) -> Iterator[Running]:
+def started(
+    *arguments: object, folder: Path, stderr: int = subprocess.STDOUT, **variables: str
+) -> Iterator[Running]:
     process = subprocess.Popen(
         [*FTCTL, *map(str, arguments)],
         cwd=folder,
         env=environment(folder) | variables,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
     )
     try:
@@ -96,7 +107,11 @@ def started(*arguments: object, folder: Path, **variables: str) -> Iterator[Runn
         if process.poll() is None:  # the test failed; SIGTERM and SIGINT together kill the job
             process.terminate()
             process.send_signal(signal.SIGINT)
-        process.communicate()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None and not stream.closed:
+                stream.read()
+                stream.close()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +265,84 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(
         third.interrupt()
         assert third.wait() == 130
     assert re.search(r"Stopped .*; the checkpoint of step \d+ is kept", "\n".join(third.lines))
+
+
+@pytest.mark.parametrize("command", ["run", "dev --run"])
+def test_a_reader_that_goes_away_is_told_what_becomes_of_the_job(
+    tmp_path: Path, command: str
+) -> None:
+    file = write_project(tmp_path, **{"training.maxSteps": ENDLESS, "checkpoint.keep": 1})
+    words, again = [*command.split(), file.name], f"ftctl {command} job.yaml\n"
+
+    with started(*words, folder=tmp_path, stderr=subprocess.PIPE) as unread:
+        unread.read_until("  Training$")
+        code, said = unread.leave()
+    attempt = json.loads((tmp_path / "runs/default/tiny/attempts/1/node-0.json").read_text())
+    os.kill(attempt["pid"], 0)  # it trains on
+
+    assert code == 141
+    assert said.startswith("standard output is closed, so ftctl ends; job tiny goes on")
+    assert said.endswith(again)
+
+    with started(*words, folder=tmp_path, stderr=subprocess.PIPE) as tee:
+        tee.read_until(r"step \d+")
+        tee.interrupt()  # Ctrl-C in `ftctl run FILE | tee log` ends tee, too
+        code, said = tee.leave()
+
+    assert code == 130
+    assert "Traceback" not in said
+    assert "the checkpoint of step" in said
+    assert said.endswith(again)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("validate job.yaml | true", 141, ""),
+        ("logs tiny | true", 141, ""),
+        ("render job.yaml >/dev/full", 1, "standard output cannot be written (No space left on"),
+        ("--help >/dev/full", 1, "standard output cannot be written (No space left on"),
+        ("logs tiny >&-", 0, ""),
+        ("logs nothing 2>&-", 1, ""),
+        ("validate nothing.yaml 2>/dev/full", 1, ""),
+    ],
+)
+def test_no_output_that_is_closed_or_full_is_a_traceback(
+    complete: tuple[Path, str], command: str, code: int, said: str
+) -> None:
+    script = f"{shlex.join(FTCTL)} {command}; exit ${{PIPESTATUS[0]}}"
+
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=complete[0],
+        env=environment(complete[0]),
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == code
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == bool(said)
+
+
+def test_a_locale_without_the_characters_of_a_name_gets_them_spelled(tmp_path: Path) -> None:
+    folder, textless = tmp_path / "é", tmp_path / "é→\udcff"
+    folder.mkdir()
+    (folder / "j.yaml").write_text(yaml.safe_dump(manifest(**{"output.uri": "file://./ü"})))
+
+    def said(*words: str, **variables: str) -> bytes:
+        done = subprocess.run(
+            [*FTCTL, *words], env={**os.environ, **variables}, capture_output=True, check=False
+        )
+        return done.stdout + done.stderr
+
+    ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    missing = said("logs", f"{textless}/x.yaml", **ascii_only)
+    assert missing.startswith(os.fsencode(tmp_path) + b"/\\u00e9->\xff/x.yaml does not exist")
+    missing = said("logs", f"{textless}/x.yaml", PYTHONIOENCODING="utf-8")
+    assert missing.startswith(os.fsencode(f"{textless}/x.yaml does not exist"))
+    rendered = list(yaml.safe_load_all(said("render", f"{folder}/j.yaml", **ascii_only)))
+    assert "/ü" in json.dumps(rendered, ensure_ascii=False)
 
 
 def test_a_job_suspended_by_its_manifest_says_what_to_change(tmp_path: Path) -> None:

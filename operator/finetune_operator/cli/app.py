@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from finetune_operator import __version__
+from finetune_operator.cli.output import OutputLostError, guard
 from finetune_operator.errors import FineTuneError
 
 
@@ -97,8 +98,23 @@ app = _make_app()
 
 def main() -> None:
     """Run `ftctl`; a `FineTuneError` is its message on standard error and exit code 1."""
+    out = guard()
+    try:
+        code = _run()
+        sys.stdout.flush()
+    except OutputLostError as error:
+        out.drop()
+        error.tell()
+        code = error.code
+    sys.exit(code)
+
+
+def _run() -> Any:
     try:
         app(prog_name="ftctl")
+    except SystemExit as end:  # click's own way to end
+        return end.code
     except FineTuneError as error:
         print(error, file=sys.stderr)
-        sys.exit(1)
+        return 1
+    return 0

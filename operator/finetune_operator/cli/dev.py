@@ -46,7 +46,8 @@ def dev(
     line printed makes kubectl ask this API. Ctrl-C once stops all jobs with a checkpoint, twice
     kills them; the next start goes on with them.
 
-    Exit codes with --run: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped.
+    Exit codes with --run: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped, 141 nobody
+    reads what is printed: the job goes on.
     """
     if find_spec("kopf") is None or find_spec("kubernetes") is None:
         raise FineTuneError(

@@ -19,6 +19,7 @@ from finetune_operator.cli.live import LiveScreen
 from finetune_operator.cli.plain import PlainScreen
 from finetune_operator.cli.screen import make_screen, stopping
 from finetune_operator.cli.target import open_target
+from finetune_operator.cli.unheard import heard
 from finetune_operator.cli.view import View, look
 from finetune_operator.errors import TransientError
 from finetune_operator.kernel.logs import LogFile, set_up
@@ -46,6 +47,7 @@ def run_one(file: Path, *, port: int, fresh: bool, plain: bool) -> None:
     target = open_target(file, runs_here=True)
     target.refuse(target.backend.check_inputs(target.job))
     console = Console(highlight=False)
+    again = f"ftctl dev --run {shlex.quote(str(target.manifest.path))}"
 
     async def work() -> tuple[FineTuneJob, View]:
         folder = DevFolder(target.manifest.directory)
@@ -60,10 +62,14 @@ def run_one(file: Path, *, port: int, fresh: bool, plain: bool) -> None:
             if not target.job.spec.suspend:
                 await resume(server.client, job.key)
             with make_screen(console, first, plain=plain) as screen:
-                return await _follow(server, job, screen, first)
+                return await heard(
+                    _follow(server, job, screen, first),
+                    is_stopping=server.signals.asked.is_set,
+                    name=first.name,
+                    again=again,
+                )
 
     job, last = asyncio.run(work())
-    again = f"ftctl dev --run {shlex.quote(str(target.manifest.path))}"
     Conclusion(target, job, last, time.monotonic() - start, again).tell(console)
 
 

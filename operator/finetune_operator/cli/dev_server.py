@@ -128,8 +128,8 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
         DevFolderError, DevServerError, StateError: as `serving`.
     """
     async with serving(folder, port, command=command) as server:
+        print(folder.export, flush=True)  # where it cannot be, no job is resumed
         await resume_all(server.client)
-        print(folder.export, flush=True)
         log.info("serving", extra={"folder": str(folder.base)})
         await server.until(asyncio.create_task(server.signals.asked.wait()))
         log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")

@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from finetune_operator.backends.base import Attempt, Request
+from finetune_operator.cli.output import takes_unicode
 from finetune_operator.cli.target import BackendOption, FileArgument, open_target
 
 
@@ -42,7 +43,7 @@ def render(
     target = open_target(file, backend, profile=profile)
     request = target.backend.render(target.plan, Attempt(attempt))
     if output is RequestFormat.JSON:
-        print(json.dumps(asdict(request), indent=2, ensure_ascii=False))
+        print(json.dumps(asdict(request), indent=2, ensure_ascii=not takes_unicode()))
     else:
         print(_as_yaml(request, target.plan.reasons), end="")
 
@@ -53,7 +54,7 @@ def _as_yaml(request: Request, reasons: tuple[str, ...]) -> str:
     documents = yaml.safe_dump_all(
         [json.loads(json.dumps(thing)) for thing in request.objects],
         sort_keys=False,
-        allow_unicode=True,
+        allow_unicode=takes_unicode(),
         explicit_start=True,
     )
     return heading + str(documents)

@@ -26,6 +26,7 @@ from finetune_operator.cli.target import (
     Target,
     open_target,
 )
+from finetune_operator.cli.unheard import heard
 from finetune_operator.cli.view import View, look
 from finetune_operator.reconcile.drive import StopRequest, drive
 from finetune_operator.reconcile.opening import open_job
@@ -56,7 +57,8 @@ def run(
 
     Ctrl-C once stops it with a checkpoint, twice kills it.
 
-    Exit codes: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped before its end.
+    Exit codes: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped before its end, 141
+    nobody reads what is printed: the job goes on.
     """
     start = time.monotonic()
     target = open_target(file, backend, runs_here=True)
@@ -65,14 +67,16 @@ def run(
     opening = JobStore(target.folders.run, target.folders.checkpoint)
     if not opening.path.exists():
         target.refuse(check_start(target.job))  # with its line, and before a folder is made
-    with opening as store:
-        job, last = asyncio.run(_follow(target, store, console, fresh=fresh, plain=plain))
     again = f"ftctl run {shlex.quote(str(target.manifest.path))}"
+    with opening as store:
+        job, last = asyncio.run(
+            _follow(target, store, console, again=again, fresh=fresh, plain=plain)
+        )
     Conclusion(target, job, last, time.monotonic() - start, again).tell(console)
 
 
 async def _follow(
-    target: Target, store: JobStore, console: Console, *, fresh: bool, plain: bool
+    target: Target, store: JobStore, console: Console, *, again: str, fresh: bool, plain: bool
 ) -> tuple[FineTuneJob, View]:
     """Drive the job to its end on a screen; return it with the last view of it."""
     opened = await open_job(target.job, target.backend, store, fresh=fresh)
@@ -85,12 +89,17 @@ async def _follow(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupts.hit)
-        job = await drive(
-            opened.job,
-            target.backend,
-            store,
-            on_change=follower.changed,
-            stop=interrupts.stop,
+        job = await heard(
+            drive(
+                opened.job,
+                target.backend,
+                store,
+                on_change=follower.changed,
+                stop=interrupts.stop,
+            ),
+            is_stopping=lambda: interrupts.stop.is_requested,
+            name=first.name,
+            again=again,
         )
     return job, follower.last
 
