@@ -8,6 +8,7 @@
     ├── KubeError                a cluster refuses, or cannot be reached (kube/errors.py)
     └── BackendError             a backend could not do what it was asked
         ├── AlreadyOwnedError    the thing to create exists and belongs to somebody else
+        ├── NoSuchRankError      a log is asked for that no attempt of this size has
         └── TransientError       the same call may work later (retryable)
 
 Whether to try again is a property of the class (`retryable`); the message is one sentence: what is
@@ -41,6 +42,10 @@ class BackendError(FineTuneError):
 
 class AlreadyOwnedError(BackendError):
     """What was to be created exists and belongs to somebody else; the message names the owner."""
+
+
+class NoSuchRankError(BackendError):
+    """A log is asked for of a rank that the attempt does not have."""
 
 
 class TransientError(BackendError):

@@ -176,6 +176,7 @@ def test_logs_are_found_by_manifest_name_and_folder(complete: tuple[Path, str]) 
         pytest.param(["other"], "no run of a job called other below", id="unknown name"),
         pytest.param(["other.yaml"], "other.yaml does not exist", id="missing file"),
         pytest.param(["."], ". is no run directory, as it holds no job.json", id="other folder"),
+        pytest.param(["tiny", "--rank", "99"], "attempt 1 has rank 0 alone", id="no such rank"),
         pytest.param(["tiny", "--previous"], "no attempt before the first", id="no previous"),
     ],
 )
@@ -224,6 +225,7 @@ def test_preview_marks_the_tokens_that_are_learned(complete: tuple[Path, str]) -
 
 def test_preview_gives_the_trainers_own_sentence(tmp_path: Path) -> None:
     file = write_project(tmp_path)
+    (tmp_path / "runs").touch()  # no run directory can be made, and none is needed
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
 
     done = ftctl("preview", file.name, folder=tmp_path)

@@ -244,6 +244,7 @@ def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, fold
         wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", PROMPT_SECONDS)
         message = condition(dev.job(), "Stalled")["message"]
         assert f"{run_dir(folder)} is in use by process {os.getpid()}" in message
+        assert message.endswith(f"ftctl logs -f {run_dir(folder)}")
         dev.api.delete("default")
         wait_until(lambda: dev.api.job("default") is None, PROMPT_SECONDS)
     dev.apply()

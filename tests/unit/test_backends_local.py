@@ -18,7 +18,7 @@ from finetune_trainer.config import DatasetSource, LoraSettings, TrainConfig
 
 
 def backend(folder: Path, **environ: str) -> LocalBackend:
-    context = BackendContext(folder, {"HOME": "/home/ada", **environ})
+    context = BackendContext(folder, {"HOME": "/tmp/ada", **environ})
     return LocalBackend(context, command=("train",), cores=4, gpus=lambda: 2)
 
 
@@ -55,7 +55,7 @@ def test_the_request_holds_the_whole_configuration_and_one_process_a_node() -> N
     assert parsed.world.threads_per_process == 2
     assert parsed.model.path == "/m/model"
     assert parsed.checkpoint.dir == "/m/runs/default/tiny/checkpoints"
-    assert parsed.data.cache_dir == "/home/ada/.cache/finetune-operator/tokens"
+    assert parsed.data.cache_dir == "/tmp/ada/.cache/finetune-operator/tokens"
     assert nodes[1] == {
         "kind": "Process",
         "node": 1,
@@ -175,6 +175,17 @@ def test_a_file_in_the_way_of_a_folder_is_found_before_anything_starts(inputs: P
     (problem,) = backend(inputs).check_inputs(manifest)
     assert problem.path == "spec.output.uri"
     assert f"{inputs}/taken is not a folder" in problem.message
+
+
+def test_a_home_that_cannot_be_written_is_said_with_the_setting(inputs: Path) -> None:
+    home = inputs / "train.jsonl"
+    (problem,) = backend(inputs, HOME=str(home)).check_inputs(job())
+    assert str(problem) == (
+        f"the token cache {home}/.cache/finetune-operator/tokens cannot be written: {home} is not "
+        "a folder; set XDG_CACHE_HOME to a folder that can be written"
+    )
+    elsewhere = backend(inputs, HOME=str(home), XDG_CACHE_HOME=str(inputs / "cache"))
+    assert list(elsewhere.check_inputs(job())) == []
 
 
 def test_a_folder_of_offloaded_files_that_cannot_be_made_is_found_too(inputs: Path) -> None:

@@ -48,7 +48,8 @@ def test_a_job_runs_once_rank_0_is_past_loading() -> None:
     assert life.see(running(1)) == ()
     assert life.status.phase is JobPhase.RUNNING
     assert life.condition("Running") == ("True", "Training")
-    assert life.condition("Ready")[0] == "True"
+    ready = next(one for one in life.status.conditions if one.type == "Ready")
+    assert (ready.status, ready.message) == ("True", "attempt 1 trains on 1 rank")
     assert life.requeue == 0.5
 
 

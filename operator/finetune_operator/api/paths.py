@@ -45,6 +45,11 @@ def show_value(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
+def show_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return `1 node` or `1,024 nodes`; a noun that adds no s has a plural of its own."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def is_scalar(value: Any) -> bool:
     """Tell whether a sentence can quote the value."""
     return isinstance(value, str | int | float | bool)

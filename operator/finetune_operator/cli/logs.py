@@ -2,9 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from finetune_operator.backends.local import records
 from finetune_operator.backends.local.layout import attempt_folder, folders_of, handle_for
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.cli.cluster_logs import RankLog, attempt_number, print_log
+from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
 from finetune_operator.reconcile.store import JobStore
@@ -49,13 +50,13 @@ def logs(
     is looked for as runs/NAMESPACE/NAME in this folder and in the folders below it.
     """
     wanted = RankLog(rank, previous, follow)
-    manifest = load_job(Path(job), may_go_on=True) if Path(job).is_file() else None
+    manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
     if manifest is not None and manifest[0].spec.backend.type == "aks":
         metadata = manifest[0].metadata
-        asyncio.run(print_log(Key(namespace or metadata.namespace, metadata.name), wanted))
+        _until_ctrl_c(print_log(Key(namespace or metadata.namespace, metadata.name), wanted))
     elif namespace is not None:
         name = manifest[0].metadata.name if manifest is not None else job
-        asyncio.run(print_log(Key(namespace, name), wanted))
+        _until_ctrl_c(print_log(Key(namespace, name), wanted))
     else:
         _print_local(job, _run_directory(job, manifest), wanted)
 
@@ -72,7 +73,15 @@ def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
     if record is None:
         raise FineTuneError(f"{folder.path} holds no attempt; its files were removed")
     handle = handle_for(folder, record.uid, run_dir)
-    asyncio.run(_print(backend.logs(handle, wanted.rank, wanted.follow)))
+    _until_ctrl_c(_print(backend.logs(handle, wanted.rank, wanted.follow)))
+
+
+def _until_ctrl_c(printing: Coroutine[Any, Any, None]) -> None:
+    """Print; Ctrl-C is how following ends, and needs no word."""
+    try:
+        asyncio.run(printing)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_STOPPED) from None
 
 
 async def _print(lines: AsyncIterator[str]) -> None:

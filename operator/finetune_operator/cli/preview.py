@@ -15,11 +15,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from finetune_operator.api.paths import show_count
 from finetune_operator.backends.base import Attempt, Request
 from finetune_operator.cli.target import BackendOption, FileArgument, open_target
 from finetune_operator.errors import FineTuneError
 from finetune_trainer.config import DataReport, TrainConfig
 
+_READ = ("spec.backend.type", "spec.model", "spec.dataset")
 PREVIEW_COMMAND = (sys.executable, "-m", "finetune_trainer.data.preview")
 
 
@@ -33,7 +35,9 @@ def preview(
     Label tokens, those the loss is taken on, are green on a terminal and stand in [[ ]] elsewhere.
     """
     target = open_target(file, backend, runs_here=True)
-    target.refuse(target.backend.check_inputs(target.job))
+    # Nothing is written but the cache, and nothing is trained.
+    found = target.backend.check_inputs(target.job)
+    target.refuse(one for one in found if not one.path or one.path.startswith(_READ))
     config = _config_of(target.backend.render(target.plan, Attempt(number=1)))
     console = Console(highlight=False, soft_wrap=True)
     for line in _prepared(config, rows):
@@ -79,7 +83,8 @@ def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
 
 
 def _row(line: dict[str, Any], *, is_terminal: bool) -> Text:
-    facts = f"{line['where']}: {line['tokens']} tokens, {line['label_tokens']} labels"
+    facts = f"{line['where']}: {show_count(line['tokens'], 'token')}, "
+    facts += show_count(line["label_tokens"], "label")
     if line["truncated"]:
         facts += f", truncated from {line['row_tokens']}"
     elif line["sequences"] != 1:
@@ -100,20 +105,22 @@ def _summary(line: dict[str, Any]) -> list[str]:
     sentences = ["train: " + _counts(DataReport.model_validate(line["report"]))]
     if "eval_report" in line:
         sentences.append("eval: " + _counts(DataReport.model_validate(line["eval_report"])))
-    sentences.append(f"{line['total_steps']} optimizer steps; maxSeqLength {line['max_seq_len']}")
+    sentences.append(
+        f"{show_count(line['total_steps'], 'optimizer step')}; maxSeqLength {line['max_seq_len']}"
+    )
     return sentences
 
 
 def _counts(report: DataReport) -> str:
     facts = [
-        f"{report.rows:,} rows",
-        f"{report.sequences:,} sequences",
-        f"{report.tokens:,} tokens",
-        f"{report.label_tokens:,} labels",
+        show_count(report.rows, "row"),
+        show_count(report.sequences, "sequence"),
+        show_count(report.tokens, "token"),
+        show_count(report.label_tokens, "label"),
         f"{report.truncated_rows:,} truncated",
         f"{report.split_rows:,} split",
         f"{report.rows_without_labels:,} without labels",
     ]
     if report.packs:
-        facts.append(f"{report.packs:,} packs, {report.fill_ratio:.0%} full")
+        facts.append(f"{show_count(report.packs, 'pack')}, {report.fill_ratio:.0%} full")
     return ", ".join(facts)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from finetune_operator.api.manifest import Manifest, read_manifests
+from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.api.validate import ManifestRef, check_manifest, job_of
@@ -90,14 +91,10 @@ def _print_text(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> N
         mark = "note: " if problem.severity is Severity.WARNING else ""
         typer.echo(f"{mark}{problem}")
     errors = len(_errors(problems))
-    jobs = _count(len(manifests), "FineTuneJob")
+    jobs = show_count(len(manifests), "FineTuneJob")
     typer.echo(
-        f"{_count(errors, 'problem')} in {jobs}" if errors else f"{jobs} checked, no problem"
+        f"{show_count(errors, 'problem')} in {jobs}" if errors else f"{jobs} checked, no problem"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _print_json(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> None:

@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 
+from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.method import ActivationCheckpointing, StrategyType
@@ -96,8 +97,10 @@ def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: lis
             [
                 Problem(
                     "spec.training.globalBatchSize",
-                    f"{training.global_batch_size} is not a multiple of {step} ({nodes} nodes x "
-                    f"{processes} processes x micro-batch {asked}); use {use}",
+                    f"{training.global_batch_size} is not a multiple of {step} "
+                    f"({show_count(nodes, 'node')} x "
+                    f"{show_count(processes, 'process', 'processes')} x micro-batch {asked}); "
+                    f"use {use}",
                 )
             ]
         )

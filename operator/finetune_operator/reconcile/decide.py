@@ -10,6 +10,7 @@ have had their effect.
 from dataclasses import dataclass
 from datetime import datetime
 
+from finetune_operator.api.paths import show_count
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction
 from finetune_operator.api.v1alpha1.status import (
@@ -354,7 +355,7 @@ def _watching(
     # and an operator that starts anew has asked nobody yet.
     trains = said.phase not in _BEFORE_TRAINING if said else is_true(status, ConditionType.RUNNING)
     if runs and trains:
-        text = f"attempt {attempt.number} trains on {status.nodes.world_size} ranks"
+        text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
     stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
     if runs and not observation.reason:

@@ -7,6 +7,7 @@ a job; the kernel's lock on `job.lock` says so and goes when that process ends, 
 import fcntl
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -185,7 +186,7 @@ class JobStore:
             os.close(lock)
             raise JobLockedError(
                 f"{self.run_dir} is in use by process {holder}; stop that one first, or watch it "
-                "with ftctl logs -f"
+                f"with: ftctl logs -f {shlex.quote(str(self.run_dir))}"
             ) from None
 
 

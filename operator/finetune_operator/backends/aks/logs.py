@@ -6,6 +6,7 @@ from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.last_lines import kept_lines
 from finetune_operator.backends.aks.names import CONTAINER, AttemptName, facts_of
 from finetune_operator.backends.aks.words import index_of
+from finetune_operator.errors import NoSuchRankError
 from finetune_operator.kube.errors import InvalidError, NotFoundError
 from finetune_operator.kube.resources import Object
 
@@ -21,9 +22,9 @@ async def read_log(
     """
     facts = facts_of(batch_job)
     if rank >= facts.nodes * facts.processes_per_node:
-        ranks = facts.nodes * facts.processes_per_node
-        yield f"there is no rank {rank} in {name}, which has {ranks}"
-        return
+        newest_rank = facts.nodes * facts.processes_per_node - 1
+        said = "rank 0 alone" if newest_rank == 0 else f"ranks 0 to {newest_rank}"
+        raise NoSuchRankError(f"rank {rank} does not exist; {name} has {said}")
     index = rank // facts.processes_per_node
     pods = [
         one

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from finetune_operator.api.paths import show_path
+from finetune_operator.api.paths import show_count, show_path
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.unbuilt import check_fields, only, unset
 from finetune_operator.api.v1alpha1.job import FineTuneJob
@@ -79,6 +79,7 @@ def missing(
         *_data(job, manifest_dir),
         *_start(job, manifest_dir),
         *_folders(job, manifest_dir),
+        *_cache(environ),
         *overlaps(job, manifest_dir),
         *_processors(job, environ, cores, gpus),
     ]
@@ -168,6 +169,17 @@ def _folders(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
             yield Problem(path, f"{folder} cannot be written: {complaint}; choose another folder")
 
 
+def _cache(environ: Mapping[str, str]) -> Iterator[Problem]:
+    """The rows as tokens, which all jobs of a user share; no field of a job says where."""
+    folder = layout.cache_dir(environ)
+    if complaint := _complaint_about_folder(folder):
+        message = (
+            f"the token cache {folder} cannot be written: {complaint}; set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        )
+        yield Problem("", message)
+
+
 def _complaint_about_folder(folder: Path) -> str:
     """Try to write where the folder is, or where it would be made; leaves nothing behind."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -191,15 +203,16 @@ def _processors(
         if wanted > there:
             yield Problem(
                 "spec.topology.gpusPerNode",
-                f"{topology.gpus_per_node} on {topology.nodes} nodes needs {wanted} GPUs, this "
-                f"machine offers {there}; use fewer, or 0 to train on the CPU",
+                f"{topology.gpus_per_node} on {show_count(topology.nodes, 'node')} needs "
+                f"{show_count(wanted, 'GPU')}, this machine offers {there}; use fewer, or 0 to "
+                "train on the CPU",
             )
         return
     processes = topology.nodes * (topology.processes_per_node or 1)
     if processes > cores:
         yield Problem(
             "spec.topology.processesPerNode",
-            f"{processes} processes share {cores} cores and slow each other down; use at most "
-            f"{cores}",
+            f"{processes} processes share {show_count(cores, 'core')} and slow each other down; "
+            f"use at most {cores}",
             Severity.WARNING,
         )

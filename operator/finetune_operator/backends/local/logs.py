@@ -13,6 +13,7 @@ from typing import Any
 
 from finetune_operator.backends.local.layout import AttemptFolder
 from finetune_operator.backends.local.records import AttemptRecord
+from finetune_operator.errors import NoSuchRankError
 
 POLL_SECONDS = 0.2
 _HEAD = ("time", "attempt", "rank", "event")
@@ -34,8 +35,9 @@ async def read_log(
     """
     world_size = record.nodes * record.processes_per_node
     if not 0 <= rank < world_size:
-        yield f"rank {rank} does not exist; attempt {record.attempt} has {_ranks(world_size)}"
-        return
+        raise NoSuchRankError(
+            f"rank {rank} does not exist; attempt {record.attempt} has {_ranks(world_size)}"
+        )
     events = Tail(folder.run_dir / "logs" / f"rank-{rank}.jsonl")
     output = Tail(folder.log(rank // record.processes_per_node))
     has_events = has_output = False
