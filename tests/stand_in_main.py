@@ -5,7 +5,7 @@ A program of its own, as the stand-ins import torch, which takes seconds and no 
 
 import sys
 
-from finetune_trainer.__main__ import main
+from finetune_trainer.launch.main import main
 
 if __name__ == "__main__":
     main(sys.argv[1:-1], entry=f"rank_entries:{sys.argv[-1]}")

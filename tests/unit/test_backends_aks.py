@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from decimal import Decimal
@@ -49,6 +50,21 @@ def pod_of(name: str, attempt: int = 1) -> Object:
     """Return the pod template of a case."""
     made: Object = CASES[name].request().objects[-1]["spec"]["template"]
     return made
+
+
+def command_of(**changes: Any) -> list[str]:
+    """Return what the container of a profile with these fields runs."""
+    made = backend(profile(**changes)).render(planned(**JOB), Attempt(1)).objects[-1]
+    return list(made["spec"]["template"]["spec"]["containers"][0]["command"])
+
+
+def test_the_trainer_runs_below_the_lines_of_sh_or_what_the_profile_names() -> None:
+    trainer = ["python", "-m", "finetune_trainer", "/etc/finetune/config.json"]
+    shell, option, lines, name, *command = command_of()
+    assert (shell, option, name, command) == ("sh", "-c", "init", trainer)
+    assert not re.search(r"\$[$(]", lines), "the kubelet would change that"
+    assert command_of(init=["tini", "--"]) == ["tini", "--", *trainer]
+    assert command_of(init=[]) == trainer
 
 
 def test_the_configuration_reaches_the_trainer_as_it_reads_it() -> None:

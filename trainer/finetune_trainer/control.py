@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
+from finetune_trainer import first_signal
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 from finetune_trainer.errors import Preempted, TrainerError
 from finetune_trainer.world import World
@@ -48,20 +49,22 @@ class BrokenOff(BaseException):
 class StopSignal:
     """Remembers that SIGTERM or SIGINT came; the loop asks at its step boundaries.
 
-    A signal interrupts no work but that inside `breaks`, and a second one changes nothing: Ctrl-C
-    in a terminal reaches a rank twice, from the terminal and from its supervisor.
+    A signal interrupts no work but that inside `breaks` or `leads_to`, and a second one changes
+    nothing: Ctrl-C in a terminal reaches a rank twice, from the terminal and from its supervisor.
     """
 
     def __init__(self) -> None:
         self._reason: str | None = None
         self._asked_at = 0.0
         self._notice_seconds = float("inf")
-        self._breaks = False
+        self._act: Callable[[], object] | None = None
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT; call from the main thread."""
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
+        """Take over SIGTERM and SIGINT, and what came of them before; call from the main thread."""
+        for number in first_signal.NUMBERS:
+            signal.signal(number, self._handle)
+        if (came := first_signal.name()) is not None:
+            self.request(came)
 
     def request(self, reason: str, notice_seconds: float = float("inf")) -> None:
         """Ask for a stop ("stopped by `reason`"); the first one is kept.
@@ -91,19 +94,32 @@ class StopSignal:
     @contextmanager
     def breaks(self) -> Iterator[None]:
         """Let a signal, also one that has come already, raise `BrokenOff` in the block."""
+
+        def break_off() -> None:
+            raise BrokenOff
+
+        with self.leads_to(break_off):
+            yield
+
+    @contextmanager
+    def leads_to(self, act: Callable[[], object]) -> Iterator[None]:
+        """Let a signal, also one that has come already, call `act` in the block, once."""
         try:
-            self._breaks = True
+            self._act = act
             if self.requested:
-                raise BrokenOff
+                self._act_once()
             yield
         finally:
-            self._breaks = False
+            self._act = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
-        if self._breaks:
-            self._breaks = False  # what is cleaned up on the way out must not break off again
-            raise BrokenOff
+        self._act_once()
+
+    def _act_once(self) -> None:
+        act, self._act = self._act, None  # what is cleaned up on the way out must not act again
+        if act is not None:
+            act()
 
 
 class Agreed(NamedTuple):

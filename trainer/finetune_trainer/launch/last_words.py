@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from finetune_trainer import first_signal
 from finetune_trainer.config import ExitCode, FailureClass, Progress, SampleAnswer, Termination
 from finetune_trainer.files import replace_text
 from finetune_trainer.launch.report import RankReport
@@ -60,8 +61,8 @@ class RankExit:
 
     @property
     def is_preempted(self) -> bool:
-        """Told to stop: SIGTERM ends a process that is too young to have taken it over."""
-        return self.outcome in (ExitCode.PREEMPTED, -signal.SIGTERM)
+        """Told to stop: a signal ends a process that is too young to have taken it over."""
+        return self.outcome in (ExitCode.PREEMPTED, *(-number for number in first_signal.NUMBERS))
 
 
 def agree(

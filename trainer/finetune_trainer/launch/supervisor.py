@@ -1,6 +1,6 @@
 """The main process of a node: starts its ranks, passes signals on, and has the last word.
 
-Called by `__main__`. It trains nothing, opens no device and never imports torch. After a fault it
+Called by `main`. It trains nothing, opens no device and never imports torch. After a fault it
 may start the ranks of a single node again; otherwise the operator starts the next attempt when
 every process of this one is gone.
 """

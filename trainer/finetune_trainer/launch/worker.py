@@ -1,7 +1,7 @@
 """One rank, from its first instruction to its exit code.
 
 `python -m finetune_trainer.launch.worker CONFIG ENTRY` is what the supervisor starts once per
-process; under a foreign launcher `__main__` calls `run_rank` itself. The work is done by ENTRY
+process; under a foreign launcher `main` calls `run_rank` itself. The work is done by ENTRY
 (`finetune_trainer.rank:run`); this module gives it a world and reports how it ended.
 """
 
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
@@ -27,7 +28,7 @@ from finetune_trainer.errors import (
     TrainerError,
 )
 from finetune_trainer.launch.claim import claim_folders
-from finetune_trainer.launch.last_words import with_progress
+from finetune_trainer.launch.last_words import preempted_before_training, with_progress
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -69,76 +70,106 @@ def run_rank(
 ) -> RankReport:
     """Do the work of the rank that the environment names, and return how it ended.
 
-    When it hangs the process ends here, and `tell` has received the report.
+    When it hangs, or is overtaken, the process ends here, and `tell` has received the report.
     """
-    telemetry: Telemetry | None = None
-    stop = StopSignal()
-    stop.install()
-    rank = 0
+    return _Rank(config, environ, tell).run(entry)
 
-    def work() -> Termination:
-        nonlocal telemetry, rank
+
+class _Rank:
+    """One rank and its outlets; until these are open, it has nothing to write to."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        environ: Mapping[str, str],
+        tell: Callable[[RankReport], None],
+    ) -> None:
+        self._config = config
+        self._environ = environ
+        self._tell = tell
+        self._stop = StopSignal()
+        self._telemetry: Telemetry | None = None
+        self._rank = 0
+
+    def run(self, entry: str) -> RankReport:
+        self._stop.install()
+        termination, verdict = guard(lambda: self._work(entry), on_error=self._log_error)
+        if verdict is not None and verdict.is_own_fault:
+            termination = termination.model_copy(update={"rank": self._rank})
+        if self._telemetry is not None:
+            termination = _close(self._telemetry, termination)
+        is_collateral = verdict is not None and verdict.is_collateral
+        return self._report(termination, is_collateral=is_collateral)
+
+    def _work(self, entry: str) -> Termination:
+        config, environ, stop = self._config, self._environ, self._stop
         launch = read_launch(environ) or Launch("")
-        rank = launch.rank
+        self._rank = launch.rank
         if launch.launcher == ACCELERATE:  # it dies of SIGTERM without passing it on
             end_with_parent(os.getppid(), signal.SIGTERM)
         fence = None
-        if rank == 0:  # the others come no further than to meet it before it has the folders
+        if launch.rank == 0:  # the others come no further than to meet it before it has the folders
             fence = claim_folders(config, lambda: stop.requested)
-            telemetry = open_telemetry(launch)
-            fence.watch(end_overtaken)
-        with open_world(config, environ, should_stop=lambda: stop.requested) as world:
-            telemetry = telemetry or open_telemetry(launch)
-            return _load(entry)(_continued(config, environ), world, stop, telemetry, fence)
+            self._open_telemetry(launch)
+            fence.watch(self._end_overtaken)
+        with ExitStack() as importing:
+            if config.world.world_size == 1:  # else the others must learn of it when they meet
+                importing.enter_context(stop.leads_to(self._end_before_training))
+            with open_world(config, environ, should_stop=lambda: stop.requested) as world:
+                do_work = _load(entry)
+                importing.close()
+                telemetry = self._telemetry or self._open_telemetry(launch)
+                return do_work(_continued(config, environ), world, stop, telemetry, fence)
 
-    def open_telemetry(launch: Launch) -> Telemetry:
-        opened = _open_telemetry(config, launch, environ)
+    def _open_telemetry(self, launch: Launch) -> Telemetry:
+        config = self._config
+        self._telemetry = _open_telemetry(config, launch, self._environ)
         if config.control.hang_seconds is not None:
-            stacks = Path(config.run_dir) / "logs" / f"rank-{rank}.stacks.txt"
-            watch_progress(opened, config.control.hang_seconds, stacks, end_hung)
-        return opened
+            stacks = Path(config.run_dir) / "logs" / f"rank-{launch.rank}.stacks.txt"
+            watch_progress(self._telemetry, config.control.hang_seconds, stacks, self._end_hung)
+        return self._telemetry
 
-    def end_hung(termination: Termination) -> None:
-        assert telemetry is not None, "it is what the watchdog watches"
-        words = _close(telemetry, termination.model_copy(update={"rank": rank}))
-        tell(RankReport(rank=rank, time=time.time(), termination=words))
-        leave(words.exit_code)
+    def _end_before_training(self) -> None:
+        # At once: importing takes seconds, and an exception in C++ code would abort the process.
+        self._end(preempted_before_training(self._stop.reason))
 
-    def end_overtaken(error: OvertakenError) -> None:
-        assert telemetry is not None, "it was opened before the claims were watched"
-        telemetry.let_go()
+    def _end_hung(self, termination: Termination) -> None:
+        self._end(termination.model_copy(update={"rank": self._rank}))
+
+    def _end_overtaken(self, error: OvertakenError) -> None:
+        assert self._telemetry is not None, "it was opened before the claims were watched"
+        self._telemetry.let_go()
         time.sleep(_SECONDS_TO_LEAVE_TOGETHER)
-        words = Termination(
-            failure_class=error.failure_class,
-            exit_code=error.exit_code,
-            message=str(error),
-            step=telemetry.progress.step,
-            rank=rank,
+        self._end(
+            Termination(
+                failure_class=error.failure_class,
+                exit_code=error.exit_code,
+                message=str(error),
+                step=self._telemetry.progress.step,
+                rank=self._rank,
+            )
         )
-        tell(RankReport(rank=rank, time=time.time(), termination=words))
+
+    def _end(self, termination: Termination) -> NoReturn:
+        assert self._telemetry is not None, "it is opened before anything can end this process"
+        words = _close(self._telemetry, termination)
+        self._tell(self._report(words))
         leave(words.exit_code)
 
-    def on_error(verdict: Verdict, trace: str) -> None:
+    def _report(self, termination: Termination, *, is_collateral: bool = False) -> RankReport:
+        return RankReport(
+            rank=self._rank, time=time.time(), termination=termination, is_collateral=is_collateral
+        )
+
+    def _log_error(self, verdict: Verdict, trace: str) -> None:
         is_unexpected = verdict.exit_code == ExitCode.ERROR and not verdict.is_collateral
         if is_unexpected:
             print(trace, file=sys.stderr, flush=True)
-        if telemetry is not None:
+        if self._telemetry is not None:
             details = {"trace": trace} if is_unexpected else {}
-            telemetry.log(
+            self._telemetry.log(
                 "failed", reason=verdict.failure_class, message=verdict.message, **details
             )
-
-    termination, verdict = guard(work, on_error=on_error)
-    if verdict is not None and verdict.is_own_fault:
-        termination = termination.model_copy(update={"rank": rank})
-    if telemetry is not None:
-        termination = _close(telemetry, termination)
-    return RankReport(
-        rank=rank,
-        time=time.time(),
-        termination=termination,
-        is_collateral=verdict is not None and verdict.is_collateral,
-    )
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals) -> None:

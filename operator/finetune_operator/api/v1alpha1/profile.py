@@ -203,6 +203,12 @@ class FineTuneProfileSpec(ApiModel):
         ["python", "-m", "finetune_trainer"],
         description="What a pod runs; the path of its configuration is appended.",
     )
+    init: Annotated[list[Text], Field(max_length=16)] | None = Field(
+        None,
+        description="What starts the command, passes signals on to it and returns its exit code, "
+        "such as [tini, --]. Absent means some lines of sh, which the image must have then; an "
+        "empty list means nothing: the command is PID 1, and a stop in its first moments is lost.",
+    )
     env: Annotated[dict[str, Text], Field(max_length=256)] = Field(
         {}, description="Environment variables of every pod."
     )

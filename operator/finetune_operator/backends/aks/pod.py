@@ -9,6 +9,7 @@ from typing import Any
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.backends.aks import pod_template, scheduling, volumes
+from finetune_operator.backends.aks.init import below_init
 from finetune_operator.backends.aks.names import (
     CONFIG_ANNOTATION,
     CONTAINER,
@@ -112,7 +113,9 @@ def _container(inputs: PodInputs) -> Json:
     container: Json = {
         "name": CONTAINER,
         "image": aks_of(job).image or profile.image,
-        "command": [*profile.command, f"{volumes.CONFIG_FOLDER}/config.json"],
+        "command": below_init(
+            profile.init, [*profile.command, f"{volumes.CONFIG_FOLDER}/config.json"]
+        ),
         "env": _environment(inputs),
         "ports": [
             {"name": METRICS_PORT_NAME, "containerPort": job.spec.observability.metrics_port}

@@ -1,0 +1,111 @@
+"""What `python -m finetune_trainer CONFIG` does: be the main process of a node, or one rank of it.
+
+Started once per node it supervises the node's ranks. Started once per process by another launcher
+(torchrun, `accelerate launch`, mpirun, Azure ML) it is the rank that the environment names.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import psutil
+from pydantic import ValidationError
+
+from finetune_trainer.config import (
+    ENV_TERMINATION_PATH,
+    ExitCode,
+    FailureClass,
+    Termination,
+    TrainConfig,
+)
+from finetune_trainer.control import leave
+from finetune_trainer.launch.report import DEFAULT_ENTRY, RankReport
+from finetune_trainer.launch.supervisor import Supervisor, say_last_words
+from finetune_trainer.world import launched_by_another
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
+    """Run, and end the process with the exit code of the attempt.
+
+    Args:
+        arguments: the path of the configuration.
+        entry: `module:function` that does a rank's work.
+    """
+    if len(arguments) != 1:
+        print("usage: python -m finetune_trainer CONFIG", file=sys.stderr)
+        leave(ExitCode.CONFIG)
+    path = Path(arguments[0])
+    try:
+        config = TrainConfig.read(path)
+    except (OSError, ValidationError) as error:
+        leave(_refuse(path, error))
+    if launched_by_another(os.environ):
+        leave(_be_a_rank(config, entry))
+    leave(Supervisor(config, path, entry=entry).run().exit_code)
+
+
+def _be_a_rank(config: TrainConfig, entry: str) -> int:
+    """Do one rank's work; the ranks have the last word, as no supervisor of ours is there.
+
+    Rank 0 speaks for all, unless another has said already that it is to blame: of that, rank 0
+    only sees that a peer is gone.
+    """
+    from finetune_trainer.launch.worker import run_rank  # imports what a supervisor has no use for
+
+    started = psutil.Process().create_time()  # about the same for all ranks of a launcher
+
+    def tell(report: RankReport) -> None:
+        said = Path(os.environ.get(ENV_TERMINATION_PATH) or config.termination_path)
+        is_said = said.exists() and said.stat().st_mtime >= started
+        is_to_blame = report.termination.rank is not None
+        if (report.rank == 0 or is_to_blame) and not is_said:
+            say_last_words(report.termination, config.termination_path)
+        else:
+            print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
+
+    report = run_rank(config, entry, tell=tell)
+    tell(report)
+    return report.termination.exit_code
+
+
+def _refuse(path: Path, error: OSError | ValidationError) -> ExitCode:
+    problems = _problems(path, error)
+    if len(problems) > 1:  # one alone is said by the last words
+        print(*problems, sep="\n", file=sys.stderr)
+    termination = Termination(
+        failure_class=FailureClass.CONFIG_ERROR,
+        exit_code=ExitCode.CONFIG,
+        message="; ".join(problems),
+    )
+    say_last_words(termination, _termination_path(path))
+    return ExitCode.CONFIG
+
+
+def _problems(path: Path, error: OSError | ValidationError) -> list[str]:
+    """Return a sentence for each thing that is wrong with the configuration file."""
+    if isinstance(error, OSError):
+        return [f"{path} cannot be read ({error.strerror}); pass the path of a TrainConfig file"]
+    return [_sentence(path, problem) for problem in error.errors(include_url=False)]
+
+
+def _sentence(path: Path, problem: "ErrorDetails") -> str:
+    said = problem["msg"].removeprefix("Value error, ")
+    if said.startswith("spec."):  # it names its field as the user's manifest does
+        return said
+    return f"{'.'.join(map(str, problem['loc'])) or path}: {said}"
+
+
+def _termination_path(path: Path) -> str | None:
+    """Return what the unusable configuration says about where last words go, if it says so."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None  # said already, as the reason why the configuration is unusable
+    found = values.get("terminationPath") if isinstance(values, dict) else None
+    return found if isinstance(found, str) else None
