@@ -15,6 +15,7 @@ from backend_contract import BackendContract, observed_until_gone, planned, wait
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle
 from finetune_operator.backends.local import locks, proc
 from finetune_operator.backends.local.backend import LocalBackend
+from finetune_operator.reconcile.failures import verdict
 from finetune_trainer.config import FailureClass
 from local_runs import (
     is_running,
@@ -102,6 +103,18 @@ def test_the_exit_code_is_reported_as_it_is(folder: Path, code: int) -> None:
     seen = observed_until_gone(backend, _submit(backend))
     assert seen.phase is AttemptPhase.FAILED
     assert seen.termination is not None
+    assert seen.termination.exit_code == code
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_process_told_to_stop_before_it_could_listen_is_preempted(
+    folder: Path, code: int
+) -> None:
+    backend = local_backend(folder, {"1": {"exit_code": code, "fail_at": 1, "is_silent": True}})
+    seen = observed_until_gone(backend, _submit(backend))
+    assert seen.phase is AttemptPhase.FAILED
+    assert seen.termination is not None
+    assert verdict(seen).failure_class is FailureClass.PREEMPTED
     assert seen.termination.exit_code == code
 
 

@@ -788,6 +788,21 @@ ENDS: list[Any] = [
     ),
     pytest.param(ended(0, 137), 137, "WorkerLost", "was killed (SIGKILL)", id="killed"),
     pytest.param(
+        ended(0, 143), 143, "Preempted", "pod tiny-1-0-x was told to stop (SIGTERM) before",
+        id="too young to say a word",
+    ),
+    pytest.param(
+        ended(0, 130, "the log's end"), 130, "Preempted", "told to stop (SIGINT) before",
+        id="too young, by another signal",
+    ),
+    pytest.param(
+        ended(0, 143, reason="OOMKilled"), 137, "OutOfMemory", "reached its memory limit",
+        id="out of memory while it was told to stop",
+    ),
+    pytest.param(
+        ended(0, 143, PREEMPTED), 143, "Preempted", "143 after it said: said", id="signalled later"
+    ),
+    pytest.param(
         ended(0, 1, "Traceback\nImportError: x\n"), 1, "Error",
         "it said last: Traceback\nImportError: x", id="the end of its log",
     ),

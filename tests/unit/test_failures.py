@@ -23,6 +23,9 @@ C = FailureClass
         pytest.param(1, C.OUT_OF_MEMORY, C.OUT_OF_MEMORY, id="1 says what it was"),
         pytest.param(1, C.PREEMPTED, C.ERROR, id="1 cannot claim a preemption"),
         pytest.param(139, C.ERROR, C.ERROR, id="another signal"),
+        pytest.param(143, C.PREEMPTED, C.PREEMPTED, id="143 that was told to stop"),
+        pytest.param(130, C.PREEMPTED, C.PREEMPTED, id="130 that was told to stop"),
+        pytest.param(143, C.OUT_OF_MEMORY, C.OUT_OF_MEMORY, id="143 that says out of memory"),
     ],
 )
 def test_the_exit_code_beats_the_class_it_claims(
@@ -51,6 +54,7 @@ def test_gone_without_a_word_is_a_lost_worker() -> None:
         (C.CONFIG_ERROR, 78, RestartAction.FAIL),
         (C.DO_NOT_RESTART, 93, RestartAction.FAIL),
         (C.PREEMPTED, 75, RestartAction.RESTART_FREE),
+        (C.PREEMPTED, 143, RestartAction.RESTART_FREE),
         (C.WORKER_LOST, 137, RestartAction.RESTART),
         (C.OUT_OF_MEMORY, 137, RestartAction.RESTART),
         (C.ERROR, 1, RestartAction.RESTART),

@@ -5,6 +5,7 @@
 
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
 from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.guilt import TOLD_TO_LEAVE
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 PERMANENT = frozenset(
@@ -49,6 +50,8 @@ def classify(said: Termination) -> FailureClass:
     by_code = _CLASS_OF_CODE.get(ExitCode(said.exit_code)) if _is_known(said.exit_code) else None
     if by_code is not None:
         return by_code
+    if said.exit_code in TOLD_TO_LEAVE and said.failure_class is FailureClass.PREEMPTED:
+        return FailureClass.PREEMPTED
     if said.failure_class in _CLASS_OF_CODE.values():
         killed = said.exit_code == ExitCode.KILLED
         return FailureClass.WORKER_LOST if killed else FailureClass.ERROR

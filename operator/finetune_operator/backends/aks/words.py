@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune_operator.backends.aks.names import CONTAINER, INDEX_LABEL
-from finetune_operator.backends.guilt import innocence
+from finetune_operator.backends.guilt import TOLD_TO_LEAVE, innocence, told_to_leave
 from finetune_operator.kube.resources import Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
@@ -116,6 +116,8 @@ def _without_words(name: str, code: int, reason: str, tail: str) -> Termination:
     if code == ExitCode.KILLED:
         text = f"pod {name} was killed (SIGKILL) without last words"
         return _words(code, FailureClass.WORKER_LOST, text)
+    if code in TOLD_TO_LEAVE:
+        return told_to_leave(f"pod {name}", code)
     said = f" ({reason})" if reason not in ("", "Error") else ""
     told = f"; it said last: {last}" if last else "; see its log"
     text = f"pod {name} ended with exit code {code}{said} without last words{told}"

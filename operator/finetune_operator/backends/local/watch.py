@@ -14,7 +14,12 @@ from enum import StrEnum
 from pydantic import ValidationError
 
 from finetune_operator.backends.base import AttemptPhase, Handle, Observation
-from finetune_operator.backends.guilt import TERMINATED, innocence
+from finetune_operator.backends.guilt import (
+    TERMINATED,
+    TOLD_TO_LEAVE,
+    innocence,
+    told_to_leave,
+)
 from finetune_operator.backends.local import locks, proc, records
 from finetune_operator.backends.local.environment import ENV_MARK, mark
 from finetune_operator.backends.local.layout import AttemptFolder
@@ -141,10 +146,12 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
         # is no record now, there will never be one.
         record = records.read(folder.node(rank), NodeRecord)
     if record is None:
-        code, text = 1, f"node {rank} could not be started; see {folder.log(rank)}"
+        failure, code = FailureClass.ERROR, 1
+        text = f"node {rank} could not be started; see {folder.log(rank)}"
         if cancel is not None:
-            code, text = TERMINATED, f"node {rank} was stopped before it had begun"
-        words = Termination(failure_class=FailureClass.ERROR, exit_code=code, message=text)
+            failure, code = FailureClass.PREEMPTED, TERMINATED
+            text = f"node {rank} was stopped before it had begun"
+        words = Termination(failure_class=failure, exit_code=code, message=text)
         return Node(rank, NodeState.ENDED, words=words, is_victim=cancel is not None)
     process = proc.Process(record.pid, record.start_time, record.boot_id)
     if process.is_alive():
@@ -192,8 +199,12 @@ def _last_words(
 def _without_words(
     rank: int, code: int | None, doubt: str, folder: AttemptFolder, cancel: CancelRecord | None
 ) -> Termination:
-    """An orphan that left no words was killed: it would have written them otherwise."""
-    code = ExitCode.KILLED if code is None else code
+    """An orphan that left no words was killed, or told to stop: else it would have written them."""
+    if code is None:
+        was_told = cancel is not None and not cancel.was_enforced
+        code = TERMINATED if was_told else ExitCode.KILLED
+    if code in TOLD_TO_LEAVE:
+        return told_to_leave(f"node {rank}", code)
     failure = FailureClass.ERROR
     if code == ExitCode.DONE:
         failure, text = FailureClass.COMPLETED, f"node {rank} ended with exit code 0 {doubt}"
