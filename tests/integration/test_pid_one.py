@@ -177,3 +177,29 @@ def test_the_init_reaps_what_its_command_leaves_behind(tmp_path: Path) -> None:
     os.kill(began.pid, signal.SIGTERM)
     assert [one.name() for one in inside] == ["sh"]
     assert began.end(30) == 143
+
+
+NOWHERE = """\
+apiVersion: v1
+kind: Config
+clusters: [{name: it, cluster: {server: "http://127.0.0.1:9"}}]
+users: [{name: me, user: {}}]
+contexts: [{name: here, context: {cluster: it, user: me}}]
+current-context: here
+"""
+
+
+@pytest.mark.parametrize("moment", [0.2, 0.5, 1.0])  # it listens from 0.03 to 0.06 s on
+def test_the_operator_ends_when_it_is_told_to_while_it_starts(
+    tmp_path: Path, moment: float
+) -> None:
+    (tmp_path / "config").write_text(NOWHERE)
+    settings = {
+        "FINETUNE_OPERATOR_KUBECONFIG": str(tmp_path / "config"),
+        "FINETUNE_OPERATOR_HEALTH_PORT": "0",
+        "FINETUNE_OPERATOR_LEADER_ELECTION": "false",
+    }
+    began = start([sys.executable, "-m", "finetune_operator.kernel"], settings)
+    time.sleep(moment)
+    os.kill(began.pid, signal.SIGTERM)
+    assert began.end(30) == 0, began.said

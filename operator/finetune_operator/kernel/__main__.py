@@ -1,6 +1,27 @@
-"""`python -m finetune_operator.kernel`: the operator."""
+"""`finetune-operator`, also `python -m finetune_operator.kernel`: ends when told to, from the start.
 
-from finetune_operator.kernel.run import main
+As PID 1 of a container a process without handlers is deaf: Linux drops the signal, and the pod is
+killed only at the end of its grace. So they come before the imports, which take a second.
+"""
+
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """Run the operator until it is told to end; exit code 1 if it cannot start."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    from finetune_operator.kernel.run import main as run
+
+    run()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End before anything was begun that would have to be given back."""
+    os._exit(0)
+
 
 if __name__ == "__main__":
     main()
