@@ -1,4 +1,4 @@
-"""`finetune-operator`, also `python -m finetune_operator.kernel`: ends when told to, from the start.
+"""`finetune-operator`, or `python -m finetune_operator.kernel`: ends when told to, from the start.
 
 As PID 1 of a container a process without handlers is deaf: Linux drops the signal, and the pod is
 killed only at the end of its grace. So they come before the imports, which take a second.
