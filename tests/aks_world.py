@@ -58,7 +58,9 @@ class AksWorld(World):
 
     def _may_run(self, batch_job: Object) -> bool:
         over = any(condition(batch_job, kind) for kind in ("Complete", "Failed", "FailureTarget"))
-        if not over and batch_job["spec"].get("activeDeadlineSeconds") != 1:
+        spec = batch_job["spec"]
+        # The deadline of a suspended Job does not run; it begins anew once somebody resumes it.
+        if not over and (spec.get("activeDeadlineSeconds") != 1 or spec.get("suspend")):
             return True
         return any(is_alive(pod) for pod in self._pods(batch_job))
 
@@ -76,8 +78,10 @@ class AksWorld(World):
             self.cache(one.resource).replace(listing.items, listing.resource_version)
 
     async def apply(self, **overrides: Any) -> None:
-        spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
-        await self.api.create(FINE_TUNE_PROFILES, {"metadata": {"name": "default"}, "spec": spec})
+        if not self.api.objects(FINE_TUNE_PROFILES):
+            spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
+            made = {"metadata": {"name": "default"}, "spec": spec}
+            await self.api.create(FINE_TUNE_PROFILES, made)
         fields: dict[str, Any] = {
             **JOB,
             "topology__nodes": NODES,
@@ -110,8 +114,10 @@ class AksWorld(World):
     # What the batch Job's controller does.
 
     async def make_pods(self, number: int) -> None:
-        """Make the pods of an attempt; each has a node, and does not run yet."""
+        """Make the pods of an attempt, if it may; each has a node, and does not run yet."""
         batch_job = await self._batch_job(number)
+        if any(condition(batch_job, kind) for kind in ("Complete", "Failed", "FailureTarget")):
+            return
         owner = {"kind": "Job", "controller": True, "uid": batch_job["metadata"]["uid"]}
         template = batch_job["spec"]["template"]
         for index in range(NODES):
@@ -136,8 +142,28 @@ class AksWorld(World):
             if is_alive(pod) and "deletionTimestamp" not in pod["metadata"]:
                 await self.api.delete(PODS, name, "ns", grace_seconds=30)
             await self.api.patch(PODS, name, "ns", {"metadata": {"finalizers": None}})
-        over = [{"type": kind, "status": "True", "reason": "Played", "message": ""}]
-        await self._tell(JOBS, f"tiny-{number}", conditions=over)
+        over = {"type": kind, "status": "True", "reason": "Played", "message": ""}
+        before = batch_job.get("status", {}).get("conditions") or []
+        await self._tell(JOBS, f"tiny-{number}", conditions=[*before, over])
+
+    async def suspend(self, number: int, value: bool = True) -> None:
+        """Suspend the batch Job, as its queue or somebody else does, or resume it.
+
+        Its controller tells running pods to leave, and lets them go without a trace.
+        """
+        await self.api.patch(JOBS, f"tiny-{number}", "ns", {"spec": {"suspend": value}})
+        if not value:
+            return
+        for pod in self._pods(await self._batch_job(number)):
+            name = pod["metadata"]["name"]
+            await self.api.delete(PODS, name, "ns", grace_seconds=30)
+
+    async def let_go(self, number: int) -> None:
+        """Remove the pods that have left a suspended batch Job."""
+        for pod in self._pods(await self._batch_job(number)):
+            if not is_alive(pod):
+                name = pod["metadata"]["name"]
+                await self.api.patch(PODS, name, "ns", {"metadata": {"finalizers": None}})
 
     # What a node does.
 

@@ -90,6 +90,10 @@ async def _begin_in_a_queue(world: AksWorld, said: ProgressServer) -> None:
     await world.apply(queue={"name": "team"}, ttl_seconds_after_finished=60)
 
 
+async def _first_has_failed(world: AksWorld, said: ProgressServer) -> None:
+    await world.conclude(1, "Failed")
+
+
 async def _second_is_admitted(world: AksWorld, said: ProgressServer) -> None:
     said.progress = trains(2)
     await world.api.patch(JOBS, "tiny-2", "ns", {"spec": {"suspend": False}})
@@ -124,6 +128,7 @@ RESTARTED: tuple[Chapter, ...] = (
 QUEUED: tuple[Chapter, ...] = (
     _begin_in_a_queue,
     _suspend,
+    _first_has_failed,
     _resume,
     _second_is_admitted,
     _second_completes,
@@ -241,9 +246,9 @@ def test_the_undisturbed_lives_end_well_and_make_every_kind_of_write(
     cancelled = json.loads(restarted.seen[3]["Job tiny-1"])
     assert cancelled["metadata"]["annotations"]["finetune.dev/last-lines"].endswith("CUDA error")
     assert cancelled["spec"]["activeDeadlineSeconds"] == 1
-    assert queued.seen[1]["status"]["phase"] == "Suspended"
-    taken_out = json.loads(queued.seen[1]["Job tiny-1"])
-    assert "kueue.x-k8s.io/queue-name" not in taken_out["metadata"]["labels"]
+    assert [one["status"]["phase"] for one in queued.seen[1:3]] == ["Suspending", "Suspended"]
+    given_up, _ = json.loads(queued.seen[2]["Job tiny-1"])["status"]["conditions"]
+    assert (given_up["type"], given_up["reason"]) == ("FailureTarget", "GivenUp")
     assert queued.seen[-2]["status"]["phase"] == "Succeeded"
     assert queued.writes[-1] == "delete finetunejobs/tiny"
     assert queued.seen[-1] == {"status": {}}

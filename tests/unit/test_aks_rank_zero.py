@@ -76,6 +76,10 @@ class OnePod:
     def end_rank_zero(self) -> None:
         self._pods = []
         self._cache(PODS).replace(self._pods, "9")
+        over = {"conditions": [{"type": "Failed", "status": "True"}]}
+        for one in self.api.objects(JOBS):
+            metadata = {**one["metadata"], "resourceVersion": "9"}
+            self._cache(JOBS).put({**one, "metadata": metadata, "status": over})
 
     @property
     def endpoint(self) -> tuple[str, list[str]]:

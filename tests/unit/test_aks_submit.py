@@ -41,8 +41,14 @@ def opened(job: FineTuneJob) -> FineTuneJob:
 
 
 def pod(phase: str, version: int) -> Object:
-    metadata = {"name": "tiny-1-0-abc", "namespace": "default", "resourceVersion": str(version)}
-    return {"metadata": {**metadata, "labels": {JOB_LABEL: "tiny"}}, "status": {"phase": phase}}
+    metadata: Object = {
+        "name": "tiny-1-0-abc",
+        "namespace": "default",
+        "resourceVersion": str(version),
+    }
+    owner = {"kind": "Job", "name": "tiny-1", "uid": "deleted", "controller": True}
+    metadata |= {"labels": {JOB_LABEL: "tiny"}, "ownerReferences": [owner]}
+    return {"metadata": metadata, "status": {"phase": phase}}
 
 
 def test_no_attempt_is_created_beside_a_pod_whose_batch_job_was_deleted_unseen() -> None:

@@ -109,7 +109,9 @@ def test_a_name_for_rank_0_that_cannot_be_given_is_told_and_meets_the_deadline()
 
 def test_a_pod_of_the_job_of_this_name_before_is_waited_for_in_the_open() -> None:
     async def life(world: AksWorld, said: ProgressServer) -> None:
-        old = {"name": "tiny-3-0-x", "labels": {JOB_LABEL: "tiny", JOB_UID_LABEL: "another"}}
+        owner = {"kind": "Job", "name": "tiny-3", "uid": "deleted", "controller": True}
+        labels = {JOB_LABEL: "tiny", JOB_UID_LABEL: "another"}
+        old = {"name": "tiny-3-0-x", "labels": labels, "ownerReferences": [owner]}
         await world.api.create(PODS, {"metadata": old, "spec": {}}, "ns")
         await world.apply(deadlines={"pendingSeconds": 60})
         await look(world, 8)

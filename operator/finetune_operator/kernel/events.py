@@ -17,7 +17,13 @@ from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, ApiError, NotLeadingError
 from finetune_operator.kube.resources import EVENTS, Object
-from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_true
+from finetune_operator.reconcile.conditions import (
+    ConditionType,
+    Reason,
+    find,
+    is_finished,
+    is_true,
+)
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +80,7 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
     if created is not None and created != old.backend_ref:
         said = f"attempt {new.attempt} is {created.kind} {created.name}"
         told.append(JobEvent(EventType.NORMAL, "AttemptCreated", said))
+    told += _overruling(old, new)
     for kind in _TOLD:
         found = find(new, kind)
         if found is None or not is_true(new, kind):
@@ -85,6 +92,16 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
         type_ = EventType.WARNING if kind in _BAD else EventType.NORMAL
         told.append(JobEvent(type_, found.reason, found.message))
     return told
+
+
+def _overruling(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
+    """Return that somebody else wrote the job's end, which became true before it was noticed."""
+    found, before = find(new, ConditionType.READY), find(old, ConditionType.READY)
+    if found is None or found.reason != Reason.ENDED_BY_OTHERS:
+        return []
+    if before is not None and before.reason == found.reason:
+        return []
+    return [JobEvent(EventType.WARNING, found.reason, found.message)]
 
 
 class EventPoster:

@@ -175,7 +175,7 @@ class Reconciler:
             return await self._submit(key, known, job, submits.number)
         if await self._cancel(job, decision):
             return AT_ONCE
-        if is_finished(status):
+        if is_finished(status) and attempts.current(status) is None:
             self._forget(key)
             return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
         waits = (decision.requeue_seconds, delay.seconds or None)
@@ -253,7 +253,7 @@ class Reconciler:
         self, key: Key, known: KnownJob, job: FineTuneJob, error: FineTuneError
     ) -> None:
         """Say why an attempt is long in coming; the queue has it tried again."""
-        status = delay(job, str(error), self._now())
+        status = delay(job, str(error), self._now(), is_stuck=not error.retryable)
         if isinstance(error, BackendError):  # it was looked for, and does not exist
             status = give_up(job, self._now()) or status
         if status is not None:
@@ -437,7 +437,8 @@ class Reconciler:
         is_open = attempts.current(job.status) is not None
         is_unknown = not job.status.attempt or (is_open and job.status.backend_ref is None)
         is_inside = self._backends.live_in_cluster(job.spec.backend.type)
-        is_looked_for = is_inside or (is_open and _is_or_was_suspended(job))
+        is_told_to_stop = _is_or_was_suspended(job) or is_finished(job.status)
+        is_looked_for = is_inside or (is_open and is_told_to_stop)
         if not is_unknown or not is_looked_for:
             return job
         try:

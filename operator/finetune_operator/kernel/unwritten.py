@@ -9,6 +9,7 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends.base import Handle
 from finetune_operator.kube.cache import Key
 from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import is_finished
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class Unwritten:
     def status_of(self, key: Key, uid: str, written: FineTuneJobStatus) -> FineTuneJobStatus:
         """Return the status with the first attempt that it does not hold yet."""
         noted_for, status = self._opened.get(key, ("", written))
-        return status if noted_for == uid and not written.attempt else written
+        # Whoever wrote that the job is finished did not know of the attempt; it is found again.
+        is_lacking = not written.attempt and not is_finished(written)
+        return status if noted_for == uid and is_lacking else written
 
     def added_to(self, key: Key, job: FineTuneJob) -> FineTuneJob:
         """Return the job with the attempt and the handle that its status does not hold yet."""

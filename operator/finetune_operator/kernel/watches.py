@@ -65,10 +65,16 @@ def trim_pod(made: Object) -> Object:
 
 
 def trim_job(made: Object) -> Object:
-    """Keep of a batch Job who it is, its size, its conditions, and how many of its pods live."""
+    """Keep of a batch Job who it is, its size, its conditions, and how many of its pods live.
+
+    And what makes it end, or make a pod anew: somebody may change that.
+    """
+    spec = made.get("spec", {})
     return {
         "metadata": _kept(made["metadata"], *_METADATA, "annotations"),
-        "spec": _kept(made.get("spec", {}), "suspend", "parallelism", "completions"),
+        "spec": _kept(
+            spec, "activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend"
+        ),
         "status": _kept(made.get("status", {}), "active", "conditions"),
     }
 

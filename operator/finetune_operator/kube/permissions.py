@@ -51,6 +51,7 @@ WHERE_JOBS_ARE = (
     # plugin OwnerReferencesPermissionEnforcement ask for this right before they accept one.
     Permission(FINE_TUNE_JOBS, ("update",), "finalizers"),
     Permission(JOBS, ("create", "delete", "get", "list", "patch", "watch")),
+    Permission(JOBS, ("patch",), "status"),  # so that a suspended one never runs again
     Permission(PODS, ("delete", "list", "watch")),
     Permission(PODS, ("get",), "log"),
     Permission(SERVICES, ("create", "get")),

@@ -52,6 +52,7 @@ class Reason(StrEnum):
     DISRUPTION_LIMIT_EXCEEDED = "DisruptionLimitExceeded"
     PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
     ACTIVE_DEADLINE_EXCEEDED = "ActiveDeadlineExceeded"
+    ENDED_BY_OTHERS = "EndedByOthers"
 
 
 class Stage(StrEnum):
@@ -67,6 +68,8 @@ class Stage(StrEnum):
     FAILED = "Failed"
     REFUSED = "Refused"  # no attempt can be made of it, until somebody mends the cause
     BLOCKED = "Blocked"  # its attempt cannot be created, until somebody mends the cause
+    OVERRULED = "Overruled"  # being stopped because somebody else wrote that it is finished
+    ABANDONED = "Abandoned"  # stopped for that
     HELD = "Held"  # its spec cannot be read, and its attempt is left as it is until then
 
 
@@ -142,6 +145,19 @@ _TABLE: Mapping[Stage, _Row] = {
     ),
     Stage.BLOCKED: _Row(
         JobPhase.STARTING,
+        {
+            _T.RESOURCES_READY: False,
+            _T.RUNNING: False,
+            _T.READY: False,
+            _T.RECONCILING: False,
+            _T.STALLED: True,
+        },
+    ),
+    Stage.OVERRULED: _Row(
+        JobPhase.SUSPENDING, {_T.RUNNING: False, _T.READY: False, _T.RECONCILING: True}
+    ),
+    Stage.ABANDONED: _Row(
+        JobPhase.FAILED,
         {
             _T.RESOURCES_READY: False,
             _T.RUNNING: False,

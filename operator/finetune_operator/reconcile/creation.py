@@ -16,6 +16,7 @@ from finetune_operator.reconcile.conditions import (
     Stage,
     describe,
     find,
+    is_finished,
     is_true,
     parse_rfc3339,
     rfc3339,
@@ -34,17 +35,20 @@ def block(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
     return _described(job, job.status, situation, now)
 
 
-def delay(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus | None:
+def delay(
+    job: FineTuneJob, message: str, now: datetime, *, is_stuck: bool = False
+) -> FineTuneJobStatus | None:
     """Return the status of a job whose open attempt is long in coming; None where it is not yet.
 
     For what may pass by itself: an API server or a webhook that does not answer, pods that have not
-    gone yet.
+    gone yet. With `is_stuck` for what does not, which is told at once, as `block` does.
     """
     attempt, suspend = attempts.current(job.status), job.spec.suspend
     is_suspended = is_true(job.status, ConditionType.SUSPENDED)
     if attempt is None or attempt.start_time is None or (suspend and is_suspended):
         return None
-    if now - parse_rfc3339(attempt.start_time) < timedelta(seconds=PATIENCE_SECONDS):
+    is_early = now - parse_rfc3339(attempt.start_time) < timedelta(seconds=PATIENCE_SECONDS)
+    if is_finished(job.status) or (is_early and not is_stuck):
         return None
     if is_suspended:
         text = f"resumed, but attempt {attempt.number} cannot go on yet: {message}"
@@ -52,6 +56,8 @@ def delay(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus | 
     elif suspend:
         text = f"waiting until nothing of attempt {attempt.number} can run: {message}"
         situation = Situation(Stage.SUSPENDING, Reason.SUSPENDING, text)
+    elif is_stuck:
+        return block(job, message, now)
     else:
         stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
         situation = Situation(stage, Reason.CREATION_FAILED, message)
@@ -64,7 +70,7 @@ def give_up(job: FineTuneJob, now: datetime) -> FineTuneJobStatus | None:
     None where none has passed, or nothing was told to be in the way: no deadline of a suspended job
     runs. The caller must have made sure that nothing of the attempt exists.
     """
-    if job.spec.suspend or is_true(job.status, ConditionType.SUSPENDED):
+    if job.spec.suspend or is_finished(job.status) or is_true(job.status, ConditionType.SUSPENDED):
         return None
     status, attempt = job.status, attempts.current(job.status)
     told = find(status, ConditionType.RESOURCES_READY)

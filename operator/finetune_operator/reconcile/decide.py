@@ -136,6 +136,8 @@ def decide(
     """
     view = _View(job.spec, job.metadata.generation, job.status, now, plan)
     if is_finished(job.status):
+        if (left := attempts.current(job.status)) is not None:
+            return _overruled(view, left, observation)
         seen = {"observed_generation": job.metadata.generation}
         return Decision((), job.status.model_copy(update=seen), None)
     status = job.status
@@ -150,10 +152,14 @@ def decide(
     if is_news and observation.phase is not AttemptPhase.UNKNOWN:
         ready = status.nodes.model_copy(update={"ready": observation.nodes_ready})
         status = status.model_copy(update={"nodes": ready})
-    ended = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
-    if observation.all_gone and observation.phase in ended:
+    if _is_over(observation):
         return _after_attempt(view, status, observation)
     return _during_attempt(view, status, attempt, observation)
+
+
+def _is_over(observation: Observation) -> bool:
+    ended = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
+    return observation.all_gone and observation.phase in ended
 
 
 def as_opened(
@@ -233,7 +239,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     An attempt that was opened and never created stays open, as its creation may yet be carried out:
     under its number it is found again, and stopped.
     """
-    status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": 0})})
+    status = status.model_copy(update={"nodes": _without_nodes(status)})
     if isinstance(view.plan, Refusal):
         situation = Situation(Stage.REFUSED, view.plan.reason, view.plan.message)
         return view.conclude(status, situation, requeue=MENDED_SECONDS)
@@ -270,10 +276,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
         status = progress.take_over(status, view.spec, said, view.now)
     status = attempts.close(status, words, observation.node, view.now)
     if words.failure_class is FailureClass.COMPLETED:
-        status = status.model_copy(update={"completion_time": rfc3339(view.now)})
-        status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": 0})})
-        situation = Situation(Stage.COMPLETE, Reason.COMPLETED, words.message, exists=True)
-        return view.conclude(status, situation, Collect())
+        return _complete(view, status, words)
     if (reason := deadlines.ending(view.before)) is not None:
         return _fail(view, status, *reason)
     if view.spec.suspend or _is_suspending(view.before):
@@ -381,14 +384,48 @@ def _with_progress(
     return progress.take_over(status, view.spec, said, view.now)
 
 
-def _fail(view: _View, status: FineTuneJobStatus, reason: str, message: str) -> Decision:
-    status = status.model_copy(
-        update={
-            "completion_time": rfc3339(view.now),
-            "nodes": status.nodes.model_copy(update={"ready": 0}),
-        }
-    )
-    return view.conclude(status, Situation(Stage.FAILED, reason, message))
+def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | None) -> Decision:
+    """Somebody else wrote that the job is finished while an attempt is open: end the attempt.
+
+    Final stays final, as whoever waited for it has gone on; all else is said as it is.
+    """
+    kind, status = ConditionType.COMPLETE, view.before
+    if not is_true(status, kind):
+        kind = ConditionType.FAILED
+    told = f"somebody else wrote {kind} into the status while attempt {attempt.number} was open"
+    if observation is not None and not _is_over(observation):
+        text = f"{told}; it saves a checkpoint and stops"
+        situation = Situation(Stage.OVERRULED, Reason.ENDED_BY_OTHERS, text)
+        cancel = Cancel(float(view.spec.deadlines.termination_grace_seconds))
+        again = observation.look_again_seconds
+        return view.conclude(status, situation, cancel, requeue=again)
+    absent = Observation(AttemptPhase.UNKNOWN, message="nothing of it was created")
+    words = failures.verdict(observation or absent)
+    if words.progress is not None:
+        status = progress.take_over(status, view.spec, words.progress, view.now)
+    node = observation.node if observation else ""
+    status = attempts.close(status, words, node, view.now)
+    if words.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:
+        return _complete(view, status, words)
+    text = f"{told}; it was stopped before it was done"
+    return _fail(view, status, Reason.ENDED_BY_OTHERS, text, stage=Stage.ABANDONED)
+
+
+def _complete(view: _View, status: FineTuneJobStatus, words: Termination) -> Decision:
+    ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status)}
+    situation = Situation(Stage.COMPLETE, Reason.COMPLETED, words.message, exists=True)
+    return view.conclude(status.model_copy(update=ended), situation, Collect())
+
+
+def _without_nodes(status: FineTuneJobStatus) -> NodesStatus:
+    return status.nodes.model_copy(update={"ready": 0})
+
+
+def _fail(
+    view: _View, status: FineTuneJobStatus, reason: str, message: str, stage: Stage = Stage.FAILED
+) -> Decision:
+    ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status)}
+    return view.conclude(status.model_copy(update=ended), Situation(stage, reason, message))
 
 
 def _is_suspending(status: FineTuneJobStatus) -> bool:

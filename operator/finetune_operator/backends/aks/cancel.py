@@ -1,16 +1,18 @@
 """Stop an attempt so that it can never come back, and leave its batch Job as the record.
 
 The batch Job gets a deadline that has passed: its controller then ends all pods with their grace,
-makes no new ones, and the name stays taken, so that the same attempt is not started again.
+makes no new ones, and the name stays taken, so that the same attempt is not started again. A
+suspended one has no deadline that runs: in its status the condition FailureTarget is set, which its
+controller takes for its own decision to fail it, whatever a queue or somebody else resumes.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, QUEUE_LABEL, AttemptName
-from finetune_operator.backends.aks.reasons import was_cancelled
-from finetune_operator.backends.aks.words import condition, is_alive
+from finetune_operator.backends.aks.finality import GIVEN_UP, PASSED_DEADLINE_SECONDS, is_ending
+from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, AttemptName
+from finetune_operator.backends.aks.words import is_alive
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.labels import GRACE_ANNOTATION
@@ -37,37 +39,73 @@ class Canceller:
         batch_job = await children.batch_job(name)
         client = children.cluster.client
         if batch_job is not None and batch_job["metadata"]["uid"] == uid:
-            await self._stop(children, name, batch_job)
+            await end(children, batch_job)
         pods = [pod for pod in await children.pods(name, uid) if is_alive(pod)]
         told = self._told.setdefault(uid, {})
         await _hurry(client, pods, max(MIN_GRACE_SECONDS, grace_seconds), told)
 
-    async def _stop(self, children: Children, name: AttemptName, batch_job: Object) -> None:
-        kinds = ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")
-        is_over = any(condition(batch_job, kind).get("status") == "True" for kind in kinds)
-        if is_over or was_cancelled(batch_job) or "deletionTimestamp" in batch_job["metadata"]:
-            return
-        # A queue must not let it go later: without the label it is none of the queue's.
-        change: Object = {
-            "metadata": {
-                "uid": batch_job["metadata"]["uid"],
-                "annotations": {CANCELLED_ANNOTATION: "true"},
-                "labels": {QUEUE_LABEL: None} if batch_job["spec"].get("suspend") else {},
-            },
-            "spec": {"activeDeadlineSeconds": 1},
-        }
-        client = children.cluster.client
-        try:
-            children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
-        except (ConflictError, InvalidError, NotFoundError):
-            # Deleted, perhaps made anew by somebody: what is there now is not the attempt.
-            there = await children.ask(name)
-            if there is not None and there["metadata"]["uid"] == batch_job["metadata"]["uid"]:
-                raise
-
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""
         self._told.pop(uid, None)
+
+
+async def end(children: Children, batch_job: Object) -> None:
+    """Bring a batch Job into its end; told again where somebody has undone it before it took.
+
+    Raises:
+        ApiError: the API server refuses, or does not answer.
+    """
+    if is_ending(batch_job):
+        return
+    metadata = batch_job["metadata"]
+    name = AttemptName.parse(f"{metadata['namespace']}/{metadata['name']}")
+    try:
+        if batch_job["spec"].get("suspend"):
+            await _give_up(children, name, metadata["uid"])
+        else:
+            await _let_deadline_pass(children, name, metadata["uid"])
+    except (ConflictError, InvalidError, NotFoundError):
+        # Deleted, perhaps made anew by somebody: what is there now is not the attempt.
+        there = await children.ask(name)
+        if there is not None and there["metadata"]["uid"] == metadata["uid"]:
+            raise
+
+
+async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
+    """Have a suspended batch Job fail; exactly as it is now, as somebody may resume it."""
+    there = await children.ask(name)
+    if there is None or there["metadata"]["uid"] != uid or is_ending(there):
+        return
+    if not there["spec"].get("suspend"):
+        await _let_deadline_pass(children, name, uid)
+        return
+    metadata, status = there["metadata"], there.get("status", {})
+    failing = {
+        "type": "FailureTarget",
+        "status": "True",
+        "reason": GIVEN_UP,
+        "message": "the finetune-operator gave this attempt up; it never runs again",
+    }
+    kept = [one for one in status.get("conditions") or () if one["type"] != "FailureTarget"]
+    change: Object = {
+        "metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]},
+        "status": {
+            # The API server takes no end of a Job that was never started.
+            "startTime": status.get("startTime", metadata["creationTimestamp"]),
+            "conditions": [*kept, failing],
+        },
+    }
+    client, place = children.cluster.client, (name.batch_job, name.namespace)
+    children.note(await client.patch(JOBS, *place, change, subresource="status"))
+
+
+async def _let_deadline_pass(children: Children, name: AttemptName, uid: str) -> None:
+    change: Object = {
+        "metadata": {"uid": uid, "annotations": {CANCELLED_ANNOTATION: "true"}},
+        "spec": {"activeDeadlineSeconds": PASSED_DEADLINE_SECONDS},
+    }
+    client = children.cluster.client
+    children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
 
 
 async def _hurry(

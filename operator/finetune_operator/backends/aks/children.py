@@ -6,13 +6,18 @@ server is asked.
 
 from dataclasses import dataclass
 
-from finetune_operator.backends.aks.names import CONTROLLER_LABEL, AttemptName, owner_of
+from finetune_operator.backends.aks.names import (
+    CONTROLLER_LABEL,
+    AttemptName,
+    is_owned,
+    owner_of,
+)
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import JOBS, PODS, Object
 
-_KEPT_OF_JOB = ("suspend", "parallelism", "completions")
+_KEPT_OF_JOB = ("activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,16 @@ class Children:
             return await self.cluster.client.get(JOBS, name.batch_job, name.namespace)
         except NotFoundError:
             return None
+
+    async def other_batch_jobs(self, name: AttemptName, job_uid: str) -> list[Object]:
+        """Return the batch Jobs of the job's other attempts; without a cache, the last one's."""
+        cache = self.cluster.cache(JOBS)
+        found: list[Object | None] = [*cache.of_job(name.key)]
+        if not cache.is_synced:
+            last = AttemptName(name.namespace, name.job, name.number - 1)
+            found = [await self.ask(last)] if last.number > 0 else []
+        own = [one for one in found if one is not None and is_owned(one, job_uid)]
+        return [one for one in own if one["metadata"]["name"] != name.batch_job]
 
     async def pods(self, name: AttemptName, uid: str) -> list[Object]:
         """Return the pods of the batch Job with that uid, also when it is gone itself."""

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Sequence
 
 from finetune_operator.backends.aks.children import Children
+from finetune_operator.backends.aks.finality import was_cancelled
 from finetune_operator.backends.aks.names import CONTAINER, LAST_LINES_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.observe import guilty_pod
-from finetune_operator.backends.aks.reasons import was_cancelled
 from finetune_operator.backends.aks.words import end_of
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import JOBS, Object

@@ -11,6 +11,7 @@ from finetune_operator.backends.aks import observe, rank_zero, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.last_lines import LastLines
+from finetune_operator.backends.aks.last_words import LastWords
 from finetune_operator.backends.aks.logs import read_log
 from finetune_operator.backends.aks.names import (
     AttemptFacts,
@@ -18,12 +19,14 @@ from finetune_operator.backends.aks.names import (
     child_name,
     facts_of,
     is_owned,
+    owner_of,
 )
+from finetune_operator.backends.aks.predecessors import end_earlier, make_way
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.aks.reasons import may_be_told_in_events
 from finetune_operator.backends.aks.stuck import StuckGangs
-from finetune_operator.backends.aks.submit import demand_quiet, handle_of, submit
+from finetune_operator.backends.aks.submit import handle_of, submit
 from finetune_operator.backends.base import AttemptPhase, Found, Handle, Observation, Request
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import JOBS, Object
@@ -44,6 +47,7 @@ class LiveAttempts:
         self._stuck = StuckGangs()
         self._canceller = Canceller()
         self._last_lines = LastLines()
+        self._said = LastWords()
         self._known: set[str] = set()
 
     async def submit(self, request: Request) -> Handle:
@@ -64,7 +68,8 @@ class LiveAttempts:
                 which may be late, is not believed to lack it.
 
         Raises:
-            TransientError: pods of it live without it.
+            AlreadyOwnedError: pods live that nothing of the job's ends.
+            TransientError: pods of it live without it, or another attempt has not ended.
             ApiError: the API server does not answer.
         """
         there = await self._children.batch_job(name)
@@ -73,7 +78,7 @@ class LiveAttempts:
             if there is not None and is_owned(there, job_uid):
                 self._children.note(there)
             else:
-                demand_quiet(self._children, name)
+                await make_way(self._children, name, job_uid)
         if there is None or not is_owned(there, job_uid):
             return None
         since = datetime.fromisoformat(there["metadata"]["creationTimestamp"])
@@ -87,6 +92,9 @@ class LiveAttempts:
         seen = observe.look(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
             await self._last_lines.keep(self._children, name, batch_job, pods)
+        if batch_job is not None:
+            await end_earlier(self._children, name, owner_of(batch_job).get("uid", ""))
+        seen = self._said.remembered(handle.uid, seen, pods)
         if seen.all_gone:
             self._forget(handle.uid)
         elif batch_job is not None:
@@ -179,6 +187,7 @@ class LiveAttempts:
         self._names.forget(uid)
         self._canceller.forget(uid)
         self._last_lines.forget(uid)
+        self._said.forget(uid)
 
     def _forget_deleted(self) -> None:
         """Drop what is known of attempts that went with their job: nobody looks at those again."""

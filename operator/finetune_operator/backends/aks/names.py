@@ -90,6 +90,14 @@ def facts_of(batch_job: Object) -> AttemptFacts:
         ) from error
 
 
+def facts_if_readable(batch_job: Object) -> AttemptFacts | None:
+    """Return the facts of the attempt; None where somebody has removed or changed them."""
+    try:
+        return facts_of(batch_job)
+    except BackendError:
+        return None
+
+
 @dataclass(frozen=True)
 class AttemptName:
     """Names one attempt: `NAMESPACE/JOB-NUMBER`, which is also its batch Job's."""

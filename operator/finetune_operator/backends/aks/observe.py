@@ -5,8 +5,9 @@ A gang is pending until every one of its pods runs, and failed as soon as one ha
 
 from collections.abc import Sequence
 
-from finetune_operator.backends.aks.names import AttemptName
-from finetune_operator.backends.aks.reasons import obstacle, was_cancelled
+from finetune_operator.backends.aks.finality import has, makes_no_more, was_cancelled, was_given_up
+from finetune_operator.backends.aks.names import AttemptName, facts_if_readable
+from finetune_operator.backends.aks.reasons import obstacle
 from finetune_operator.backends.aks.words import (
     PodEnd,
     condition,
@@ -16,7 +17,7 @@ from finetune_operator.backends.aks.words import (
 )
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.kube.resources import Object
-from finetune_trainer.config import ExitCode
+from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 
 def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
@@ -32,22 +33,28 @@ def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
 
 def look(batch_job: Object, pods: Sequence[Object]) -> Observation:
     """Return what is seen of an attempt, progress apart."""
-    wanted = batch_job["spec"].get("completions") or 1
+    facts = facts_if_readable(batch_job)
+    size = batch_job["spec"].get("completions") or 0
+    wanted = facts.nodes if facts else size or 1
     ends = _ends(pods)
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
-    guilty = min(ends, key=_innocence, default=None)
-    if _is_true(batch_job, "Complete") or _all_done(ends, wanted):
-        return _succeeded(ends, alive)
+    all_gone = not alive and makes_no_more(batch_job, pods, wanted)
+    # A batch Job that somebody made smaller is Complete without having done its work.
+    is_complete = has(batch_job, "Complete") and size == wanted
+    if is_complete or _all_done(ends, wanted):
+        return _succeeded(ends, all_gone=all_gone)
     has_failed = any(end.words.exit_code != ExitCode.DONE for end in ends)
     if has_failed or _is_ending(batch_job):
+        guilty = min(ends, key=_innocence) if has_failed else None
+        words = guilty.words if guilty else _unsaid(batch_job)
         return Observation(
             AttemptPhase.FAILED,
-            all_gone=not alive and _makes_no_more(batch_job, len(ends), wanted),
+            all_gone=all_gone,
             nodes_ready=len(running),
-            termination=guilty.words if guilty and has_failed else None,
-            node=guilty.node if guilty and has_failed else "",
-            message=guilty.words.message if guilty and has_failed else _why(batch_job),
+            termination=words,
+            node=guilty.node if guilty else "",
+            message=words.message if words else _why(batch_job, wanted),
         )
     if len(running) + len(ends) >= wanted:
         return Observation(AttemptPhase.RUNNING, nodes_ready=len(running))
@@ -71,14 +78,11 @@ def _innocence(end: PodEnd) -> tuple[int, int]:
     return (end.innocence, end.index)
 
 
-def _succeeded(ends: Sequence[PodEnd], alive: Sequence[Object]) -> Observation:
+def _succeeded(ends: Sequence[PodEnd], *, all_gone: bool) -> Observation:
     """Rank 0's words count: it exports."""
     first = min(ends, key=lambda one: one.index, default=None)
-    return Observation(
-        AttemptPhase.SUCCEEDED,
-        all_gone=not alive,
-        termination=first.words if first else None,
-    )
+    words = first.words if first else None
+    return Observation(AttemptPhase.SUCCEEDED, all_gone=all_gone, termination=words)
 
 
 def _all_done(ends: Sequence[PodEnd], wanted: int) -> bool:
@@ -87,38 +91,39 @@ def _all_done(ends: Sequence[PodEnd], wanted: int) -> bool:
     return len(done) == wanted
 
 
-def _is_true(made: Object, kind: str) -> bool:
-    return bool(condition(made, kind).get("status") == "True")
-
-
 def _is_ending(batch_job: Object) -> bool:
     """Say whether it has failed, or is about to: also one that we stopped in its queue."""
     if was_cancelled(batch_job) or "deletionTimestamp" in batch_job["metadata"]:
         return True
-    return _is_true(batch_job, "Failed") or _is_true(batch_job, "FailureTarget")
+    return has(batch_job, "Failed", "FailureTarget", "Complete")
 
 
-def _makes_no_more(batch_job: Object, num_ended: int, wanted: int) -> bool:
-    """Say whether its controller will surely make no further pod.
+def _unsaid(batch_job: Object) -> Termination | None:
+    """Return the words for pods that a suspension took away, of which nothing is left to be read.
 
-    It makes none after it has decided to fail; before that it may not know yet of a pod that we
-    have seen to fail, and still lack another one.
+    None where that is not known to be what ended them.
     """
-    if _is_true(batch_job, "Failed") or num_ended >= wanted:
-        return True
-    is_idle = not batch_job.get("status", {}).get("active")
-    if was_cancelled(batch_job) and batch_job["spec"].get("suspend"):
-        return is_idle
-    return is_idle and _is_true(batch_job, "FailureTarget")
+    if not was_given_up(batch_job):
+        return None
+    text = f"Job {batch_job['metadata']['name']} was suspended, by its queue or by somebody else"
+    return Termination(
+        failure_class=FailureClass.PREEMPTED, exit_code=ExitCode.PREEMPTED, message=text
+    )
 
 
-def _why(batch_job: Object) -> str:
+def _why(batch_job: Object, wanted: int) -> str:
     """Return what the batch Job's own condition says."""
-    if was_cancelled(batch_job):
-        return "it was stopped before it had begun"
+    name = batch_job["metadata"]["name"]
+    if has(batch_job, "Complete"):
+        size = batch_job["spec"].get("completions") or 0
+        return (
+            f"Job {name} ended without its work, as somebody changed its completions from "
+            f"{wanted} to {size}"
+        )
     for kind in ("Failed", "FailureTarget"):
         found = condition(batch_job, kind)
         if found.get("status") == "True":
-            name = batch_job["metadata"]["name"]
             return f"Job {name} failed ({found.get('reason')}): {found.get('message', '')}"
-    return f"Job {batch_job['metadata']['name']} is being deleted"
+    if was_cancelled(batch_job):
+        return f"Job {name} is being ended"
+    return f"Job {name} is being deleted"

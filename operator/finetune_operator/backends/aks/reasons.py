@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, QUEUE_LABEL
+from finetune_operator.backends.aks.names import QUEUE_LABEL
 from finetune_operator.backends.aks.words import condition, container_state, index_of
 from finetune_operator.kube.resources import Object
 
@@ -60,7 +60,10 @@ def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle:
         queue = (batch_job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
         if queue:
             return Obstacle(AksReason.QUEUED, f"waits in queue {queue} to be admitted")
-        text = f"Job {name} was suspended by somebody else; resume it"
+        text = (
+            f"Job {name} was suspended by somebody else; resume it, or delete it and the next "
+            "attempt starts (what pauses a job is its own spec.suspend)"
+        )
         return Obstacle(AksReason.SUSPENDED, text)
     told = (_of_pod(pod) for pod in sorted(pods, key=index_of))
     return next((one for one in told if one), Obstacle())
@@ -119,8 +122,3 @@ def _when(event: Object) -> str:
     moments = (event.get("lastTimestamp"), event.get("eventTime"))
     made = event["metadata"].get("creationTimestamp", "")
     return str(next((one for one in moments if one), made))
-
-
-def was_cancelled(batch_job: Object) -> bool:
-    """Say whether we stopped it."""
-    return CANCELLED_ANNOTATION in (batch_job["metadata"].get("annotations") or {})

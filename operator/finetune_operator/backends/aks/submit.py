@@ -10,8 +10,8 @@ from typing import Any
 
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.names import AttemptName, is_owned, owner_of
+from finetune_operator.backends.aks.predecessors import make_way
 from finetune_operator.backends.aks.profiles import digest_of
-from finetune_operator.backends.aks.words import is_alive
 from finetune_operator.backends.base import Handle, Request
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.client import KubeClient
@@ -20,7 +20,6 @@ from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     JOBS,
     NETWORK_POLICIES,
-    PODS,
     SERVICES,
     Object,
     Resource,
@@ -34,14 +33,15 @@ async def submit(request: Request, children: Children) -> Handle:
     """Create what is missing of `request` and return the batch Job's handle.
 
     Raises:
-        AlreadyOwnedError: a name is taken by something the job does not own.
-        TransientError: pods live that no attempt may be started beside.
+        AlreadyOwnedError: a name is taken by something the job does not own, or pods live that
+            nothing of the job's ends.
+        TransientError: something lives that no attempt may be started beside.
         ApiError: the API server refuses, or does not answer.
     """
     name = AttemptName.parse(request.name)
     there = await children.batch_job(name)
     if there is None or not is_owned(there, request.job_uid):
-        demand_quiet(children, name)
+        await make_way(children, name, request.job_uid)
         # A cache may be late, so that a foreign one is asked for again when it is in the way.
         *once, batch_job = request.objects
         client, is_later = children.cluster.client, name.number > 1
@@ -59,22 +59,6 @@ def handle_of(name: AttemptName, batch_job: Object) -> Handle:
     metadata = batch_job["metadata"]
     digest = digest_of(batch_job)
     return Handle(kind=JOBS.kind, name=str(name), uid=metadata["uid"], digest=digest)
-
-
-def demand_quiet(children: Children, name: AttemptName) -> None:
-    """Refuse to go on beside pods of the job, or of the job of this name before it.
-
-    Their batch Job may have been deleted while nobody looked; they still write the checkpoint.
-
-    Raises:
-        TransientError: there are some.
-    """
-    alive = [pod for pod in children.cluster.cache(PODS).of_job(name.key) if is_alive(pod)]
-    if alive:
-        raise TransientError(
-            f"pod {alive[0]['metadata']['name']} is still there, and two attempts must not write "
-            "one checkpoint; waiting until it is gone"
-        )
 
 
 async def create_or_adopt(
