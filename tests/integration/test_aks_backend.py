@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import pytest
 
@@ -48,7 +49,7 @@ from finetune_operator.kube.resources import (
 )
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import ExitCode, FailureClass, Termination
-from operators import KUBECONFIG, Api, open_api, wait_until
+from operators import KUBECONFIG, Api, condition, open_api, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -415,6 +416,84 @@ def test_pods_that_the_namespace_forbids_are_told_from_events(
     assert says in seen.message
 
 
+def patch(api: Api, namespace: str, name: str, **spec: Any) -> None:
+    """Change a batch Job, as somebody may with kubectl."""
+    api.run(api.client.patch(JOBS, name, namespace, {"spec": spec}))
+
+
+def resume(api: Api, namespace: str, name: str) -> None:
+    """Resume a batch Job, and wait until its controller has acted upon it."""
+    patch(api, namespace, name, suspend=False)
+    # The one that is made after it is dealt with after it.
+    probe = {**CASES["one-node-on-the-cpu"].request().objects[-1]}
+    probe["metadata"] = {"name": f"probe-{uuid4().hex[:8]}", "namespace": namespace}
+    api.run(api.client.create(JOBS, probe, namespace))
+    made = str(probe["metadata"]["name"])
+    wait_until(lambda: api.run(api.client.get(JOBS, made, namespace))["status"].get("active"), 10)
+    api.run(api.client.delete(JOBS, made, namespace))
+
+
+def ended_as(api: Api, namespace: str, name: str) -> tuple[str, bool]:
+    """Return why the batch Job is Failed, and whether it has a pod."""
+    there = api.run(api.client.get(JOBS, name, namespace))
+    reason = condition(there, "Failed").get("reason", "")
+    own = [one for one in pods_of(api, namespace) if one["metadata"]["name"].startswith(f"{name}-")]
+    return reason, bool(own)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "runs", "undoing"),
+    [
+        pytest.param({"queue": {"name": "team"}}, True, {}, id="its queue resumes it"),
+        pytest.param(
+            {"queue": {"name": "team"}}, False, {"activeDeadlineSeconds": None},
+            id="its queue let it never go",
+        ),
+        pytest.param(
+            {}, True, {"parallelism": 1, "backoffLimit": 6}, id="somebody lets it try again"
+        ),
+    ],
+)  # fmt: skip
+def test_a_suspended_attempt_that_is_given_up_never_makes_a_pod_again(
+    api: Api,
+    harness: AksHarness,
+    namespace: str,
+    overrides: Object,
+    runs: bool,
+    undoing: Object,
+) -> None:
+    backend = harness.make()
+    plan = planned(**{**harness.overrides, **overrides})
+    handle = asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
+    if runs:
+        patch(api, namespace, "tiny-1", suspend=False)
+        wait_until(lambda: pods_of(api, namespace), 10)
+    patch(api, namespace, "tiny-1", suspend=True)
+    wait_until(lambda: not pods_of(api, namespace), 20)
+    assert not asyncio.run(backend.observe(handle)).all_gone
+    asyncio.run(backend.cancel(handle, 1.0))
+    patch(api, namespace, "tiny-1", **undoing, suspend=False)
+    wait_until(lambda: asyncio.run(backend.observe(handle)).all_gone, 20)
+    resume(api, namespace, "tiny-1")
+    assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
+
+
+def test_the_next_attempt_waits_until_the_one_before_has_failed_for_good(
+    api: Api, harness: AksHarness, namespace: str
+) -> None:
+    backend = harness.make()
+    plan = planned(**harness.overrides)
+    asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
+    patch(api, namespace, "tiny-1", suspend=True)
+    second = backend.render(plan, Attempt(2))
+    with pytest.raises(TransientError, match="tiny-1 has not ended yet"):
+        asyncio.run(backend.submit(second))
+    wait_until(lambda: ended_as(api, namespace, "tiny-1")[0], 20)
+    asyncio.run(backend.submit(second))
+    resume(api, namespace, "tiny-1")
+    assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
+
+
 def test_a_queued_attempt_that_is_cancelled_never_starts(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
@@ -424,10 +503,10 @@ def test_a_queued_attempt_that_is_cancelled_never_starts(
     waiting = asyncio.run(backend.observe(handle))
     assert (waiting.reason, waiting.all_gone) == ("Queued", False)
     asyncio.run(backend.cancel(handle, 30.0))
-    ended = asyncio.run(backend.observe(handle))
-    assert (ended.phase, ended.all_gone) == (AttemptPhase.FAILED, True)
-    there = api.run(api.client.get(JOBS, "tiny-1", namespace))
-    assert "kueue.x-k8s.io/queue-name" not in there["metadata"]["labels"]
+    wait_until(lambda: asyncio.run(backend.observe(handle)).all_gone, 10)
+    assert asyncio.run(backend.observe(handle)).phase is AttemptPhase.FAILED
+    resume(api, namespace, "tiny-1")
+    assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
 
 
 def test_the_last_job_of_the_name_is_waited_for(
@@ -448,7 +527,9 @@ def test_of_all_attempts_only_the_last_two_are_kept(
     backend = harness.make()
     plan = planned(**harness.overrides)
     for number in (1, 2, 3):
-        asyncio.run(backend.submit(backend.render(plan, Attempt(number))))
+        handle = asyncio.run(backend.submit(backend.render(plan, Attempt(number))))
+        asyncio.run(backend.cancel(handle, 1.0))
+        wait_until(lambda handle=handle: asyncio.run(backend.observe(handle)).all_gone, 20)
     kept = api.run(api.client.list(JOBS, namespace)).items
     alive = {one["metadata"]["name"] for one in kept if "deletionTimestamp" not in one["metadata"]}
     assert alive == {"tiny-2", "tiny-3"}

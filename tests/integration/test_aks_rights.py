@@ -27,7 +27,7 @@ def all_but(verb: str, right: Permission) -> list[Permission]:
 def test_a_right_that_is_missing_is_told_in_the_conditions_and_missed_no_more_once_it_is_given(
     api: Api, tmp_path: Path
 ) -> None:
-    (right,) = (one for one in WHERE_JOBS_ARE if one.resource == JOBS)
+    (right,) = (one for one in WHERE_JOBS_ARE if one.resource == JOBS and not one.subresource)
     with (
         api.namespace("rights") as namespace,
         api.profile(namespace, profile()),

@@ -207,7 +207,7 @@ def test_an_attempt_whose_limit_of_failures_somebody_raised_is_ended_before_the_
         await first_runs(world)
         await world.api.patch(JOBS, "tiny-1", "ns", {"spec": {"backoffLimit": 6}})
         await world.end_pods(1, *range(NODES), code=137)
-        await world.settle()
+        await look(world)
         assert world.attempts == ["tiny-1"]
         assert batch_job(world, 1)["spec"]["activeDeadlineSeconds"] == 1
         await world.conclude(1, "Failed")

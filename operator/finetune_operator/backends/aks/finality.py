@@ -29,6 +29,17 @@ def is_final(batch_job: Object) -> bool:
     return has(batch_job, "Complete", "Failed")
 
 
+def has_decided(batch_job: Object) -> bool:
+    """Say whether its controller has decided that no further pod comes, and counts none that lives.
+
+    Where we have set FailureTarget it may be making pods just then, so only its own word counts.
+    """
+    if is_final(batch_job):
+        return True
+    is_its_own = has(batch_job, "FailureTarget") and not was_given_up(batch_job)
+    return is_its_own and not batch_job.get("status", {}).get("active")
+
+
 def is_ending(batch_job: Object) -> bool:
     """Say whether it ends without anybody's doing: nothing is left to be told to it."""
     if "deletionTimestamp" in batch_job["metadata"]:
@@ -60,7 +71,7 @@ def makes_no_more(batch_job: Object, pods: Sequence[Object], wanted: int) -> boo
     to count. Those that were told to leave it may have let go uncounted, as it does when somebody
     suspends a Job, and would make anew.
     """
-    if is_final(batch_job):
+    if has_decided(batch_job):
         return True
     ended = [pod for pod in pods if not is_alive(pod)]
     counted = [pod for pod in ended if "deletionTimestamp" not in pod["metadata"]]
@@ -69,7 +80,5 @@ def makes_no_more(batch_job: Object, pods: Sequence[Object], wanted: int) -> boo
         # Who raises the limit of an attempt lets its controller replace what has failed.
         if failed and not batch_job["spec"].get("backoffLimit"):
             return True
-        if not failed and len(counted) >= wanted:
-            return True
-    has_decided = has(batch_job, "FailureTarget") and not was_given_up(batch_job)
-    return has_decided and not batch_job.get("status", {}).get("active")
+        return not failed and len(counted) >= wanted
+    return False

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from finetune_operator.backends.aks.cancel import end
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.finality import is_final
+from finetune_operator.backends.aks.finality import has_decided
 from finetune_operator.backends.aks.names import AttemptName, owner_of
 from finetune_operator.backends.aks.words import is_alive
 from finetune_operator.errors import AlreadyOwnedError, TransientError
@@ -36,9 +36,9 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
 
 
 async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Object | None:
-    """Bring the job's other attempts into their end; return one that has not ended yet."""
+    """Bring the job's other attempts into their end; return one that may yet make a pod."""
     others = await children.other_batch_jobs(name, job_uid)
-    living = [one for one in others if not is_final(one)]
+    living = [one for one in others if not has_decided(one)]
     for one in living:
         await end(children, one)
     return living[0] if living else None
