@@ -134,7 +134,8 @@ def test_preemptions_restart_free_of_charge_until_max_disruptions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name"), [(65, "DataError"), (78, "ConfigError"), (93, "DoNotRestart")]
+    ("code", "name"),
+    [(65, "DataError"), (78, "ConfigError"), (93, "DoNotRestart"), (93, "Overtaken")],
 )
 def test_permanent_failures_fail_at_once_with_their_class(code: int, name: str) -> None:
     life = started()

@@ -18,6 +18,8 @@ C = FailureClass
         pytest.param(78, C.COMPLETED, C.CONFIG_ERROR, id="78 is a bad configuration"),
         pytest.param(75, C.ERROR, C.PREEMPTED, id="75 is a preemption"),
         pytest.param(93, C.ERROR, C.DO_NOT_RESTART, id="93 is not restarted"),
+        pytest.param(93, C.OVERTAKEN, C.OVERTAKEN, id="93 that says overtaken"),
+        pytest.param(1, C.OVERTAKEN, C.ERROR, id="1 cannot claim to be overtaken"),
         pytest.param(137, C.COMPLETED, C.WORKER_LOST, id="137 is a lost worker"),
         pytest.param(137, C.OUT_OF_MEMORY, C.OUT_OF_MEMORY, id="137 that says out of memory"),
         pytest.param(1, C.OUT_OF_MEMORY, C.OUT_OF_MEMORY, id="1 says what it was"),
@@ -53,6 +55,7 @@ def test_gone_without_a_word_is_a_lost_worker() -> None:
         (C.DATA_ERROR, 65, RestartAction.FAIL),
         (C.CONFIG_ERROR, 78, RestartAction.FAIL),
         (C.DO_NOT_RESTART, 93, RestartAction.FAIL),
+        (C.OVERTAKEN, 93, RestartAction.FAIL),
         (C.PREEMPTED, 75, RestartAction.RESTART_FREE),
         (C.PREEMPTED, 143, RestartAction.RESTART_FREE),
         (C.WORKER_LOST, 137, RestartAction.RESTART),
@@ -80,3 +83,9 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert action_for(policy, C.DATA_ERROR, 65) is RestartAction.RESTART
     assert action_for(policy, C.ERROR, 1) is RestartAction.FAIL
     assert action_for(policy, C.PREEMPTED, 75) is RestartAction.RESTART_FREE
+
+
+def test_no_rule_restarts_what_was_overtaken() -> None:
+    policy = RestartPolicy.model_validate({"rules": [{"onExitCodes": [93], "action": "Restart"}]})
+    assert action_for(policy, C.DO_NOT_RESTART, 93) is RestartAction.RESTART
+    assert action_for(policy, C.OVERTAKEN, 93) is RestartAction.FAIL

@@ -9,7 +9,12 @@ from finetune_operator.backends.guilt import TOLD_TO_LEAVE
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 PERMANENT = frozenset(
-    {FailureClass.DATA_ERROR, FailureClass.CONFIG_ERROR, FailureClass.DO_NOT_RESTART}
+    {
+        FailureClass.DATA_ERROR,
+        FailureClass.CONFIG_ERROR,
+        FailureClass.DO_NOT_RESTART,
+        FailureClass.OVERTAKEN,
+    }
 )
 """Classes that the same attempt would meet again."""
 
@@ -48,11 +53,14 @@ def verdict(observation: Observation) -> Termination:
 def classify(said: Termination) -> FailureClass:
     """Return the class by exit code where the code has one of its own, else the class it claims."""
     by_code = _CLASS_OF_CODE.get(ExitCode(said.exit_code)) if _is_known(said.exit_code) else None
+    overtaken = FailureClass.OVERTAKEN
+    if by_code is FailureClass.DO_NOT_RESTART and said.failure_class is overtaken:
+        return overtaken  # the one class that shares a code
     if by_code is not None:
         return by_code
     if said.exit_code in TOLD_TO_LEAVE and said.failure_class is FailureClass.PREEMPTED:
         return FailureClass.PREEMPTED
-    if said.failure_class in _CLASS_OF_CODE.values():
+    if said.failure_class in (*_CLASS_OF_CODE.values(), overtaken):
         killed = said.exit_code == ExitCode.KILLED
         return FailureClass.WORKER_LOST if killed else FailureClass.ERROR
     return said.failure_class
@@ -67,8 +75,11 @@ def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: in
 
     By default bad data, a bad configuration and `DoNotRestart` fail the job, a preemption is
     followed by a free restart and everything else by a counted one. A rule of the user beats
-    these, as it was written for this job.
+    these, as it was written for this job; but what was overtaken is never restarted, as another
+    attempt writes its folders by now.
     """
+    if failure_class is FailureClass.OVERTAKEN:
+        return RestartAction.FAIL
     for rule in policy.rules:
         class_fits = rule.on_class is None or rule.on_class == failure_class
         code_fits = rule.on_exit_codes is None or exit_code in rule.on_exit_codes

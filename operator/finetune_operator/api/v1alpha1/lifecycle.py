@@ -105,6 +105,12 @@ class RestartRule(ApiModel):
             "has(self.onClass) || has(self.onExitCodes)",
             "never matches, as it names no class and no exit code; set onClass or onExitCodes",
         ),
+        Rule(
+            "!has(self.onClass) || self.onClass != 'Overtaken' || self.action == 'Fail'",
+            "is never done after Overtaken, as another attempt writes the same folders by then; "
+            "remove the rule",
+            field="action",
+        ),
     )
 
 
