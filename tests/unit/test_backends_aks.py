@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from aks_cases import CASES, GOLDENS, JOB, backend, profile
+from aks_cases import CASES, GOLDENS, JOB, Case, backend, profile
 from backend_contract import planned
 from builders import job, manifest
 from finetune_operator.api.paths import show_path
@@ -935,3 +935,8 @@ def test_a_profile_with_a_slip_is_refused_with_its_line(tmp_path: Path) -> None:
     assert out.exit_code == 1
     assert "spec.volumes[0].mountPath" in out.stdout
     assert "must be an absolute path; write it from /" in out.stdout
+
+
+def test_the_lag_of_the_storage_reaches_the_trainer() -> None:
+    case = Case(profile={"listingLagSeconds": 2.5}, job={"take_over": True})
+    assert '"takeOver":true,"listingLagSeconds":2.5' in case.text().replace("\n", "")

@@ -53,6 +53,13 @@ def test_train_config_states_the_world_it_expects():
     assert config.gradient_accumulation_steps == 2
 
 
+def test_what_concerns_folders_reaches_the_trainer():
+    assert not derived().take_over
+    assert derived().listing_lag_seconds is None
+    told = derived(replace(LOCATIONS, listing_lag_seconds=2.5), take_over=True)
+    assert (told.take_over, told.listing_lag_seconds) == (True, 2.5)
+
+
 def test_train_config_holds_no_auto():
     text = derived().to_json().replace('"resumeFrom": "auto"', "")
     assert '"auto"' not in text

@@ -26,6 +26,7 @@ class Locations:
         adapter: Folder of the adapter that training begins with, or None.
         resume_from: `auto`, `none` or the folder of one checkpoint.
         scheduled_events_url: Where the machine announces evictions; None where it does not.
+        listing_lag_seconds: As in the trainer's configuration.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Locations:
     threads_per_process: int = 1
     metrics_host: str = "127.0.0.1"
     scheduled_events_url: str | None = None
+    listing_lag_seconds: float | None = None
 
 
 def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> trainer.TrainConfig:
@@ -94,6 +96,8 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
         run_dir=locations.run_dir,
         termination_path=locations.termination_path,
         termination_grace_seconds=spec.deadlines.termination_grace_seconds,
+        take_over=spec.take_over,
+        listing_lag_seconds=locations.listing_lag_seconds,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from finetune_operator.api.placeholders import ONLY_KNOWN
 from finetune_operator.api.schema import ABOVE_ZERO, ApiModel, Rule
 
 Uri = Annotated[str, Field(min_length=1, max_length=2048)]
@@ -15,7 +16,7 @@ _SOURCE_RULE = Rule(
     "must start with hf://, azureml://, pvc://, file:// or https://; "
     "for a local folder write file://./FOLDER",
 )
-Source = Annotated[Uri, _SOURCE_RULE]
+Source = Annotated[Uri, _SOURCE_RULE, ONLY_KNOWN]
 SplitName = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(ge=0, le=1000), ABOVE_ZERO]
 

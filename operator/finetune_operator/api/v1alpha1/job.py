@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from finetune_operator.api.placeholders import with_names
 from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.inputs import DatasetSpec, ModelSpec
 from finetune_operator.api.v1alpha1.lifecycle import (
@@ -82,6 +83,12 @@ class FineTuneJobSpec(ApiModel):
         RestartPolicy(), description="How often a failed attempt is followed by another."
     )
     deadlines: Deadlines = Field(Deadlines(), description="Limits in seconds.")
+    take_over: bool = Field(
+        False,
+        description="Go on in the folders of the job of this namespace and name that was deleted, "
+        "from its newest checkpoint; false refuses folders in which another job has written. No "
+        "attempt starts while a pod of that job lives.",
+    )
     suspend: bool = Field(False, description="Stop with a checkpoint and wait; false goes on.")
     queue: QueueSpec | None = Field(None, description="Kueue queue and priority.")
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
@@ -218,6 +225,11 @@ class FineTuneJob(ApiModel):
         changes_only_while_suspended(),
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_itself(cls, value: Any) -> Any:
+        return with_names(value) if isinstance(value, dict) else value
+
     def to_object(self) -> dict[str, Any]:
-        """Return the Kubernetes object: camelCase keys, absent fields left out."""
+        """Return the Kubernetes object: camelCase keys, absent fields left out, plain URIs."""
         return self.model_dump(by_alias=True, exclude_none=True, mode="json")

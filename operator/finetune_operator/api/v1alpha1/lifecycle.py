@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from finetune_operator.api.placeholders import ONLY_KNOWN
 from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.inputs import Source, Uri
 from finetune_operator.api.v1alpha1.training import INT32_MAX
@@ -18,7 +19,10 @@ class CheckpointSpec(ApiModel):
     """Committed checkpoints: where, how often, how many, and which one to start from."""
 
     uri: Source | None = Field(
-        None, description="Folder of the checkpoints; the local backend has a default."
+        None,
+        description="Folder of the checkpoints, of this job alone; the local backend has a "
+        "default. {namespace} and {name} stand for the job's own, in every URI: "
+        "pvc://checkpoints/{name}.",
     )
     every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None,
@@ -44,6 +48,7 @@ class CheckpointSpec(ApiModel):
             "self in ['auto', 'none'] || self.matches('^(hf|azureml|pvc|file|https)://.+')",
             "must be auto, none or the URI of a checkpoint",
         ),
+        ONLY_KNOWN,
     ] = Field(
         "auto",
         description="auto (newest committed checkpoint), none, or the URI of one checkpoint.",
@@ -72,7 +77,9 @@ class OutputSpec(ApiModel):
     """The trained model."""
 
     uri: Source | None = Field(
-        None, description="Folder of the trained model; the local backend has a default."
+        None,
+        description="Folder of the trained model, of this job alone; the local backend has a "
+        "default. {namespace} and {name} stand for the job's own.",
     )
     format: OutputFormat | None = Field(
         None,

@@ -236,6 +236,12 @@ class FineTuneProfileSpec(ApiModel):
         description="Folder of downloaded models and tokenized data; below a volume's mountPath "
         "jobs share it, else each pod has its own.",
     )
+    listing_lag_seconds: Annotated[float, Field(ge=0, le=300)] | None = Field(
+        None,
+        description="How long a new file may be missing from a listing of its folder on what jobs "
+        "write to: attempts wait so long before they trust that nobody else writes there. Absent "
+        "means 0 on a local disk and 5 on any other file system.",
+    )
     security: SecuritySettings = Field(SecuritySettings(), description="As whom the pods run.")
     network: NetworkSettings = Field(NetworkSettings(), description="Who may connect to the pods.")
     rank_zero_name: RankZeroName = Field(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from finetune_operator.api.placeholders import ONLY_KNOWN
 from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES
 
@@ -128,12 +129,13 @@ class LocalSpec(ApiModel):
             str,
             Field(min_length=1, max_length=2048),
             Rule("!self.startsWith('file:')", "is a path, not a URI; leave out file://"),
+            ONLY_KNOWN,
         ]
         | None
     ) = Field(
         None,
         description="Folder of everything the run writes; relative to the manifest. Absent means "
-        "runs/NAMESPACE/NAME beside the manifest.",
+        "runs/NAMESPACE/NAME beside the manifest. {namespace} and {name} stand for the job's own.",
     )
     threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None, description="CPU threads of each rank; absent shares the machine's cores evenly."

@@ -18,6 +18,7 @@ _ALWAYS_PRESENT = (
     "topology.placement",
     "capacity",
     "checkpoint",
+    "takeOver",
     "restartPolicy.restartsInPlace",
     "restartPolicy.backoff",
     "backend",

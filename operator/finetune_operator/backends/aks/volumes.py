@@ -195,6 +195,7 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
         threads_per_process=threads,
         metrics_host="0.0.0.0",
         scheduled_events_url=None if spec.capacity == "onDemand" else SCHEDULED_EVENTS,
+        listing_lag_seconds=profile.listing_lag_seconds,
     )
 
 
