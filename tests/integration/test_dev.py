@@ -236,6 +236,22 @@ def test_a_job_applied_again_after_its_deletion_starts_anew(serve: Serve, folder
     assert attempts_of(dev.job()) == [(1, None)]
 
 
+def test_a_job_that_takes_over_goes_on_with_what_the_deleted_one_of_its_name_wrote(
+    serve: Serve, folder: Path
+) -> None:
+    dev = serve(attempt_1=ENDLESS | {"save_every": 1})
+    dev.apply()
+    dev.wait_for_step(3)
+    dev.api.delete("default")
+    wait_until(lambda: dev.api.job("default") is None, PROMPT_SECONDS)
+    dev.apply(takeOver=True)
+    wait_until((run_dir(folder) / "attempts.1" / "1").is_dir, PROMPT_SECONDS)
+    dev.wait_for_step(4)
+    told = json.loads((run_dir(folder) / "progress.json").read_text())
+    assert told["attempt"] == 1
+    assert told["resumedStep"] >= 3
+
+
 def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, folder: Path) -> None:
     dev = serve(attempt_1={"steps": 1})
     with JobStore(run_dir(folder)) as theirs:

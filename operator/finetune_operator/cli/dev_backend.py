@@ -60,7 +60,8 @@ class DevBackend(LocalBackend):
         """
         job = self._jobs[request.job_uid]
         folders = self.folders(job)
-        _claim(self._hold(folders.run, folders.checkpoint), job, request.attempt)
+        store = self._hold(folders.run, folders.checkpoint, folders.output)
+        _claim(store, job, request.attempt)
         return await super().submit(request)
 
     async def observe(self, handle: Handle) -> Observation:
@@ -85,9 +86,9 @@ class DevBackend(LocalBackend):
         for run_dir in list(self._held):
             self._release(run_dir)
 
-    def _hold(self, run_dir: Path, checkpoints: Path | None = None) -> JobStore:
+    def _hold(self, run_dir: Path, *others: Path) -> JobStore:
         if run_dir not in self._held:
-            self._held[run_dir] = JobStore(run_dir, checkpoints).__enter__()
+            self._held[run_dir] = JobStore(run_dir, *others).__enter__()
         return self._held[run_dir]
 
     def _release(self, run_dir: Path) -> None:
@@ -96,7 +97,10 @@ class DevBackend(LocalBackend):
 
 
 def _claim(store: JobStore, job: FineTuneJob, number: int) -> None:
-    """Move aside what another job has left, and write down whose attempt this is."""
+    """Move aside what another job has left, and write down whose attempt this is.
+
+    A job that takes over goes on with what the other one wrote; only its attempts make way.
+    """
     there = store.load()
     if there is not None and there.metadata.uid != job.metadata.uid:
         if alive := proc.marked(ENV_MARK, f"{there.metadata.uid}-"):
@@ -104,7 +108,11 @@ def _claim(store: JobStore, job: FineTuneJob, number: int) -> None:
                 f"{store.run_dir} is still written by process {alive[0].pid} of an earlier job of "
                 "that name; end that one first"
             )
-        log.info("earlier run moved aside", extra={"folder": str(store.move_aside())})
+        if job.spec.take_over:
+            store.make_way()
+        else:
+            moved = store.move_aside(job.metadata)
+            log.info("earlier run moved aside", extra={"folder": str(moved)})
         there = None
     if there is None or there.status.attempt < number:
         # As a driver leaves the job that dies right after it has opened the attempt.

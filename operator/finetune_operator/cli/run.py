@@ -64,7 +64,7 @@ def run(
     target = open_target(file, backend, runs_here=True)
     target.refuse(target.backend.check_inputs(target.job))
     console = Console(highlight=False)
-    opening = JobStore(target.folders.run, target.folders.checkpoint)
+    opening = JobStore(target.folders.run, target.folders.checkpoint, target.folders.output)
     if not opening.path.exists():
         target.refuse(check_start(target.job))  # with its line, and before a folder is made
     again = f"ftctl run {shlex.quote(str(target.manifest.path))}"

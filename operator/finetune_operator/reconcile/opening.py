@@ -75,20 +75,20 @@ async def open_job(
     except StoreError:
         if not fresh:
             raise
-        return _new(manifest, store, new_uid, f"moved the old run to {store.move_aside()}")
+        return _new(manifest, store, new_uid, _moved_aside(store, manifest))
     if stored is None:
         _refuse_start(manifest)
         note = ""
         if fresh and store.outside():
-            note = f"moved the old run to {store.move_aside()}"
+            note = _moved_aside(store, manifest)
         return _new(manifest, store, new_uid, note)
     if fresh:
         await _end(stored, backend, store, clock)
-        return _new(manifest, store, new_uid, f"moved the old run to {store.move_aside()}")
+        return _new(manifest, store, new_uid, _moved_aside(store, manifest))
     _refuse_another_job(stored, manifest, store)
     if is_true(stored.status, ConditionType.COMPLETE):
         _refuse_start(manifest)
-        note = f"the earlier run is complete; moved it to {store.move_aside()}"
+        note = f"the earlier run is complete; moved it to {store.move_aside(manifest.metadata)}"
         return _new(manifest, store, new_uid, note)
     return _go_on(stored, manifest, store, clock)
 
@@ -100,6 +100,10 @@ def _new(
     job = manifest.model_copy(update={"metadata": metadata, "status": FineTuneJobStatus()})
     store.save(job)
     return OpenedJob(job, note)
+
+
+def _moved_aside(store: JobStore, manifest: FineTuneJob) -> str:
+    return f"moved the old run to {store.move_aside(manifest.metadata)}"
 
 
 async def _end(job: FineTuneJob, backend: Backend, store: JobStore, clock: Clock) -> None:

@@ -6,7 +6,6 @@ a job; the kernel's lock on `job.lock` says so and goes when that process ends, 
 
 import fcntl
 import os
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.job import FineTuneJob, ObjectMeta
 from finetune_operator.errors import FineTuneError
+from finetune_operator.reconcile import outside
 
-# A committed checkpoint, one being written, and one that a run went back behind.
-_CHECKPOINT = re.compile(r"step-(\d+)(\.tmp|\.aside(-\d+)?)?")
 _BEFORE_THE_FIRST_SAVE = {"job.lock", "job.json.tmp"}
 
 
@@ -40,11 +38,15 @@ class JobStore:
     Args:
         run_dir: Folder of everything the run writes.
         checkpoints: Folder of the run's checkpoints; by default the one in the run directory.
+        output: Folder of the trained model; by default the one in the run directory.
     """
 
-    def __init__(self, run_dir: Path, checkpoints: Path | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, checkpoints: Path | None = None, output: Path | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.checkpoints = checkpoints or run_dir / "checkpoints"
+        self.output = output or run_dir / "output"
         self._lock: int | None = None
 
     @property
@@ -108,44 +110,77 @@ class JobStore:
 
     def newest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint; its content is not read."""
-        found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
-        return max((int(name[1]) for name in found if name and not name[2]), default=None)
+        return outside.newest_step(self.checkpoints)
 
     def outside(self) -> list[Path]:
-        """Return the folders of the run that do not lie in its directory.
+        """Return what the run has left in folders that do not lie in its directory."""
+        return [path for found in self._outside().values() for path in found]
 
-        The folder that `checkpoint.uri` names may hold other things: only checkpoints are the
-        run's.
-        """
-        if self.run_dir in self.checkpoints.parents:
-            return []
-        found = self.checkpoints.glob("step-*")
-        return sorted(path for path in found if _CHECKPOINT.fullmatch(path.name))
+    def _outside(self) -> dict[Path, list[Path]]:
+        found = {}
+        if self.run_dir not in self.checkpoints.parents:
+            found[self.checkpoints] = outside.of_checkpoints(self.checkpoints)
+        if self.run_dir not in self.output.parents:
+            found[self.output] = outside.of_output(self.output)
+        return {folder: paths for folder, paths in found.items() if paths}
 
-    def move_aside(self) -> Path:
+    def move_aside(self, job: ObjectMeta) -> Path:
         """Rename the run directory to NAME.1, NAME.2, ... and start an empty one; keep the lock.
 
-        Checkpoints outside of it go to a folder with the same number. Nothing is deleted.
+        What lies outside of it (checkpoints, the exported model, the claims on their folders) goes
+        to folders with the same number. Nothing is deleted.
+
+        Args:
+            job: Which job starts anew; what another one has claimed is not moved.
 
         Returns:
             Where the old run directory is now.
+
+        Raises:
+            StoreError: a folder outside is another job's.
         """
-        outside, number = self.outside(), 1
-        folders = [self.run_dir, *([self.checkpoints] if outside else [])]
-        while any(_numbered(folder, number).exists() for folder in folders):
+        found, number = self._outside(), 1
+        for folder in found:
+            self._refuse_folder_of_others(folder, job)
+        while any(_numbered(folder, number).exists() for folder in (self.run_dir, *found)):
             number += 1
         # The run directory goes last: until it does, a crash leaves a job that runs again and
         # moves the rest then.
-        for folder in outside:
-            target = _numbered(self.checkpoints, number)
-            target.mkdir(exist_ok=True)
-            shutil.move(folder, target / folder.name)
+        for folder, paths in found.items():
+            for path in paths:
+                target = _numbered(folder, number) / path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, target)
         shutil.move(self.run_dir, _numbered(self.run_dir, number))
         old, self._lock = self._lock, None
         self._lock = self._acquire()
         if old is not None:
             os.close(old)
         return _numbered(self.run_dir, number)
+
+    def make_way(self) -> None:
+        """Rename the folder of the attempts, and put there how far they came.
+
+        Who takes the run over goes on with the rest, from an attempt 1 of its own.
+        """
+        attempts, number = self.run_dir / "attempts", 1
+        while _numbered(attempts, number).exists():
+            number += 1
+        if attempts.exists():
+            told = self.run_dir / "progress.json"
+            if told.exists():
+                told.rename(attempts / told.name)
+            attempts.rename(_numbered(attempts, number))
+
+    def _refuse_folder_of_others(self, folder: Path, job: ObjectMeta) -> None:
+        owner = outside.owner(folder)
+        if owner is None or (owner.namespace, owner.name) == (job.namespace, job.name):
+            return
+        field = "spec.checkpoint.uri" if folder == self.checkpoints else "spec.output.uri"
+        raise StoreError(
+            f"{field} {folder} belongs to the job {owner.namespace}/{owner.name} (uid "
+            f"{owner.uid}), which wrote there before this one; set another {field}"
+        )
 
     def _acquire(self) -> int:
         """Lock the file that is at the path now; an opened one may have been moved aside since."""

@@ -1,0 +1,81 @@
+"""What a run has left in folders that lie outside its directory, and whose folders these are.
+
+`JobStore` asks, before it moves such things aside. A folder that a URI names may hold other things,
+too: the run's are its checkpoints, what its export wrote, and the claims that say who writes there.
+Nothing here changes a file.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_trainer.config import JobRef
+
+CLAIMS = ".finetune-claims"
+RECORD = "finetune-export.json"
+# A committed checkpoint, one being written, one that a run went back behind; by whichever claim.
+_CHECKPOINT = re.compile(r"step-(\d+)(\.tmp|\.aside(-\d+)?|\.(\d+-\d+-\d+-[0-9a-z]+))?")
+_MANIFEST = "manifest.json"
+
+
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest committed checkpoint; its content is not read.
+
+    A folder with a claim in its name is written in place, and committed by its manifest. Without
+    one, it is of a trainer before claims, and got its name when it was whole.
+    """
+    steps = []
+    for path in folder.glob("step-*"):
+        name = _CHECKPOINT.fullmatch(path.name)
+        if name and (not name[2] or (name[4] and (path / _MANIFEST).exists())):
+            steps.append(int(name[1]))
+    return max(steps, default=None)
+
+
+def of_checkpoints(folder: Path) -> list[Path]:
+    """Return what of a run lies in its folder of checkpoints, the claims last."""
+    found = sorted(path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
+    return [*found, *_claims(folder)]
+
+
+def of_output(folder: Path) -> list[Path]:
+    """Return what of a run lies in its output folder: what the record of its export lists."""
+    return [*_exported(folder), *_claims(folder)]
+
+
+def owner(folder: Path) -> JobRef | None:
+    """Return the job that has the folder by its claims; None where nobody has, or none can say.
+
+    A claim that is not held is of a job that was refused, or was killed before it had the folder.
+    """
+    held = {path.name.partition(".")[0] for path in (folder / CLAIMS).glob("*.held.*")}
+    for tag in sorted(held, key=_rank, reverse=True):
+        for path in (folder / CLAIMS).glob(f"{tag}.claim.*"):
+            try:
+                return JobRef.read(path)
+            except (OSError, ValidationError):
+                continue
+    return None
+
+
+def _rank(tag: str) -> tuple[int, ...]:
+    """Return epoch, attempt and generation of a claim as numbers."""
+    return tuple(int(part) for part in tag.split("-")[:3] if part.isdecimal())
+
+
+def _claims(folder: Path) -> list[Path]:
+    return [folder / CLAIMS] if (folder / CLAIMS).is_dir() else []
+
+
+def _exported(folder: Path) -> Iterator[Path]:
+    try:
+        names = json.loads((folder / RECORD).read_bytes())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no export of ours, so nothing in it is ours to move
+    for name in (*names, RECORD):
+        path = folder / str(name)
+        if ".." not in path.parts and folder in path.parents and path.is_file():
+            yield path
