@@ -19,6 +19,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
 from finetune_operator.errors import AlreadyOwnedError
 from finetune_operator.planner.plan import Plan, make_plan
+from finetune_operator.reconcile.folders import written_by
 
 T = TypeVar("T")
 TRIES_SECONDS = 60.0
@@ -86,6 +87,20 @@ class BackendContract:
         second = harness.make().render(plan, Attempt(1))
         assert first == second
         assert harness.state() == before
+
+    def test_the_folders_of_a_job_are_named_by_its_fields_and_asking_changes_nothing(
+        self, harness: Harness
+    ) -> None:
+        before, job = harness.state(), planned(**harness.overrides).job
+        folders = written_by(harness.make(), job)
+        assert folders == written_by(harness.make(), job)
+        assert harness.state() == before
+        spec = job.to_object()
+        for one in folders:
+            block, field = one.field.removeprefix("spec.").rsplit(".", 1)
+            assert one.place
+            if block in ("checkpoint", "output"):
+                assert spec["spec"][block][field] == one.uri
 
     def test_requests_of_two_attempts_have_two_names(self, harness: Harness) -> None:
         backend = harness.make()

@@ -20,6 +20,7 @@ from finetune_operator.backends.base import (
     Handle,
     Observation,
     Request,
+    Written,
 )
 from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.errors import AlreadyOwnedError, TransientError
@@ -62,6 +63,9 @@ class ConfigMapBackend:
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         return ()
+
+    def writes(self, job: FineTuneJob) -> Sequence[Written]:
+        return FakeBackend().writes(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         _demand_quiet(plan.job)

@@ -35,6 +35,22 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class Written:
+    """A folder that the attempts of a job write.
+
+    Attributes:
+        field: Field of the job that names it.
+        uri: What the job calls it.
+        place: Where it really is, part by part, from what holds it (a disk, a claim of a namespace)
+            down to its name. Two jobs share a folder where one's place begins with the other's.
+    """
+
+    field: str
+    uri: str
+    place: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Request:
     """Exactly what `submit` would create; `ftctl render` prints it, goldens compare it.
 
@@ -145,7 +161,7 @@ class BackendContext:
 
 
 class Backend(Protocol):
-    """Five verbs and three readers; made by `Backend(context)`."""
+    """Five verbs and four readers; made by `Backend(context)`."""
 
     name: ClassVar[str]
     lives_in_cluster: ClassVar[bool]
@@ -168,6 +184,12 @@ class Backend(Protocol):
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what is wrong with what the job names: missing files, folders not writable."""
+
+    def writes(self, job: FineTuneJob) -> Sequence[Written]:
+        """List the folders that the job writes and another one could, too; asks nobody.
+
+        A plugin without it takes part in no comparison of folders.
+        """
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return what `submit` would create; pure: same plan and attempt, same request."""

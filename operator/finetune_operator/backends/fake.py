@@ -19,6 +19,7 @@ from finetune_operator.backends.base import (
     Handle,
     Observation,
     Request,
+    Written,
 )
 from finetune_operator.errors import AlreadyOwnedError, BackendError
 from finetune_operator.planner.plan import Plan
@@ -108,6 +109,15 @@ class FakeBackend:
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """It reads nothing."""
         return ()
+
+    def writes(self, job: FineTuneJob) -> Sequence[Written]:
+        """It takes the URIs for the folders themselves."""
+        named = {"checkpoint": job.spec.checkpoint.uri, "output": job.spec.output.uri}
+        return [
+            Written(f"spec.{block}.uri", uri, tuple(part for part in uri.split("/") if part))
+            for block, uri in named.items()
+            if uri is not None
+        ]
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return a request with the size of the attempt in it."""

@@ -15,6 +15,7 @@ from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.api.validate import ManifestRef, check_manifest, job_of
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.registry import available, load
+from finetune_operator.cli.shared_folders import Checked, shared_folders
 from finetune_operator.cli.target import known_profiles
 
 
@@ -53,8 +54,10 @@ def validate(
     reading = read_manifests(given)
     problems = [*reading.problems]
     profiles = known_profiles(reading.profiles, problems)
+    checked: list[Checked] = []
     for manifest in reading.manifests:
-        problems += _check(manifest, profiles)
+        problems += _check(manifest, profiles, checked)
+    problems += shared_folders(checked)
     if not reading.manifests and not reading.profiles and not _errors(problems):
         problems.append(Problem("", f"no FineTuneJob in {', '.join(given)}"))
     if output is OutputFormat.JSON:
@@ -65,8 +68,13 @@ def validate(
         raise typer.Exit(1)
 
 
-def _check(manifest: Manifest, profiles: Mapping[str, FineTuneProfile]) -> list[Problem]:
-    """The resource's own problems; the backend is asked about what is otherwise right."""
+def _check(
+    manifest: Manifest, profiles: Mapping[str, FineTuneProfile], checked: list[Checked]
+) -> list[Problem]:
+    """The resource's own problems; the backend is asked about what is otherwise right.
+
+    What passes is added to `checked`.
+    """
     problems = check_manifest(manifest)
     if _errors(problems):
         return problems
@@ -79,6 +87,7 @@ def _check(manifest: Manifest, profiles: Mapping[str, FineTuneProfile]) -> list[
         context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
         backend = load(name)(context)
         problems += [manifest_ref.locate(problem) for problem in backend.validate(job)]
+        checked.append(Checked(manifest_ref, job, backend))
     return problems
 
 

@@ -13,6 +13,7 @@ from finetune_operator.backends.aks import checks
 from finetune_operator.backends.aks.names import BACKEND, AttemptName
 from finetune_operator.backends.aks.profiles import FIELD, ProfileError, Profiles
 from finetune_operator.backends.aks.render import render
+from finetune_operator.backends.aks.written import written
 from finetune_operator.backends.base import (
     Attempt,
     BackendContext,
@@ -20,6 +21,7 @@ from finetune_operator.backends.base import (
     Handle,
     Observation,
     Request,
+    Written,
 )
 from finetune_operator.errors import BackendError
 from finetune_operator.planner.plan import Plan
@@ -68,6 +70,13 @@ class AksBackend:
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """Nothing: claims and Secrets are bound and mounted later, and then told in conditions."""
         return ()
+
+    def writes(self, job: FineTuneJob) -> Sequence[Written]:
+        """List the folders of the URIs that it writes, where its profile has them."""
+        try:
+            return written(job, self._profiles.of(job).spec)
+        except ProfileError:
+            return written(job, None)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return the attempt's manifests.

@@ -24,8 +24,9 @@ from finetune_operator.backends.base import (
     Handle,
     Observation,
     Request,
+    Written,
 )
-from finetune_operator.backends.local import checks, layout, proc, records, watch
+from finetune_operator.backends.local import checks, layout, overlaps, proc, records, watch
 from finetune_operator.backends.local.environment import ENV_MARK, mark, passed_on
 from finetune_operator.backends.local.layout import AttemptFolder, Folders
 from finetune_operator.backends.local.logs import read_log
@@ -88,6 +89,10 @@ class LocalBackend:
         """List missing inputs, folders that cannot be written, and missing GPUs."""
         base, environ = self._context.manifest_dir, self._context.environ
         return checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
+
+    def writes(self, job: FineTuneJob) -> Sequence[Written]:
+        """List the run directory, and the folders that the job names besides."""
+        return overlaps.written(job, self._context.manifest_dir)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return the attempt's files and processes."""

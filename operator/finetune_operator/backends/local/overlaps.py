@@ -1,4 +1,4 @@
-"""Folders that a run writes, against what it reads: none may be the other, or lie in it.
+"""Folders that a run writes; and against what it reads: none may be the other, or lie in it.
 
 A run replaces what it exported before, deletes old checkpoints and moves finished runs aside, so a
 folder that it shares with the base model, the rows or the manifest is a folder the user may lose.
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.base import Written
 from finetune_operator.backends.local import layout
 
 _RUN = "spec.backend.local.runDirectory"
@@ -17,14 +18,19 @@ _OUTPUT = "spec.output.uri"
 _RESUME = "spec.checkpoint.resumeFrom"
 
 
-def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    """Yield one problem for each folder of the run that touches what is not the run's.
+def written(job: FineTuneJob, manifest_dir: Path) -> list[Written]:
+    """Return the folders that the run writes; those below its directory go without saying."""
+    try:
+        folders = _resolved(job, manifest_dir)
+    except layout.BadUriError:
+        return []  # of a job that is refused for it
+    named = {_RUN: f"{layout.FILE}{folders[_RUN]}", **_named(job)}
+    return [Written(field, uri, ("disk", *folders[field].parts)) for field, uri in named.items()]
 
-    Links are followed, as two names of one folder are one folder.
-    """
-    made = layout.folders_of(job, manifest_dir)
-    folders = {_RUN: made.run, _CHECKPOINT: made.checkpoint, _OUTPUT: made.output}
-    folders = {field: path.resolve() for field, path in folders.items()}
+
+def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
+    """Yield one problem for each folder of the run that touches what is not the run's."""
+    folders = _resolved(job, manifest_dir)
     read, base = _read(job, manifest_dir), manifest_dir.resolve()
     for field, folder in folders.items():
         if field != _RUN and field not in _named(job):
@@ -38,9 +44,16 @@ def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
             yield Problem(field, f"{folder} {complaint}; choose a folder apart from it")
 
 
-def _named(job: FineTuneJob) -> set[str]:
+def _resolved(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
+    """Return every folder of the run; links are followed, as two names of one folder are one."""
+    made = layout.folders_of(job, manifest_dir)
+    folders = {_RUN: made.run, _CHECKPOINT: made.checkpoint, _OUTPUT: made.output}
+    return {field: path.resolve() for field, path in folders.items()}
+
+
+def _named(job: FineTuneJob) -> dict[str, str]:
     uris = {_CHECKPOINT: job.spec.checkpoint.uri, _OUTPUT: job.spec.output.uri}
-    return {field for field, uri in uris.items() if uri is not None}
+    return {field: uri for field, uri in uris.items() if uri is not None}
 
 
 def _read(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:

@@ -1,0 +1,81 @@
+"""Which folders of several jobs are one, or lie in each other.
+
+Called by the operator's kernel for the jobs of a cluster, and by `ftctl validate` for the manifests
+of one call. Pure.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.base import Backend, Written
+
+Who = TypeVar("Who", bound=Hashable)
+
+_Place = tuple[str, ...]
+
+
+class FolderIndex(Generic[Who]):
+    """Who writes where; a question costs as many steps as the folder is deep, and has answers."""
+
+    def __init__(self) -> None:
+        self._of: dict[Who, tuple[Written, ...]] = {}
+        self._at: dict[_Place, dict[Who, Written]] = {}
+        self._below: dict[_Place, dict[Who, Written]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is noted."""
+        return not (self._of or self._at or self._below)
+
+    def put(self, who: Who, folders: Iterable[Written]) -> None:
+        """Note the folders of one, in the place of what was noted before."""
+        self.remove(who)
+        self._of[who] = tuple(folders)
+        for one in self._of[who]:
+            self._at.setdefault(one.place, {})[who] = one
+            for end in range(1, len(one.place)):
+                self._below.setdefault(one.place[:end], {})[who] = one
+
+    def remove(self, who: Who) -> None:
+        """Forget one."""
+        for one in self._of.pop(who, ()):
+            for end in range(1, len(one.place)):
+                _take_out(self._below, one.place[:end], who)
+            _take_out(self._at, one.place, who)
+
+    def touching(self, folder: Written, *, besides: Who) -> Iterator[tuple[Who, Written]]:
+        """Yield who else writes the folder, one that holds it, or one that lies in it."""
+        places = [self._at.get(folder.place[:end]) for end in range(1, len(folder.place) + 1)]
+        for found in (*places, self._below.get(folder.place)):
+            for who, one in (found or {}).items():
+                if who != besides:
+                    yield who, one
+
+
+def written_by(backend: Backend, job: FineTuneJob) -> tuple[Written, ...]:
+    """Return the folders that the job writes; none of a plugin that cannot tell."""
+    return tuple(backend.writes(job)) if hasattr(backend, "writes") else ()
+
+
+def sentence(mine: Written, theirs: Written, whose: str) -> str:
+    """Return what a folder has to do with another one's, without the field that names it.
+
+    Args:
+        mine: The folder that the sentence is about.
+        theirs: One that touches it.
+        whose: Who has that.
+    """
+    what = f"{theirs.field} of {whose}"
+    if mine.place == theirs.place:
+        same = "also" if mine.uri == theirs.uri else f"the same folder as {theirs.uri},"
+        return f"{mine.uri} is {same} {what}"
+    relation = "holds" if len(mine.place) < len(theirs.place) else "lies inside"
+    return f"{mine.uri} {relation} {theirs.uri}, {what}"
+
+
+def _take_out(table: dict[_Place, dict[Who, Written]], place: _Place, who: Who) -> None:
+    if place in table:
+        table[place].pop(who, None)
+        if not table[place]:
+            del table[place]
