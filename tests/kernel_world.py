@@ -68,6 +68,7 @@ class World:
 
     Attributes:
         is_busy: Whether the process has other jobs to look at.
+        woken: Jobs that the process has had looked at by itself.
     """
 
     is_busy = False
@@ -86,6 +87,7 @@ class World:
     def start_process(self, points: Sequence[EntryPoint] = POINTS) -> None:
         """Begin with nothing but what the API server knows, and with these plugins."""
         self.caches: dict[Resource, ObjectCache] = {}
+        self.woken: list[Key] = []
         cluster = Cluster(self.api, self.cache)
         self.backends = Backends(BackendContext(Path(), {}, cluster), points)
         self.reconciler = Reconciler(
@@ -95,6 +97,7 @@ class World:
             EventPoster(self.api, "test"),
             now=lambda: self.now,
             is_busy=lambda: self.is_busy,
+            wake=self.woken.append,
         )
 
     def cache(self, resource: Resource) -> ObjectCache:

@@ -12,7 +12,7 @@ whatever else the status lacks is seen again and written later.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
@@ -20,7 +20,9 @@ from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Hand
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel import refusals
 from finetune_operator.kernel.events import EventPoster, events_between
+from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
+from finetune_operator.kernel.look import AT_ONCE, NEVER, Look, look_in
 from finetune_operator.kernel.reports import NO_DELAY, Delay, Reports
 from finetune_operator.kernel.unwritten import Unwritten
 from finetune_operator.kernel.watches import Refused, trim_metadata
@@ -59,29 +61,12 @@ FIRST_LOOK_SECONDS = 1.5
 """How long after an attempt was created it is looked at, unless something is seen of it before."""
 
 _LOOK_AGAIN_SECONDS = 1.0
-_SHORTEST_WAIT_SECONDS = 0.1  # whatever a backend asks for
 _MAX_ARTIFACTS = 16
 _UNREADABLE_GRACE_SECONDS = 30.0
 _REFUSED_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
 
-@dataclass(frozen=True)
-class Look:
-    """What came of one look at a job.
-
-    Attributes:
-        again_in_seconds: When to look again though nothing happens; None for never.
-        when_quiet: Look again before that if no other job is to be looked at.
-    """
-
-    again_in_seconds: float | None = None
-    when_quiet: bool = False
-
-
 _ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
-
-NEVER = Look()
-AT_ONCE = Look(0.0)
 
 
 class Reconciler:
@@ -95,6 +80,7 @@ class Reconciler:
         now: The time, with a zone.
         lacks: What keeps the attempts of a backend in a namespace from being seen; by their names.
         is_busy: Whether other jobs are to be looked at, which comes before reporting.
+        wake: Has a job looked at, as it may have got what it was refused.
     """
 
     def __init__(
@@ -107,6 +93,7 @@ class Reconciler:
         now: Callable[[], datetime],
         lacks: Callable[[str, str], Refused | None] = lambda namespace, backend: None,
         is_busy: Callable[[], bool] = lambda: False,
+        wake: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._client = client
         self._cache = cache
@@ -117,6 +104,7 @@ class Reconciler:
         self._is_busy = is_busy
         self._book = JobBook(cache.get, backends)
         self._unwritten = Unwritten()
+        self._folders = FolderBook(cache, self._book.get, backends, self._unwritten, wake)
         self._reports = Reports()
         self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
 
@@ -133,8 +121,11 @@ class Reconciler:
         Raises:
             FineTuneError: try again later.
         """
+        self._folders.catch_up()
         known = self._book.get(key)
         if known is None:
+            if await self._folders.is_written_still(key):
+                return Look(MENDED_SECONDS)  # or when its pods go
             self._forget(key)
             return NEVER
         if not known.is_ours:
@@ -151,6 +142,10 @@ class Reconciler:
         except _StaleError:
             await self._read_again(key)
             return AT_ONCE
+        except RivalsFirstError:
+            return Look(_LOOK_AGAIN_SECONDS)
+        finally:
+            self._folders.settle(key)
 
     async def _look(self, key: Key, known: KnownJob, job: FineTuneJob) -> Look:
         try:
@@ -167,6 +162,8 @@ class Reconciler:
             # The status has this attempt already, so nothing new is said before it exists.
             return await self._submit_again(key, known, job, submits.number)
         if submits is not None:
+            # Before anybody else is looked at.
+            decision = replace(decision, status=self._folders.opened(key, decision.status))
             known = await self._with_finalizer(key, known, job)
         status = await self._collected(job, decision)
         known, delay = await self._report(key, known, status)
@@ -180,7 +177,7 @@ class Reconciler:
             return await self._clean_up(key, known, job.spec.ttl_seconds_after_finished)
         waits = (decision.requeue_seconds, delay.seconds or None)
         again = min((one for one in waits if one is not None), default=None)
-        return _look_in(again, when_quiet=delay.until_quiet)
+        return look_in(again, when_quiet=delay.until_quiet)
 
     def _plan(
         self, known: KnownJob, job: FineTuneJob, observation: Observation | None
@@ -189,7 +186,10 @@ class Reconciler:
         is_open = attempts.current(job.status) is not None
         if is_finished(job.status) or (is_open and not (observation and observation.all_gone)):
             return self._book.plan(job)
-        return self._book.judge(known)
+        judged = self._book.judge(known)
+        if isinstance(judged, Refusal) or job.spec.suspend:
+            return judged
+        return self._folders.refusal(Key(job.metadata.namespace, job.metadata.name)) or judged
 
     async def _observe(self, key: Key, job: FineTuneJob) -> Observation | None:
         if attempts.current(job.status) is None:
@@ -314,7 +314,7 @@ class Reconciler:
                 raise
             return await self._hold(key, known, refusals.endless(error), "that is mended")
         if again is not None:
-            return _look_in(again)
+            return look_in(again)
         self._forget(key)
         rest = [one for one in finalizers if one != FINALIZER]
         await self._patch(key, known, {"metadata": {"finalizers": rest}})
@@ -455,7 +455,7 @@ class Reconciler:
             return job
         if not job.status.attempt:
             status = as_opened(job, found, self._now(), self._book.plan(job))
-            job = job.model_copy(update={"status": status})
+            job = job.model_copy(update={"status": self._folders.opened(key, status)})
         self._unwritten.note_handle(key, job.metadata.uid, number, found.handle)
         log.info("attempt found", extra=_about(key, attempt=number, handle=found.handle.name))
         return self._unwritten.added_to(key, job)
@@ -479,10 +479,6 @@ class _StaleError(Exception):
 
 def _is_or_was_suspended(job: FineTuneJob) -> bool:
     return job.spec.suspend or is_true(job.status, ConditionType.SUSPENDED)
-
-
-def _look_in(seconds: float | None, *, when_quiet: bool = False) -> Look:
-    return NEVER if seconds is None else Look(max(seconds, _SHORTEST_WAIT_SECONDS), when_quiet)
 
 
 def _about(key: Key, **fields: object) -> dict[str, object]:

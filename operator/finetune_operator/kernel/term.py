@@ -99,6 +99,7 @@ class Term:
             now=now,
             lacks=self._sight.lacks,
             is_busy=lambda: self._queue.is_busy,
+            wake=self._queue.add,
         )
 
     async def run(self) -> None:

@@ -4,7 +4,7 @@ Whoever reads it must bear that it is late. Nothing older than what is there get
 a write may overtake the watch, and the watch an answer.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from finetune_operator.kube.labels import JOB_LABEL
@@ -59,6 +59,7 @@ class ObjectCache:
         self._objects: dict[Key, Object] = {}
         self._of_job: dict[Key, set[Key]] = {}
         self._deleted: dict[Key, int] = {}
+        self._listeners: list[Callable[[Key], object]] = []
 
     def __len__(self) -> int:
         """Count the objects."""
@@ -79,6 +80,12 @@ class ObjectCache:
         """
         return [self._objects[key] for key in sorted(self._of_job.get(job, ()))]
 
+    def listen(self, listener: Callable[[Key], object]) -> None:
+        """Have a function called with each key whose object changes, and now with all there are."""
+        self._listeners.append(listener)
+        for key in self._objects:
+            listener(key)
+
     def put(self, made: Object) -> bool:
         """Take in an object, unless what is there is as new; return whether that is news.
 
@@ -96,6 +103,7 @@ class ObjectCache:
         self._objects[key] = made
         if (job := job_key_of(made)) is not None:
             self._of_job.setdefault(job, set()).add(key)
+        self._tell(key)
         return True
 
     def remove(self, made: Object) -> bool:
@@ -148,4 +156,9 @@ class ObjectCache:
             keys.discard(key)
             if not keys:
                 del self._of_job[job]
+        self._tell(key)
         return True
+
+    def _tell(self, key: Key) -> None:
+        for listener in self._listeners:
+            listener(key)

@@ -45,6 +45,7 @@ class Reason(StrEnum):
     COMPLETED = "Completed"
     REFUSED = "Refused"
     INVALID_SPEC = "InvalidSpec"
+    FOLDER_IN_USE = "FolderInUse"
     BACKEND_NOT_FOUND = "BackendNotFound"
     BACKEND_FAILED = "BackendFailed"
     CREATION_FAILED = "CreationFailed"

@@ -170,6 +170,9 @@ class FineTuneJobStatus(ApiModel):
     backend_ref: BackendRef | None = Field(
         None, description="What the backend made for the current attempt."
     )
+    folders: Annotated[list[Annotated[str, Field(max_length=2048)]], Field(max_length=16)] = Field(
+        [], description="What the current attempt was opened to write; no other job may."
+    )
     artifacts: Annotated[list[Annotated[str, Field(max_length=2048)]], Field(max_length=16)] = (
         Field([], description="What was exported.")
     )

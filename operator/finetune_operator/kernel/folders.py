@@ -1,0 +1,283 @@
+"""Which job has which folder: the first to open an attempt has it until it is deleted.
+
+`Reconciler` asks before a first attempt is opened, and whenever another one is. Of jobs that have
+opened none, the oldest goes first. All of it follows from the jobs in the cache (`status.folders`
+says what an attempt was opened with), so a new process comes to the same answers; it costs no call
+and no write, and a question no more than the folders are deep.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune_operator.api.v1alpha1 import FineTuneJobStatus
+from finetune_operator.backends.base import Written
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kernel.jobs import Backends, KnownJob
+from finetune_operator.kernel.unwritten import Unwritten
+from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import Reason, is_finished
+from finetune_operator.reconcile.decide import Refusal
+from finetune_operator.reconcile.drive import handle_of
+from finetune_operator.reconcile.folders import FolderIndex, sentence, written_by
+
+log = logging.getLogger(__name__)
+
+_Rank = tuple[bool, str, str, str]
+
+
+class RivalsFirstError(Exception):
+    """Another job may have opened an attempt in the folder, and was not looked at yet."""
+
+
+@dataclass
+class _Entry:
+    """One job.
+
+    Attributes:
+        known: As it was last seen.
+        folders: What its spec has it write.
+        has_opened: Whether it has opened an attempt, as far as this process knows.
+        contends: Whether it may open its first one as soon as it is looked at.
+        is_seen: Whether this process has looked at it; until then, it may have opened an attempt
+            that its status does not hold.
+        is_gone: It was deleted, and something of its last attempt may still run.
+    """
+
+    known: KnownJob
+    folders: tuple[Written, ...] = ()
+    has_opened: bool = False
+    contends: bool = False
+    is_seen: bool = False
+    is_gone: bool = False
+
+
+class FolderBook:
+    """Folders of all jobs in the cache.
+
+    Args:
+        cache: The FineTuneJobs.
+        read: Returns a job of the cache, parsed.
+        backends: Who knows what a job writes.
+        unwritten: What this process knows of attempts and no status holds yet.
+        wake: Called with a job that may have got what it was refused.
+    """
+
+    def __init__(
+        self,
+        cache: ObjectCache,
+        read: Callable[[Key], KnownJob | None],
+        backends: Backends,
+        unwritten: Unwritten,
+        wake: Callable[[Key], None],
+    ) -> None:
+        self._read = read
+        self._backends = backends
+        self._unwritten = unwritten
+        self._wake = wake
+        self._changed: dict[Key, None] = {}
+        self._entries: dict[Key, _Entry] = {}
+        self._index = FolderIndex[Key]()
+        self._opening: set[Key] = set()
+        self._deferred: set[Key] = set()
+        self._waiting: dict[Key, dict[Key, None]] = {}  # for whom, and who
+        cache.listen(lambda key: self._changed.update({key: None}))
+
+    def catch_up(self) -> None:
+        """Take in what has changed in the cache."""
+        while self._changed:
+            key = next(iter(self._changed))
+            del self._changed[key]
+            self._take_in(key)
+
+    def refusal(self, key: Key) -> Refusal | None:
+        """Return why a job may open no attempt now: a folder of it is another job's.
+
+        Raises:
+            RivalsFirstError: that cannot be said yet; the job is woken when it can.
+        """
+        if (entry := self._entries.get(key)) is None:
+            return None
+        entry.folders = self._written(entry.known)  # a profile may have changed meanwhile
+        self._let_rivals_be_seen(key, entry)
+        found = [
+            (rank, mine, theirs, other)
+            for mine in entry.folders
+            for other, theirs in self._index.touching(mine, besides=key)
+            if self._counts(other, theirs)
+            and (rank := self._rank(other, theirs)) < self._rank(key, mine)
+        ]
+        if not found:
+            return None
+        _, mine, theirs, other = min(found, key=lambda one: one[0])
+        self._waiting.setdefault(other, {})[key] = None
+        return Refusal(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(mine, theirs, other)}")
+
+    def opened(self, key: Key, status: FineTuneJobStatus) -> FineTuneJobStatus:
+        """Note that the job opens an attempt; return its status with what that writes."""
+        if (entry := self._entries.get(key)) is None:
+            return status
+        self._opening.add(key)
+        entry.has_opened = True
+        self._index.put(key, entry.folders)
+        return status.model_copy(update={"folders": [one.uri for one in entry.folders]})
+
+    def settle(self, key: Key) -> None:
+        """Take in what a look at the job came to: who opens nothing keeps nobody waiting."""
+        self.catch_up()
+        self._opening.discard(key)
+        if (entry := self._entries.get(key)) is not None and not entry.is_gone:
+            is_new, entry.is_seen = not entry.is_seen, True
+            contended, entry.contends = entry.contends, key in self._deferred
+            self._deferred.discard(key)
+            self._place(key, entry)
+            if is_new or contended:
+                self._release(key)
+
+    async def is_written_still(self, key: Key) -> bool:
+        """Say whether something of a job that was deleted still runs.
+
+        Raises:
+            FineTuneError: nobody can tell; ask again.
+        """
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_gone:
+            return False
+        job = entry.known.job
+        handle = handle_of(self._unwritten.added_to(key, job).status) if job else None
+        if job is not None and handle is not None:
+            try:
+                if not (await self._backends.get(entry.known.backend).observe(handle)).all_gone:
+                    return True
+            except FineTuneError as error:
+                if error.retryable:
+                    raise
+        if self._entries.get(key) is entry:
+            self._drop(key)
+        return False
+
+    def _let_rivals_be_seen(self, key: Key, entry: _Entry) -> None:
+        unseen = [
+            other
+            for mine in entry.folders
+            if not self._has(key, entry, mine)
+            for other, _ in self._index.touching(mine, besides=key)
+            if self._entries[other].contends and not self._entries[other].is_seen
+        ]
+        if unseen:
+            # The last of them is looked at last, so that of many copies none is woken by each.
+            self._waiting.setdefault(unseen[-1], {})[key] = None
+            self._deferred.add(key)
+            raise RivalsFirstError
+
+    def _take_in(self, key: Key) -> None:
+        known, entry = self._read(key), self._entries.get(key)
+        if known is None:
+            if entry is not None and self._may_run_on(entry):
+                entry.is_gone = True
+            elif entry is not None:
+                self._drop(key)
+            return
+        if entry is None or _spec_of(entry.known) != _spec_of(known):
+            folders = self._written(known)
+            if entry is not None and known.job is None and _uid_of(entry.known) == _uid_of(known):
+                folders = entry.folders  # as far as it could be read
+            self._entries[key] = entry = _Entry(known, folders, contends=_may_open(known))
+            self._place(key, entry)
+            self._release(key)
+            return
+        entry.known, entry.is_gone = known, False
+        self._place(key, entry)
+
+    def _place(self, key: Key, entry: _Entry) -> None:
+        """Put the job where others see it, if there is anything that it has or may have."""
+        entry.has_opened = key in self._opening or bool(self._status(key, entry).attempt)
+        if entry.has_opened or entry.contends:
+            self._index.put(key, entry.folders)
+        else:
+            self._index.remove(key)
+
+    def _drop(self, key: Key) -> None:
+        del self._entries[key]
+        self._opening.discard(key)
+        self._deferred.discard(key)
+        self._index.remove(key)
+        self._release(key)
+
+    def _release(self, key: Key) -> None:
+        """Wake who waits for a job; the oldest of them goes first, whoever is looked at first."""
+        waiting = [one for one in self._waiting.pop(key, ()) if one in self._entries]
+        for one in waiting:
+            entry = self._entries[one]
+            entry.contends = _may_open(entry.known)
+            self._place(one, entry)
+        for one in waiting:
+            self._wake(one)
+
+    def _counts(self, key: Key, folder: Written) -> bool:
+        """Say whether a job has a folder that its spec names, or is about to."""
+        entry = self._entries[key]
+        return entry.contends or self._has(key, entry, folder)
+
+    def _has(self, key: Key, entry: _Entry, folder: Written) -> bool:
+        """Say whether the job's attempts were opened with this folder, or one is right now."""
+        opened_with = self._status(key, entry).folders
+        is_in = not opened_with or folder.uri in opened_with
+        return key in self._opening or (entry.has_opened and is_in)
+
+    def _rank(self, key: Key, folder: Written) -> _Rank:
+        """Return who comes first: the least rank has the folder."""
+        entry = self._entries[key]
+        status, metadata = self._status(key, entry), entry.known.raw["metadata"]
+        created, uid = metadata.get("creationTimestamp", ""), metadata["uid"]
+        if self._has(key, entry, folder):
+            return (False, status.start_time or "9", created, uid)
+        return (True, "", created, uid)
+
+    def _status(self, key: Key, entry: _Entry) -> FineTuneJobStatus:
+        return self._unwritten.status_of(key, _uid_of(entry.known), entry.known.status)
+
+    def _may_run_on(self, entry: _Entry) -> bool:
+        """Say whether the attempt of a job that is gone has not ended, as far as was told."""
+        is_inside = self._backends.live_in_cluster(entry.known.backend)
+        is_open = attempts.current(entry.known.status) is not None
+        return bool(entry.has_opened and entry.folders and is_inside and is_open)
+
+    def _written(self, known: KnownJob) -> tuple[Written, ...]:
+        if known.job is None:
+            return ()
+        try:
+            return written_by(self._backends.get(known.backend), known.job)
+        except FineTuneError:
+            return ()  # told when the job is looked at
+        except Exception:
+            # A plugin's fault must not end the look at another job.
+            log.exception("backend cannot tell folders", extra={"job": known.metadata.name})
+            return ()
+
+    def _why(self, mine: Written, theirs: Written, other: Key) -> str:
+        told = sentence(mine, theirs, f"the job {other}")
+        if self._entries[other].is_gone:
+            return f"{told}, which was deleted and still runs; this job goes on once that has ended"
+        return (
+            f"{told}, and a folder has one writer; use another, such as one with {{namespace}} and "
+            "{name} in it, or delete that job"
+        )
+
+
+def _uid_of(known: KnownJob) -> str:
+    return str(known.raw["metadata"]["uid"])
+
+
+def _spec_of(known: KnownJob) -> tuple[str, int]:
+    """Return what tells a spec from every other."""
+    return (_uid_of(known), known.raw["metadata"].get("generation", 1))
+
+
+def _may_open(known: KnownJob) -> bool:
+    """Say whether the job may open its first attempt, or one with other folders, by itself."""
+    job = known.job
+    if job is None or not known.is_ours or known.raw["metadata"].get("deletionTimestamp"):
+        return False
+    return not job.spec.suspend and not is_finished(known.status)
