@@ -24,8 +24,8 @@ GOLDENS = Path(__file__).parent / "goldens" / "aks"
 JOB: Mapping[str, Any] = {
     "model__source": "hf://org/model",
     "dataset__source": "pvc://data/train.jsonl",
-    "output__uri": "pvc://models/tiny",
-    "checkpoint__uri": "pvc://checkpoints/tiny",
+    "output__uri": "pvc://models/{name}",
+    "checkpoint__uri": "pvc://checkpoints/{name}",
     "backend": {"type": "aks"},
 }
 ALLOW: Mapping[str, Any] = {

@@ -249,3 +249,21 @@ def test_a_refusal_and_its_end_follow_what_is_watched_and_wait_for_nothing_else(
     place.started("late")
     assert asked() == before
     place.api.run(place.api.client.delete(FINE_TUNE_PROFILES, missing))
+
+
+def test_a_copied_manifest_waits_until_the_job_that_has_its_folders_is_deleted(
+    place: Place,
+) -> None:
+    api, namespace = place.api, place.namespace
+    place.apply("model", output__uri="pvc://models/shared")
+    place.created("model")
+    place.apply("copy", output__uri="pvc://models/shared/copy")
+    told = place.refusal("copy")
+    assert told["reason"] == "FolderInUse"
+    assert told["message"].startswith(
+        "spec.output.uri pvc://models/shared/copy lies inside pvc://models/shared, spec.output.uri "
+        f"of the job {namespace}/model"
+    )
+    assert api.get(JOBS, namespace, "copy-1") is None
+    api.delete(namespace, "model")
+    place.started("copy")
