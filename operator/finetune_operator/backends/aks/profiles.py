@@ -8,7 +8,7 @@ another image there; so its digest is in the job's status, and a changed snapsho
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -74,6 +74,7 @@ class Profiles:
 
     cluster: "Cluster | None"
     given: Mapping[str, FineTuneProfile]
+    _read: dict[str, tuple[Object, FineTuneProfileSpec]] = field(default_factory=dict, repr=False)
 
     def of(self, job: FineTuneJob) -> Snapshot:
         """Return the job's profile: of an earlier attempt, with what is allowed now.
@@ -87,10 +88,17 @@ class Profiles:
                 text = f"{name} is looked up in the cluster; what it allows is not checked here"
                 raise ProfileError(text, is_unknown=True)
             return Snapshot(name=name, spec=self.given[name].spec)
-        now = _current(name, self.cluster)
+        now = self._current(name, self.cluster)
         if (kept := self._kept(job, self.cluster)) is not None and kept.name == name:
             return Snapshot(name=name, spec=kept.spec.model_copy(update={"allow": now.allow}))
         return Snapshot(name=name, spec=now)
+
+    def _current(self, name: str, cluster: "Cluster") -> FineTuneProfileSpec:
+        made = cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
+        there = self._read.get(name)
+        if made is None or there is None or there[0] is not made:
+            self._read[name] = there = (made or {}, _parsed(name, made))
+        return there[1]
 
     def _kept(self, job: FineTuneJob, cluster: "Cluster") -> Snapshot | None:
         """Return the snapshot of the newest attempt that is there."""
@@ -129,8 +137,7 @@ def _snapshot_text(batch_job: Object) -> str:
     return str(annotations.get(PROFILE_ANNOTATION, ""))
 
 
-def _current(name: str, cluster: "Cluster") -> FineTuneProfileSpec:
-    made = cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
+def _parsed(name: str, made: Object | None) -> FineTuneProfileSpec:
     if made is None:
         raise ProfileError(f"{name} does not exist; create that FineTuneProfile or name another")
     try:
