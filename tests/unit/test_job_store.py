@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from builders import job
+from finetune_operator.reconcile import outside
 from finetune_operator.reconcile.store import JobStore, StoreError
+from finetune_trainer.claims.enter import Pace, Wanted, enter
+from finetune_trainer.claims.names import CLAIMS
+from finetune_trainer.config import JobRef
+from finetune_trainer.errors import FolderTakenError
+from finetune_trainer.export.publish import RECORD
 
 ME = job(name="mine").metadata
 
@@ -80,6 +86,25 @@ def test_what_another_job_has_claimed_is_not_moved(tmp_path: Path, place: str, f
     with store, pytest.raises(StoreError, match=said):
         store.move_aside(ME)
     assert not list(tmp_path.glob("*.1"))
+
+
+def test_a_fresh_run_is_let_in_where_the_trainer_of_the_old_one_had_claimed(tmp_path: Path) -> None:
+    assert (outside.CLAIMS, outside.RECORD) == (CLAIMS, RECORD)
+    folders = [tmp_path / name for name in ("run", "saved", "model")]
+
+    def start(uid: str) -> None:
+        ref = JobRef(name="mine", uid=uid, attempt=1)
+        for folder in folders:
+            enter(Wanted(folder, "spec.x", ref), Pace(settle_seconds=0.0))
+
+    with JobStore(*folders) as store:
+        start("old")
+        with pytest.raises(FolderTakenError):
+            start("new")
+        store.move_aside(ME)
+        start("new")
+        assert outside.owner(folders[1]) == JobRef(name="mine", uid="new", attempt=1)
+    assert all((tmp_path / f"{one.name}.1" / CLAIMS).is_dir() for one in folders)
 
 
 def test_the_last_of_several_jobs_that_had_a_folder_has_it(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ class FineTuneProfileSpec(ApiModel):
         None,
         description="How long a new file may be missing from a listing of its folder on what jobs "
         "write to: attempts wait so long before they trust that nobody else writes there. Absent "
-        "means 0 on a local disk and 5 on any other file system.",
+        "means 0 on a local disk and 2 on any other file system.",
     )
     security: SecuritySettings = Field(SecuritySettings(), description="As whom the pods run.")
     network: NetworkSettings = Field(NetworkSettings(), description="Who may connect to the pods.")
