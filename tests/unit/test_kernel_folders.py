@@ -186,13 +186,16 @@ def test_a_changed_spec_frees_a_folder_and_takes_none_from_a_younger_job() -> No
     story(work)
 
 
-def test_what_runs_on_after_its_job_was_deleted_keeps_the_folder() -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_runs_on_after_its_job_was_deleted_keeps_the_folder(is_told: bool) -> None:
     async def work(world: Jobs) -> None:
         await world.add("first")
         await world.add("second")
         await world.look("first", "second")
         await world.plays("first-1", "runs")
-        await world.look("first")
+        if is_told:
+            world.now += timedelta(seconds=10)
+            await world.look("first")
         world.api.remove(FINE_TUNE_JOBS, "first", "ns")  # as kubectl delete --cascade=orphan
         world.now += timedelta(seconds=30)  # only the words are others
         await world.look("first", "second")

@@ -174,7 +174,7 @@ class FolderBook:
     def _take_in(self, key: Key) -> None:
         known, entry = self._read(key), self._entries.get(key)
         if known is None:
-            if entry is not None and self._may_run_on(entry):
+            if entry is not None and self._may_run_on(key, entry):
                 entry.is_gone = True
             elif entry is not None:
                 self._drop(key)
@@ -238,10 +238,10 @@ class FolderBook:
     def _status(self, key: Key, entry: _Entry) -> FineTuneJobStatus:
         return self._unwritten.status_of(key, _uid_of(entry.known), entry.known.status)
 
-    def _may_run_on(self, entry: _Entry) -> bool:
+    def _may_run_on(self, key: Key, entry: _Entry) -> bool:
         """Say whether the attempt of a job that is gone has not ended, as far as was told."""
         is_inside = self._backends.live_in_cluster(entry.known.backend)
-        is_open = attempts.current(entry.known.status) is not None
+        is_open = attempts.current(self._status(key, entry)) is not None
         return bool(entry.has_opened and entry.folders and is_inside and is_open)
 
     def _written(self, known: KnownJob) -> tuple[Written, ...]:
