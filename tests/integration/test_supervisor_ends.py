@@ -145,11 +145,20 @@ def test_a_stop_before_training_began_is_a_free_restart(started) -> None:
 
 def test_sigterm_to_a_single_rank_before_training_began_ends_all_of_them(started) -> None:
     run = started("train")
-    until(lambda: Path(run.config.run_dir, "logs", "rank-1.jsonl").exists())
+    until(lambda: Path(run.config.run_dir, "logs", "rank-0.jsonl").exists())
     ranks = {int(p.environ()["RANK"]): p.pid for p in psutil.Process(run.process.pid).children()}
+    until(lambda: handles_sigterm(ranks[1]))
     os.kill(ranks[1], signal.SIGTERM)
     assert run.wait() == 75, run.stderr
     assert not any(map(is_alive, ranks.values()))
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Whether the process has a handler for SIGTERM by now."""
+    fields = dict(
+        line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return bool(int(fields["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_one_process_needs_no_peers(started) -> None:
