@@ -117,4 +117,7 @@ def _run() -> Any:
     except FineTuneError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:  # a current folder that was removed, a name that is too long
+        print(error, file=sys.stderr)
+        return 1
     return 0

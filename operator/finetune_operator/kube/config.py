@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from finetune_operator.kube.errors import KubeConfigError, UnauthorizedError
 
 if TYPE_CHECKING:
@@ -107,7 +109,8 @@ async def load_access(kubeconfig: str | None = None) -> ClusterAccess:
             return ClusterAccess(configuration)
         loader = await load_kube_config(kubeconfig, client_configuration=configuration)
         return ClusterAccess(configuration, loader)
-    except (ConfigException, OSError) as error:
+    except (ConfigException, OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        # The client's own reader also trips over a file that holds no mapping.
         named = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
         raise KubeConfigError(
             f"no cluster can be reached through {named} ({error}); set KUBECONFIG to a kubeconfig "
