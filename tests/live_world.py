@@ -48,8 +48,8 @@ class FollowedJobs:
         for task in self._tasks:
             task.cancel()
 
-    def overdue_seconds(self) -> float:
-        return 0.0
+    def asked_at(self) -> float | None:
+        return asyncio.get_running_loop().time()
 
     async def _follow(self, place: str | None) -> None:
         version: str | None = None

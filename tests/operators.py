@@ -74,7 +74,7 @@ class Api:
         for file in sorted((ROOT / "crds").glob("*.yaml")):
             made = yaml.safe_load(file.read_text())
             wait_until(lambda made=made: self._put(made), 20, file.name)
-        wait_until(lambda: self._serves(FINE_TUNE_JOBS) and self._serves(FINE_TUNE_PROFILES), 20)
+        wait_until(lambda: self.serves(FINE_TUNE_JOBS) and self.serves(FINE_TUNE_PROFILES), 20)
 
     def _put(self, definition: Object) -> bool:
         """Create or update it; False if somebody has changed it meanwhile.
@@ -93,7 +93,8 @@ class Api:
                 return False
         return True
 
-    def _serves(self, resource: Resource) -> bool:
+    def serves(self, resource: Resource) -> bool:
+        """Say whether the API server knows the kind."""
         try:
             self.run(self.client.list(resource))
         except NotFoundError:

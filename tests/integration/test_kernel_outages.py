@@ -1,4 +1,4 @@
-"""An API server that restarts, an etcd that hangs, and a watch that expires, to one process.
+"""An API server that restarts, an etcd that hangs, a watch that expires, and a kind that goes.
 
 Afterwards everything must be as in the namespace of a twin that met no fault. The control plane is
 the tests' own: KUBEBUILDER_ASSETS names the folder of its programs (etcd and kube-apiserver, as
@@ -24,7 +24,7 @@ from finetune_operator.kube.errors import (
 )
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Object
 from gates import Gate
-from operators import Api, OperatorProcess, wait_until
+from operators import CRDS, Api, OperatorProcess, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -33,6 +33,7 @@ pytestmark = [
 
 ETCD_SECONDS = 30
 RECOVERY_SECONDS = 15
+SEEN_SECONDS = 5
 WRITES = ("create", "update", "patch", "delete")
 NO_BACKOFF = {"backoff": {"baseSeconds": 0, "maxSeconds": 1}}
 
@@ -231,3 +232,48 @@ def test_one_process_outlives_a_hanging_etcd_a_restart_and_an_expired_watch(
             print(f"{name}: {time.monotonic() - answered_at:.1f} s after the API answered")
             assert operator.is_running
             assert operator.health("healthz")["complaints"] == []
+
+
+def attempted(api: Api, namespace: str, name: str) -> None:
+    """Apply a job, and wait until it has its attempt."""
+    api.apply(namespace, name)
+    wait_until(lambda: f"{name}-1" in api.attempts(namespace), SEEN_SECONDS, f"{name} has one")
+
+
+def comes_without_a_list(api: Api, operator: OperatorProcess, namespace: str, name: str) -> bool:
+    """Say whether only kopf can have told of a new job, once that has its attempt."""
+    lists = num_lists(operator)
+    attempted(api, namespace, name)
+    return num_lists(operator) == lists
+
+
+def num_lists(operator: OperatorProcess) -> int:
+    """Return how often the operator has listed FineTuneJobs; what kopf does is not in it."""
+    counts = operator.calls("list").items()
+    return sum(count for kind, count in counts if kind.split()[1] == "finetunejobs")
+
+
+def test_jobs_are_watched_again_within_seconds_of_the_return_of_their_kind(
+    plane: ControlPlane, own_api: Api
+) -> None:
+    kind = str(FINE_TUNE_JOBS)
+    with (
+        own_api.namespace("kind") as namespace,
+        OperatorProcess(plane.kubeconfig, namespace) as operator,
+    ):
+        operator.wait_for("synced")
+        attempted(own_api, namespace, "before")
+        own_api.run(own_api.client.delete(CRDS, kind))
+        wait_until(lambda: kind in operator.health()["absent"], 10, "it is told")
+        assert operator.health()["code"] == 503
+        assert operator.health("healthz")["code"] == 200  # a restart would not bring it back
+        own_api.run(own_api.client.delete(CONFIG_MAPS, "before-1", namespace))
+        own_api.install_crds()
+        for name in ("before", "after"):
+            attempted(own_api, namespace, name)
+        # Only kopf can tell of a job without a list; the gap may still owe a list or two.
+        later = (f"later-{number}" for number in range(20))
+        assert any(comes_without_a_list(own_api, operator, namespace, name) for name in later)
+        health = operator.health("healthz")
+        assert (health["ready"], health["absent"], health["complaints"]) == (True, {}, [])
+        assert operator.said("kopf ended; it starts again") != []

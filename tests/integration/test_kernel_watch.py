@@ -1,7 +1,6 @@
 """kopf's thread beside an API server: what it asks for, and with which token."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,10 @@ import yaml
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import load_kube_config
 
+from clusters import embedded_cluster
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.handlers import KopfOptions, KopfThread
-from finetune_operator.kube.config import ClusterAccess
+from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource
 from gates import Gate
@@ -35,26 +35,31 @@ class StickingAccess(ClusterAccess):
         return await super().headers()
 
 
-async def most_overdue(events: KopfThread, seconds: float) -> float:
-    most, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        most = max(most, events.overdue_seconds())
+async def most_silent(events: KopfThread, seconds: float) -> float:
+    loop = asyncio.get_running_loop()
+    most, end = 0.0, loop.time() + seconds
+    while loop.time() < end:
+        most = max(most, loop.time() - (events.asked_at() or loop.time()))
         await asyncio.sleep(0.1)
     return most
 
 
-def test_an_idle_watch_is_never_overdue_and_one_that_hangs_is_soon(api: Api) -> None:
+def test_an_idle_watch_is_asked_for_all_the_time_and_one_that_hangs_has_ended(api: Api) -> None:
     async def work(namespace: str) -> tuple[float, float]:
         configuration = Configuration()
         loader = await load_kube_config(api.kubeconfig, client_configuration=configuration)
         access = StickingAccess(configuration, loader)
-        options = KopfOptions((namespace,), Backoff(0.1, 0.5), 5.0, watch_seconds=1)
+        options = KopfOptions((namespace,), Backoff(0.1, 0.5), 1.0, watch_seconds=1)
         events = KopfThread(access, options, lambda kind, made: None)
         events.start()
         try:
-            idle = await most_overdue(events, 10)
+            idle = await most_silent(events, 5)
             access.is_stuck = True
-            return idle, await most_overdue(events, 10)
+            async with asyncio.timeout(30):
+                await events.ended()
+            asked = events.asked_at()
+            assert asked is not None
+            return idle, asyncio.get_running_loop().time() - asked
         finally:
             access.is_stuck = False
             events.stop()
@@ -62,8 +67,23 @@ def test_an_idle_watch_is_never_overdue_and_one_that_hangs_is_soon(api: Api) -> 
 
     with api.namespace("idle") as namespace:
         idle, stuck = asyncio.run(work(namespace))
-    assert idle == 0
-    assert 4 < stuck < 10
+    assert 0 < idle < 5
+    assert stuck > idle
+
+
+def test_what_looks_for_its_kind_in_vain_has_ended(tmp_path: Path) -> None:
+    async def work(kubeconfig: str) -> float:
+        options = KopfOptions((), Backoff(0.1, 0.5), 5.0)
+        events = KopfThread(await load_access(kubeconfig), options, lambda kind, made: None)
+        start = asyncio.get_running_loop().time()
+        events.start()
+        await events.ended()
+        events.stop()
+        assert events.asked_at() is None
+        return asyncio.get_running_loop().time() - start
+
+    with embedded_cluster(tmp_path) as cluster:
+        assert asyncio.run(work(cluster.kubeconfig)) < 20
 
 
 _ACCOUNTS = "serviceaccounts/operator/token"

@@ -27,8 +27,8 @@ class DeafJobs(FollowedJobs):
         super().start()
         self._deaf_at = asyncio.get_running_loop().time() + 1800
 
-    def overdue_seconds(self) -> float:
-        return max(0.0, asyncio.get_running_loop().time() - self._deaf_at)
+    def asked_at(self) -> float | None:
+        return min(asyncio.get_running_loop().time(), self._deaf_at)
 
 
 class KindlessJobs(FollowedJobs):

@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_api import FakeApi
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.watches import WATCHED, KindWatch
+from finetune_operator.kernel.watches import ABSENT_SECONDS, WATCHED, KindWatch
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.errors import ApiError, NotFoundError, UnavailableError
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_LABEL, JOB_UID_LABEL
@@ -206,6 +206,29 @@ def test_a_kind_that_is_not_installed_counts_as_seen_and_is_found_later() -> Non
         await scene.make("a")
         await asyncio.sleep(20)
         assert scene.names() == {"a"}
+
+    play(script)
+
+
+def test_a_kind_that_is_deleted_has_no_objects_and_is_watched_again_soon_after_its_return() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.make("a")
+        await scene.watch.is_synced.wait()
+        await asyncio.sleep(1)
+        missing = NotFoundError(404, "NotFound", "the server could not find the resource")
+        scene.api.before = failing(missing, "list", "watch", "event")
+        scene.api.break_watches()
+        scene.woken.clear()
+        await asyncio.sleep(600)
+        assert (scene.names(), scene.woken) == (set(), [Key("ns", "job-of-a")])
+        assert scene.watch.absent == "the server could not find the resource"
+        assert asyncio.get_running_loop().time() - scene.watch.heard_at <= ABSENT_SECONDS
+        scene.api.before = passing
+        await asyncio.sleep(ABSENT_SECONDS)
+        assert (scene.names(), scene.watch.absent) == ({"a"}, "")
+        await scene.make("b")
+        await asyncio.sleep(1)
+        assert scene.names() == {"a", "b"}
 
     play(script)
 

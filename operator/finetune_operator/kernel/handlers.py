@@ -6,8 +6,10 @@ writes nothing: no annotation, no finalizer, no peering, no Event.
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _LOGIN_SECONDS = 5.0
 _LATE_SECONDS = 2.0  # ... and no longer is a server waited for that forgets to end a watch
+_PONDER_SECONDS = 5.0  # between an answer and the request that must follow it
+_LOOK_SECONDS = 0.5
 
 _THREAD = "kopf"
 
@@ -43,7 +47,7 @@ class KopfOptions:
     namespaces: Sequence[str]
     backoff: Backoff
     request_seconds: float
-    watch_seconds: int = 240
+    watch_seconds: int = 60
 
 
 class JobEvents(Protocol):
@@ -53,13 +57,17 @@ class JobEvents(Protocol):
         """Start to tell."""
 
     async def ended(self) -> None:
-        """Return when it tells no more."""
+        """Return when it tells no more, whether it says so or not."""
 
     def stop(self) -> None:
         """Tell no more."""
 
-    def overdue_seconds(self) -> float:
-        """Return for how long it should have asked the API server for something, and has not."""
+    def asked_at(self) -> float | None:
+        """Return when it last asked for FineTuneJobs, on the loop's clock; None before it has.
+
+        Of several places the one that it has not asked for the longest; an API server that does not
+        answer counts as asked.
+        """
 
 
 class KopfThread:
@@ -80,35 +88,57 @@ class KopfThread:
         self._ended = asyncio.Event()
         self._sessions: list[aiohttp.ClientSession] = []
         self._tried_token: str | None = None
-        paths = (FINE_TUNE_JOBS.path(place) for place in options.namespaces or (None,))
-        self._asked_at = dict.fromkeys(paths, self._loop.time())
+        places = options.namespaces or (None,)
+        self._asked_at: dict[str, float | None] = dict.fromkeys(map(FINE_TUNE_JOBS.path, places))
+        self._due_at = math.inf  # by then it has asked for the next thing, unless it is lost
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
         """Start to watch; events come from now on, first those of all existing objects."""
+        self._expect(self._longest_pause)
         self._thread.start()
 
     async def ended(self) -> None:
-        """Return when kopf has ended, whether it was asked to or gave up."""
-        await self._ended.wait()
+        """Return when kopf has ended or given up, hangs, or has not found the kind.
+
+        For the kind it looks when it starts, and never again.
+        """
+        while not self._ended.is_set():
+            if self._is_lost():
+                log.warning("kopf watches nothing any more")
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
 
     def stop(self) -> None:
         """Ask it to end; no event comes any more, though the thread may live on for seconds."""
         self._on_event = _ignore
         self._stop.set()
 
-    def overdue_seconds(self) -> float:
-        """Return for how long a watch that must have ended was not followed by another request.
+    def asked_at(self) -> float | None:
+        """Return when each watch was last begun, of several the one longest ago.
 
         Events are no measure, as nothing may happen; but every watch ends, and a server that is
         away is asked again and again.
         """
-        since = min(self._asked_at.values()) + self._watch_seconds
-        return max(0.0, self._loop.time() - since)
+        asked = [one for one in self._asked_at.values() if one is not None]
+        return min(asked) if len(asked) == len(self._asked_at) else None
+
+    def _is_lost(self) -> bool:
+        now, asked = self._loop.time(), self.asked_at()
+        if asked is not None and now - asked > self._watch_seconds + self._longest_pause:
+            return True
+        return now > self._due_at
 
     @property
     def _watch_seconds(self) -> float:
         return self._options.watch_seconds + _LATE_SECONDS
+
+    @property
+    def _longest_pause(self) -> float:
+        """The longest time from one request that fails to the next."""
+        waits = max(self._options.backoff.max_seconds, _LOGIN_SECONDS)
+        return self._options.request_seconds + waits + _PONDER_SECONDS
 
     def _run(self) -> None:
         try:
@@ -131,6 +161,8 @@ class KopfThread:
                 stop_flag=self._stop,
             )
         finally:
+            # A thread of kopf's waits for it, also where kopf has failed, and is waited for.
+            self._stop.set()
             for session in self._sessions:
                 await session.close()
 
@@ -170,12 +202,39 @@ class KopfThread:
         """Send a request with the token of the moment: it is renewed on disk while kopf runs."""
         request.headers.update(await self._access.headers())
         self._call(self._note_asked, request.url.path)
-        return await handler(request)
+        status = 0
+        try:
+            answer = await handler(request)
+            status = answer.status
+            return answer
+        finally:
+            self._call(self._note_answer, request.url.path, status)
 
     def _note_asked(self, path: str) -> None:
-        for known in self._asked_at:
-            if path.endswith(known):  # the server may have a path of its own before it
-                self._asked_at[known] = self._loop.time()
+        if known := self._known(path):
+            self._asked_at[known] = self._loop.time()
+            self._due_at = math.inf
+        else:
+            self._expect(self._longest_pause)
+
+    def _note_answer(self, path: str, status: int) -> None:
+        """Tell from an answer when the next request must come."""
+        if self._known(path):
+            if status == 404:  # which ends kopf, though it takes its time
+                self._due_at = self._loop.time()
+            return
+        if status in (0, 429) or status >= 500:
+            self._asked_at = dict.fromkeys(self._asked_at, self._loop.time())
+        is_final = 0 < status < 400 or status == 404
+        self._expect(_PONDER_SECONDS if is_final else self._longest_pause)
+
+    def _known(self, path: str) -> str:
+        """Return the path of FineTuneJobs; the server may have a path of its own before it."""
+        return next((known for known in self._asked_at if path.endswith(known)), "")
+
+    def _expect(self, seconds: float) -> None:
+        """Note that another request comes within so long."""
+        self._due_at = self._loop.time() + seconds
 
     def _settings(self) -> kopf.OperatorSettings:
         made = kopf.OperatorSettings()

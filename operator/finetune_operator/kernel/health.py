@@ -23,9 +23,10 @@ class Health:
         oldest_seconds: How long the oldest of them has not moved.
         held: Keys whose reports wait until the queue is empty.
         backlog: Jobs that were there when it began to lead and have not been looked at since.
-        silent_seconds: For each watch, since when nothing was heard and nothing asked; for that of
-            FineTuneJobs, how much longer than it may.
+        silent_seconds: For each watch, since when nothing was heard and nothing asked.
         refused: What the API server does not show, and its sentence; jobs there are left alone.
+        absent: Kinds that the API server does not serve, and its sentence; it is asked for them
+            every other second.
         calls: Requests to the API server so far, by `VERB RESOURCE STATUS`.
     """
 
@@ -37,6 +38,7 @@ class Health:
     backlog: int = 0
     silent_seconds: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
     def complaints(self, stuck_seconds: float) -> list[str]:
@@ -118,6 +120,7 @@ def _answer(health: Health, complaints: list[str], *, is_good: bool) -> web.Resp
         "oldestSeconds": round(health.oldest_seconds, 3),
         "silentSeconds": {key: round(value, 3) for key, value in health.silent_seconds.items()},
         "refused": health.refused,
+        "absent": health.absent,
         "complaints": complaints,
         "calls": health.calls,
     }

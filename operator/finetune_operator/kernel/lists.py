@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.sight import Place, name_in
-from finetune_operator.kernel.watches import trim_metadata
+from finetune_operator.kernel.watches import ABSENT_SECONDS, trim_metadata
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
@@ -62,11 +62,13 @@ class JobLists:
         self._look = look
         self._on_served = on_served
         self._refused: dict[Place, str] = {}
+        self._absent = ""
+        self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def sees_nothing(self) -> bool:
-        """Whether every list was refused."""
-        return len(self._refused) == len(self._places)
+        """Whether every list was refused, or the kind is not served."""
+        return bool(self._absent) or len(self._refused) == len(self._places)
 
     @property
     def late_seconds(self) -> float:
@@ -76,6 +78,17 @@ class JobLists:
     def refused(self) -> dict[str, str]:
         """Return what is not listed, and why."""
         return {name_in(FINE_TUNE_JOBS, place): said for place, said in self._refused.items()}
+
+    def absent(self) -> dict[str, str]:
+        """Return the kind, and what the API server says, while it does not serve it."""
+        return {str(FINE_TUNE_JOBS): self._absent} if self._absent else {}
+
+    async def list_anew(self) -> None:
+        """Return when everything was listed once more; `run` does it, after other gaps."""
+        done = self._loop.create_future()
+        self._waiting.append(done)
+        self.gap.set()
+        await done
 
     async def list_all(self) -> None:
         """Return when everything is listed, or refused."""
@@ -96,28 +109,42 @@ class JobLists:
                     continue
             await asyncio.sleep(_SETTLE_SECONDS)
             self.gap.clear()
+            waiting, self._waiting = self._waiting, []
             await self.list_all()
+            for one in waiting:
+                if not one.done():
+                    one.set_result(None)
             due = self._next()
 
     def _next(self) -> float:
         return self._loop.time() + self._resync_seconds * random.uniform(0.8, 1.0)
 
     async def _list_until_done(self, places: Iterable[Place]) -> None:
-        failures, is_missing = 0, False
+        failures, was_absent = 0, False
         while True:
             try:
                 for place in places:
                     await self._list(place)
+            except NotFoundError as error:
+                was_absent = True
+                await self._try_again(ABSENT_SECONDS, error)
             except ApiError as error:
                 failures += 1
-                is_missing |= isinstance(error, NotFoundError)
-                self.listed_at = self._loop.time()
-                log.warning("FineTuneJobs cannot be listed", extra={"error": str(error)})
-                await asyncio.sleep(self._backoff.seconds(failures))
+                await self._try_again(self._backoff.seconds(failures), error)
             else:
                 break
-        if is_missing:
+        if was_absent:
+            log.info("FineTuneJobs are served")
+            self._absent = ""
             self._on_served()
+
+    async def _try_again(self, seconds: float, error: ApiError) -> None:
+        is_absent = isinstance(error, NotFoundError)
+        if not (is_absent and self._absent):
+            log.warning("FineTuneJobs cannot be listed", extra={"error": str(error)})
+        self._absent = str(error) if is_absent else self._absent
+        self.listed_at = self._loop.time()
+        await asyncio.sleep(seconds)
 
     async def _list(self, place: Place) -> None:
         try:

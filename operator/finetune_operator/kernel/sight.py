@@ -59,6 +59,10 @@ class Sight:
         """Return what is not shown, and why."""
         return {name_of(one): one.refused.message for one in self.watches if one.refused}
 
+    def absent(self) -> dict[str, str]:
+        """Return which kinds the API server does not serve, and what it says."""
+        return {name_of(one): one.absent for one in self.watches if one.absent}
+
     def silent_seconds(self) -> dict[str, float]:
         """Return for how long nothing was heard of each watch."""
         now = asyncio.get_running_loop().time()

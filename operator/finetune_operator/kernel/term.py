@@ -35,6 +35,7 @@ from finetune_operator.reconcile.conditions import ConditionType
 log = logging.getLogger(__name__)
 
 _REST_SECONDS = 0.25
+_LASTING_SECONDS = 60.0  # what tells of jobs for so long has not failed at its start
 # The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
 
@@ -89,6 +90,8 @@ class Term:
         )
         self._sight = Sight(self._backends.load_all(), settings.namespaces, self._watch)
         self._events: JobEvents | None = None
+        self._loop = asyncio.get_running_loop()
+        self._jobs_asked_at = self._loop.time()
         self._is_synced = False
         self._backlog: set[Key] = set()
         self._reconciler = Reconciler(
@@ -124,9 +127,8 @@ class Term:
 
     def health(self) -> Health:
         """Return how it goes."""
-        overdue = self._events.overdue_seconds() if self._events else 0.0
-        late = max(overdue, self._lists.late_seconds)
-        silent = {**self._sight.silent_seconds(), str(FINE_TUNE_JOBS): late}
+        silence = max(self._silence_of_jobs(), self._lists.late_seconds)
+        silent = {**self._sight.silent_seconds(), str(FINE_TUNE_JOBS): silence}
         return Health(
             is_leading=True,
             is_ready=self._is_synced and not self._lists.sees_nothing,
@@ -136,7 +138,20 @@ class Term:
             oldest_seconds=self._queue.oldest_seconds,
             silent_seconds=silent,
             refused={**self._lists.refused(), **self._sight.refused()},
+            absent={**self._lists.absent(), **self._sight.absent()},
         )
+
+    def _silence_of_jobs(self) -> float:
+        """Return for how long nothing has asked for FineTuneJobs to be told of each change.
+
+        What follows an end begins with the silence before it. A kind that is not served is asked
+        for by the lists alone.
+        """
+        asked = self._events.asked_at() if self._events else None
+        if asked is None and self._lists.absent():
+            asked = self._lists.listed_at
+        self._jobs_asked_at = max(self._jobs_asked_at, asked or 0.0)
+        return self._loop.time() - self._jobs_asked_at
 
     async def _work(self, *, only_to_catch_up: bool) -> None:
         while self._backlog or not only_to_catch_up:
@@ -171,18 +186,22 @@ class Term:
             )
             events = self._listen(self._client, options, self._on_event)
             self._events = events
+            since = self._loop.time()
             events.start()
             try:
                 await events.ended()
             finally:
+                self._silence_of_jobs()
+                self._events = None
                 events.stop()
-            failures += 1
+            failures = 1 if self._loop.time() - since > _LASTING_SECONDS else failures + 1
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
-            self._lists.gap.set()
+            # It looks for the kind when it starts, and never again; so the kind must be there.
+            await self._lists.list_anew()
 
     def _listen_anew(self) -> None:
-        """Have kopf look for the kind once more; it does so only when it starts."""
+        """Have kopf look for the kind once more."""
         if self._events is not None:
             self._events.stop()
 

@@ -27,6 +27,9 @@ from finetune_operator.kube.resources import (
 
 log = logging.getLogger(__name__)
 
+ABSENT_SECONDS = 2.0
+"""How often to ask for a kind that the API server does not serve."""
+
 _PAUSE_SECONDS = 0.1  # between a watch that ended as it should and the next
 _METADATA = (
     "name",
@@ -133,6 +136,7 @@ class KindWatch:
     Attributes:
         is_synced: Whether the first list is done, or refused.
         refused: Why nothing can be seen now; whoever goes by the cache must not believe it then.
+        absent: What the API server says while it does not serve the kind; else empty.
         heard_at: When the server last said something, or was last asked, on the loop's clock.
     """
 
@@ -151,6 +155,7 @@ class KindWatch:
         self.namespace = namespace
         self.is_synced = asyncio.Event()
         self.refused: Refused | None = None
+        self.absent = ""
         self.heard_at = asyncio.get_running_loop().time()
         self._client = client
         self._cache = cache
@@ -186,10 +191,12 @@ class KindWatch:
                 failures = expiries
                 self._version = None
                 self._on_gap()
-            except NotFoundError:
-                failures += 1
+            except NotFoundError as error:
+                failures = 0
                 self._version = None
-                self.is_synced.set()  # a kind that is not installed has no objects
+                self._miss(str(error))
+                self._hear()
+                await asyncio.sleep(ABSENT_SECONDS)
             except ForbiddenError as error:
                 failures += 1
                 self._is_list_refused = self._version is None
@@ -213,11 +220,25 @@ class KindWatch:
         changed = self._cache.replace(listing.items, listing.resource_version, self.namespace)
         self._version = listing.resource_version
         self._hear()
+        if self.absent:
+            self.absent = ""
+            log.info("kind is served again", extra=self._about())
         if self._is_list_refused:  # who may list may still not watch
             self._allow()
         for job in _jobs_of(changed):
             self._wake(job)
         self.is_synced.set()
+
+    def _miss(self, message: str) -> None:
+        """Note that the kind is not served; it has no objects then, unless it was for a moment."""
+        self.is_synced.set()
+        if not self.absent:
+            self.absent = message
+            log.warning("kind is not served", extra=self._about(error=message))
+            return
+        newest = max(map(version_of, self._cache), default=0)
+        for job in _jobs_of(self._cache.replace((), str(newest), self.namespace)):
+            self._wake(job)
 
     def _refuse(self, message: str) -> None:
         if self.refused is None:
