@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aks_cases import JOB, profile
+from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import CONTAINER, INDEX_LABEL
 from finetune_operator.backends.aks.words import condition, is_alive
 from finetune_operator.kernel.watches import WATCHED
@@ -31,9 +32,7 @@ ADDRESS = "127.0.0.1"
 """Of every pod; rank 0's progress is served there."""
 
 _TRACKING = "batch.kubernetes.io/job-tracking"
-_WATCHED = tuple(
-    one for one in WATCHED.values() if one.resource in (JOBS, PODS, FINE_TUNE_PROFILES)
-)
+_WATCHED = tuple(WATCHED[kind] for kind in AksBackend.watches)
 
 
 class AksWorld(World):

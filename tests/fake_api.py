@@ -286,7 +286,11 @@ class FakeApi(KubeClient):
 
 
 def _matches(made: Object, selector: str | None) -> bool:
-    return selector is None or selector in (made["metadata"].get("labels") or {})
+    labels = made["metadata"].get("labels") or {}
+    terms = (one.partition("=") for one in (selector or "").split(",") if one)
+    return all(
+        key in labels and (not is_equal or labels[key] == value) for key, is_equal, value in terms
+    )
 
 
 def _has_field(made: Object, selector: str | None) -> bool:

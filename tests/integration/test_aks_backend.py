@@ -4,6 +4,7 @@ Pods stay Pending, so nothing is pulled and nothing trains: that is the end-to-e
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from builders import manifest
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
+from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
@@ -151,7 +153,13 @@ def given_to(request: Request, owner: Object) -> Request:
     def change(made: Mapping[str, Any]) -> Object:
         (reference,) = made["metadata"]["ownerReferences"]
         references = [{**reference, "uid": uid, "name": name}]
-        return {**made, "metadata": {**made["metadata"], "ownerReferences": references}}
+        metadata = {**made["metadata"], "ownerReferences": references}
+        if kept := metadata.get("annotations", {}).get(CHILDREN_ANNOTATION):
+            children = json.loads(kept)
+            children["metadata"]["ownerReferences"] = references
+            kept = {CHILDREN_ANNOTATION: json.dumps(children)}
+            metadata["annotations"] = {**metadata["annotations"], **kept}
+        return {**made, "metadata": metadata}
 
     return replace(request, job_uid=uid, objects=tuple(map(change, request.objects)))
 

@@ -142,6 +142,28 @@ def wanted(made: Object) -> Object:
     return {**{key: value for key, value in made.items() if key != "status"}, "metadata": metadata}
 
 
+def as_made(found: dict[str, Object]) -> dict[str, Object]:
+    """Return children without what tells one from another that took its place."""
+    given = {"uid", "creationTimestamp", "generation"}
+    return {
+        key: {**one, "metadata": {k: v for k, v in one["metadata"].items() if k not in given}}
+        for key, one in found.items()
+        if not key.startswith(("pods ", "jobs."))
+    }
+
+
+async def disturb(client: KubeClient, namespace: str) -> None:
+    """Delete and change children of some jobs."""
+    for number, kind in enumerate((SERVICES, ENDPOINT_SLICES, NETWORK_POLICIES)):
+        await client.delete(kind, f"job-{number}-finetune", namespace)
+    rules = {"ingress": [{"from": [{"podSelector": {}}]}]}
+    await client.patch(NETWORK_POLICIES, "job-3-finetune", namespace, {"spec": rules})
+    ports = {"ports": [{"name": "rendezvous", "port": 1}]}
+    await client.patch(SERVICES, "job-4-finetune", namespace, {"spec": ports})
+    nowhere = {"endpoints": []}
+    await client.patch(ENDPOINT_SLICES, "job-5-finetune", namespace, nowhere)
+
+
 async def jobs(client: KubeClient, namespace: str) -> list[tuple[str, int]]:
     found = (await client.list(FINE_TUNE_JOBS, namespace)).items
     return [(phase_of(one), one["status"]["attempt"]) for one in found]
@@ -177,6 +199,13 @@ async def upgrade(namespace: str, first: OperatorProcess, newer: Path) -> None:
             assert {kind.split()[1] for kind in written} <= {"finetunejobs", "events"}
             assert await children(client, namespace) == before
             assert await jobs(client, namespace) == running
+            await disturb(client, namespace)
+            end, wrong = asyncio.get_running_loop().time() + 5, list(before)
+            while wrong and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.1)
+                now = as_made(await children(client, namespace))
+                wrong = [key for key, one in as_made(before).items() if now.get(key) != one]
+            assert wrong == [], [now.get(one) for one in wrong]
             # It is another version indeed.
             await client.create(FINE_TUNE_JOBS, body("late", name, rank_zero.port), namespace)
             async with asyncio.timeout(20):

@@ -197,6 +197,9 @@ def status(world: AksWorld) -> Object:
     """Return the status without what may be written later: the handle, and how many nodes run."""
     for job in world.api.objects(FINE_TUNE_JOBS):
         found: Object = {key: one for key, one in job["status"].items() if key != "backendRef"}
+        for attempt in found.get("attempts", ()):
+            if "digest" in attempt:
+                attempt["digest"] = "of a text with uids in it"
         return {**found, "nodes": {**found.get("nodes", {}), "ready": 0}}
     return {}
 

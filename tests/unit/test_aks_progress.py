@@ -11,6 +11,7 @@ import pytest
 from aks_cases import JOB, profile
 from backend_contract import planned
 from fake_api import FakeApi
+from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.progress import FIRST_SECONDS, Pace, ProgressReader
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
@@ -210,7 +211,7 @@ def running_pod(batch_job: Object) -> Object:
 
 def filled_caches() -> dict[Resource, ObjectCache]:
     """Return the caches of a cluster with a profile and nothing else."""
-    caches = {kind: ObjectCache(kind) for kind in (FINE_TUNE_PROFILES, JOBS, PODS)}
+    caches = {kind: ObjectCache(kind) for kind in (FINE_TUNE_PROFILES, JOBS, PODS, *kept.KINDS)}
     spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
     metadata = {"name": "default", "resourceVersion": "1"}
     caches[FINE_TUNE_PROFILES].replace([{"metadata": metadata, "spec": spec}], "1")

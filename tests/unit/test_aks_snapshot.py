@@ -8,6 +8,7 @@ from typing import Any
 
 from aks_world import AksWorld
 from finetune_operator.backends.aks.names import PROFILE_ANNOTATION
+from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, Resource
 
 NOBODY = 9400  # where no progress is served, as no pod runs here
@@ -54,7 +55,7 @@ def test_a_snapshot_that_was_changed_is_refused_until_its_batch_job_is_deleted()
             assert (told["status"], told["message"]) == (
                 "True",
                 "spec.backend.aks.profile default was kept for later attempts on Job tiny-1, where "
-                "somebody has changed it; delete that Job to go on without it",
+                "somebody has changed what is kept; delete that Job to go on without it",
             )
             world.start_process()
         await world.api.delete(JOBS, "tiny-1", "ns")
@@ -106,9 +107,10 @@ def test_the_digest_of_a_snapshot_costs_no_write() -> None:
         await world.end_pods(2, 0, 1, code=137)
         await world.conclude(2, "Failed")
         await world.settle()
-        assert [one.get("digest") for one in world.job["status"]["attempts"]] == [
+        digests = [one.get("digest") for one in world.job["status"]["attempts"]]
+        assert digests == [
             first["digest"],
-            first["digest"],
+            digest_of(await world.api.get(JOBS, "tiny-2", "ns")),
             None,
         ]
 

@@ -404,3 +404,12 @@ def test_a_refused_job_is_failed_and_its_open_attempt_closed() -> None:
     assert life.condition("Failed") == ("True", "Refused")
     assert life.status.attempts[0].end_time is not None
     assert life.see() == ()
+
+
+def test_what_others_do_to_an_attempt_is_told_beside_what_it_does() -> None:
+    life = Life()
+    life.see()
+    life.see(replace(running(), warning="somebody deletes its Service"))
+    assert life.said("Running").endswith("; somebody deletes its Service")
+    life.see(running())
+    assert "Service" not in life.said("Running")

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
+from aks_cases import JOB, profile
 from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
+from finetune_operator.backends.aks import kept
 from finetune_operator.kernel.term import Term
-from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Object
+from finetune_operator.kube.resources import (
+    CONFIG_MAPS,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    Object,
+)
 from kernel_world import START
 from live_world import SETTINGS, FollowedJobs
 from virtual_time import run
@@ -87,6 +95,24 @@ def play(script: Callable[[Scene], Coroutine[Any, Any, None]]) -> None:
             scene.stop()
 
     run(work())
+
+
+def test_a_kind_that_can_be_done_without_keeps_no_job_waiting() -> None:
+    async def script(scene: Scene) -> None:
+        scene.api.refused = {(kind, "team-a"): BOTH for kind in kept.KINDS}
+        spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
+        made = {"metadata": {"name": "default"}, "spec": spec}
+        await scene.api.create(FINE_TUNE_PROFILES, made)
+        scene.restart()
+        body = manifest(**JOB)
+        body["metadata"] |= {"namespace": "team-a"}
+        await scene.api.create(FINE_TUNE_JOBS, defaulted(body), "team-a")
+        await asyncio.sleep(120)
+        assert [one["metadata"]["name"] for one in scene.api.objects(JOBS)] == ["tiny-1"]
+        assert scene.condition("team-a", "Stalled")["status"] == "False"
+        assert set(scene.term.health().refused) == {f"{kind} team-a" for kind in kept.KINDS}
+
+    play(script)
 
 
 @pytest.mark.parametrize("order", [PLACES, PLACES[::-1]])

@@ -10,7 +10,7 @@ from finetune_operator.kernel.watches import ABSENT_SECONDS, WATCHED, KindWatch
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.errors import ApiError, NotFoundError, UnavailableError
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_LABEL, JOB_UID_LABEL
-from finetune_operator.kube.resources import CONFIG_MAPS, JOBS, Object, Resource
+from finetune_operator.kube.resources import CONFIG_MAPS, JOBS, SERVICES, Object, Resource
 from virtual_time import run
 
 
@@ -231,6 +231,20 @@ def test_a_kind_that_is_deleted_has_no_objects_and_is_watched_again_soon_after_i
         assert scene.names() == {"a", "b"}
 
     play(script)
+
+
+def test_an_object_that_is_given_to_another_job_wakes_both() -> None:
+    async def script(scene: Scene) -> None:
+        await scene.make("a")
+        await scene.watch.is_synced.wait()
+        await asyncio.sleep(1)
+        scene.woken.clear()
+        labels = {"metadata": {"labels": {JOB_LABEL: "other"}}}
+        await scene.api.patch(SERVICES, "a", "ns", labels)
+        await asyncio.sleep(1)
+        assert set(scene.woken) == {Key("ns", "job-of-a"), Key("ns", "other")}
+
+    play(script, "v1/Service")
 
 
 def test_of_a_pod_all_that_is_long_is_left_out_and_what_its_end_needs_is_kept() -> None:

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.submit import CHILD_KINDS
 from finetune_operator.kernel.watches import WATCHED
@@ -27,6 +28,7 @@ VERBS = {
 # What calls name by a variable: the kinds it may hold.
 VARIABLES = {
     ("backends/aks/submit.py", "resource"): set(CHILD_KINDS.values()),
+    ("backends/aks/upkeep.py", "resource"): set(kept.KINDS),
     ("kernel/watches.py", "self.watched.resource"): {
         WATCHED[kind].resource for kind in AksBackend.watches
     },

@@ -128,6 +128,8 @@ class Observation:
             message without a reason waits for the next write. `CreationFailed` makes it Stalled:
             something of the attempt cannot be created until somebody mends the cause.
         message: One sentence for the conditions; empty when there is nothing to say.
+        warning: One sentence for people that decides nothing, such as what others do to the
+            attempt; empty when there is nothing to say.
         look_again_seconds: Observe again after so long though no event came; None for events only.
     """
 
@@ -139,6 +141,7 @@ class Observation:
     node: str = ""
     reason: str = ""
     message: str = ""
+    warning: str = ""
     look_again_seconds: float | None = None
 
 
@@ -174,7 +177,8 @@ class Backend(Protocol):
     watches: ClassVar[tuple[str, ...]]
     """Kinds in the cluster whose events wake a job, such as `batch/v1/Job`; may be empty.
 
-    No job is looked at while one of them cannot be listed and watched in its namespace.
+    No job is looked at while one of them cannot be listed and watched in its namespace, unless the
+    table of kinds that can be watched says that it can be done without.
     """
 
     def __init__(self, context: BackendContext) -> None: ...

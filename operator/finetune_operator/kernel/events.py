@@ -60,6 +60,11 @@ class JobEvent:
     message: str
 
 
+def warning(text: str) -> JobEvent:
+    """Return what is to be told of an `Observation.warning`."""
+    return JobEvent(EventType.WARNING, "AttemptDisturbed", text)
+
+
 def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
     """Return what is to be told about a status that followed another: what became true."""
     told: list[JobEvent] = []

@@ -24,7 +24,8 @@ class Health:
         held: Keys whose reports wait until the queue is empty.
         backlog: Jobs that were there when it began to lead and have not been looked at since.
         silent_seconds: For each watch, since when nothing was heard and nothing asked.
-        refused: What the API server does not show, and its sentence; jobs there are left alone.
+        refused: What the API server does not show, and its sentence; jobs there are left alone, but
+            for want of a kind that can be done without.
         absent: Kinds that the API server does not serve, and its sentence; it is asked for them
             every other second.
         calls: Requests to the API server so far, by `VERB RESOURCE STATUS`.

@@ -19,7 +19,7 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel import refusals
-from finetune_operator.kernel.events import EventPoster, events_between
+from finetune_operator.kernel.events import EventPoster, events_between, warning
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.look import AT_ONCE, NEVER, Look, look_in
@@ -154,6 +154,8 @@ class Reconciler:
             if isinstance(error, FineTuneError) and error.retryable:
                 raise
             return await self._hold(key, known, refusals.unreadable(job, error), "that is mended")
+        if observation is not None and observation.warning:
+            await self._events.post(known.metadata, warning(observation.warning))
         decision = decide(job, observation, self._now(), self._plan(known, job, observation))
         submits = next((one for one in decision.actions if isinstance(one, Submit)), None)
         opened = attempts.current(job.status)

@@ -45,7 +45,8 @@ class Sight:
 
     def lacks(self, namespace: str, backend: str) -> Refused | None:
         """Return what keeps the attempts of a backend in a namespace from being seen."""
-        needed = {WATCHED[kind].resource for kind in self._needs.get(backend, ())}
+        named = (WATCHED[kind] for kind in self._needs.get(backend, ()))
+        needed = {one.resource for one in named if one.is_vital}
         found = (
             watch.refused
             for watch in self.watches

@@ -14,13 +14,17 @@ from typing import Any
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, key_of, version_of
 from finetune_operator.kube.client import KubeClient, Trim
+from finetune_operator.kube.compact import compact
 from finetune_operator.kube.errors import ApiError, ForbiddenError, GoneError, NotFoundError
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
+    ENDPOINT_SLICES,
     FINE_TUNE_PROFILES,
     JOBS,
+    NETWORK_POLICIES,
     PODS,
+    SERVICES,
     Object,
     Resource,
 )
@@ -89,11 +93,13 @@ class Watched:
     Attributes:
         selector: Label selector; None where objects of the kind belong to no single job.
         trim: What is kept of an object.
+        is_vital: Whether no job may be looked at while its objects are not shown.
     """
 
     resource: Resource
     selector: str | None = JOB_UID_LABEL
     trim: Trim = trim_metadata
+    is_vital: bool = True
 
 
 WATCHED: Mapping[str, Watched] = {
@@ -101,6 +107,15 @@ WATCHED: Mapping[str, Watched] = {
     "v1/Pod": Watched(PODS, trim=trim_pod),
     "v1/ConfigMap": Watched(CONFIG_MAPS),
     "finetune.dev/v1alpha1/FineTuneProfile": Watched(FINE_TUNE_PROFILES, None),
+    "v1/Service": Watched(SERVICES, trim=compact, is_vital=False),
+    "networking.k8s.io/v1/NetworkPolicy": Watched(NETWORK_POLICIES, trim=compact, is_vital=False),
+    "discovery.k8s.io/v1/EndpointSlice": Watched(
+        ENDPOINT_SLICES,
+        # Controllers copy a Service's labels to the slices that they write.
+        selector=f"{JOB_UID_LABEL},endpointslice.kubernetes.io/managed-by=finetune.dev",
+        trim=compact,
+        is_vital=False,
+    ),
 }
 """Kinds a backend may name in its `watches`."""
 
@@ -267,7 +282,8 @@ class KindWatch:
         before = self._cache.get(key_of(kept))
         changed = self._cache.remove(kept) if kind == "DELETED" else self._cache.put(kept)
         if changed and (kind != "MODIFIED" or before is None or not _is_same(before, kept)):
-            self._wake(job_key_of(kept))
+            for job in dict.fromkeys((job_key_of(kept), job_key_of(before or kept))):
+                self._wake(job)
 
     def _hear(self) -> None:
         self.heard_at = asyncio.get_running_loop().time()

@@ -8,6 +8,7 @@ one is written, `reports` says.
 from typing import Any
 
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
+from finetune_operator.kube.merge import merge_patch
 from finetune_operator.reconcile.conditions import Reason
 
 PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
@@ -59,16 +60,3 @@ def status_patch(old: FineTuneJobStatus, new: FineTuneJobStatus) -> dict[str, An
         one.model_dump(by_alias=True, exclude_none=True, mode="json") for one in (old, new)
     )
     return merge_patch(before, after)
-
-
-def merge_patch(old: Any, new: Any) -> dict[str, Any]:
-    """Return the JSON merge patch (RFC 7396) that turns one object into another."""
-    made: dict[str, Any] = {key: None for key in old if key not in new}
-    for key, value in new.items():
-        before = old.get(key)
-        if isinstance(value, dict) and isinstance(before, dict):
-            if inner := merge_patch(before, value):
-                made[key] = inner
-        elif value != before or key not in old:
-            made[key] = value
-    return made

@@ -54,9 +54,10 @@ WHERE_JOBS_ARE = (
     Permission(JOBS, ("patch",), "status"),  # so that a suspended one never runs again
     Permission(PODS, ("delete", "list", "watch")),
     Permission(PODS, ("get",), "log"),
-    Permission(SERVICES, ("create", "get")),
-    Permission(ENDPOINT_SLICES, ("create", "get", "list", "patch")),
-    Permission(NETWORK_POLICIES, ("create", "get")),
+    # What others delete or change of these is put back, so they are watched.
+    Permission(SERVICES, ("create", "get", "list", "patch", "watch")),
+    Permission(ENDPOINT_SLICES, ("create", "get", "list", "patch", "watch")),
+    Permission(NETWORK_POLICIES, ("create", "get", "list", "patch", "watch")),
     Permission(EVENTS, ("create", "list")),
 )
 """In every namespace that is served."""

@@ -7,6 +7,7 @@ an attempt is opened in the status before it is submitted, or is found again by 
 have had their effect.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -334,6 +335,9 @@ def _during_attempt(
         situation, actions = Situation(stage, observation.reason, observation.message), ()
     else:
         situation, actions = _watching(attempt, status, observation), ()
+    if observation.warning and not ending:
+        text = f"{situation.message}; {observation.warning}"
+        situation = dataclasses.replace(situation, message=text)
     status = _with_progress(view, status, situation, observation)
     return view.conclude(status, situation, *actions, requeue=requeue)
 

@@ -94,7 +94,8 @@ def handle_of(status: FineTuneJobStatus) -> Handle | None:
     ref = status.backend_ref
     if ref is None:
         return None
-    return Handle(kind=ref.kind, name=ref.name, uid=ref.uid, url=ref.url)
+    digest = (status.attempts[-1].digest if status.attempts else None) or ""
+    return Handle(kind=ref.kind, name=ref.name, uid=ref.uid, url=ref.url, digest=digest)
 
 
 async def drive(

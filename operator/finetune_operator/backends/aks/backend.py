@@ -47,6 +47,9 @@ class AksBackend:
         "batch/v1/Job",
         "v1/Pod",
         "finetune.dev/v1alpha1/FineTuneProfile",
+        "v1/Service",
+        "networking.k8s.io/v1/NetworkPolicy",
+        "discovery.k8s.io/v1/EndpointSlice",
     )
 
     def __init__(self, context: BackendContext) -> None:

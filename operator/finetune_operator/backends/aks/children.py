@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from finetune_operator.backends.aks.names import (
     CONTROLLER_LABEL,
     AttemptName,
+    child_name,
     is_owned,
     owner_of,
 )
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.compact import compact
 from finetune_operator.kube.errors import NotFoundError
-from finetune_operator.kube.resources import JOBS, PODS, Object
+from finetune_operator.kube.resources import JOBS, PODS, Object, Resource
 
 _KEPT_OF_JOB = ("activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend")
 
@@ -60,6 +62,16 @@ class Children:
             listing = await self.cluster.client.list(PODS, name.namespace, label_selector=selector)
             found = listing.items
         return [one for one in found if _controller_uid(one) == uid]
+
+    def kept(self, resource: Resource, name: AttemptName) -> Object | None:
+        """Return the child that a job has once, as it was seen last; see `expand`."""
+        return self.cluster.cache(resource).get(Key(name.namespace, child_name(name.job)))
+
+    def note_kept(self, resource: Resource, made: Object) -> None:
+        """Take in the answer about a child that a job has once, as its watch would."""
+        cache = self.cluster.cache(resource)
+        if cache.is_synced:  # else nobody would take it out
+            cache.put(compact(made))
 
     def note(self, made: Object) -> None:
         """Take in the answer to a write of a batch Job, so that the next look sees it."""

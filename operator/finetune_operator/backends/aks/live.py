@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from finetune_operator.backends.aks import observe, rank_zero, volumes
+from finetune_operator.backends.aks import kept, observe, rank_zero, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.last_lines import LastLines
@@ -16,20 +16,21 @@ from finetune_operator.backends.aks.logs import read_log
 from finetune_operator.backends.aks.names import (
     AttemptFacts,
     AttemptName,
-    child_name,
     facts_of,
     is_owned,
     owner_of,
 )
 from finetune_operator.backends.aks.predecessors import end_earlier, make_way
+from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.aks.reasons import may_be_told_in_events
 from finetune_operator.backends.aks.stuck import StuckGangs
 from finetune_operator.backends.aks.submit import handle_of, submit
+from finetune_operator.backends.aks.upkeep import Upkeep
 from finetune_operator.backends.base import AttemptPhase, Found, Handle, Observation, Request
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.resources import JOBS, Object
+from finetune_operator.kube.resources import ENDPOINT_SLICES, JOBS, Object
 
 
 class LiveAttempts:
@@ -45,6 +46,7 @@ class LiveAttempts:
         cluster.at_end.push_async_callback(self._progress.close)
         self._names = RankZeroNames()
         self._stuck = StuckGangs()
+        self._upkeep = Upkeep()
         self._canceller = Canceller()
         self._last_lines = LastLines()
         self._said = LastWords()
@@ -99,14 +101,24 @@ class LiveAttempts:
             self._forget(handle.uid)
         elif batch_job is not None:
             self._known.add(handle.uid)
-            facts = facts_of(batch_job)
-            if facts.service and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
-                seen = await self._with_rank_zero(seen, name, batch_job, pods)
-            if seen.phase is AttemptPhase.RUNNING:
-                return await self._with_progress(seen, handle.uid, facts, pods)
-            if seen.phase is AttemptPhase.PENDING and not seen.reason:
-                return await self._with_reason(seen, name, batch_job, pods)
+            if seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
+                return await self._look_at_living(seen, handle, batch_job, pods)
         return seen
+
+    async def _look_at_living(
+        self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]
+    ) -> Observation:
+        name, facts = AttemptName.parse(handle.name), facts_of(batch_job)
+        if facts.service:
+            seen = await self._with_rank_zero(seen, handle, batch_job, pods)
+        address = self._names.given(handle.uid)
+        told = await self._upkeep.keep(self._children, name, batch_job, handle.digest, address)
+        if seen.phase is AttemptPhase.RUNNING:
+            seen = await self._with_progress(seen, handle.uid, facts, pods)
+        elif not seen.reason:
+            seen = await self._with_reason(seen, name, batch_job, pods)
+        waits = [one for one in (seen.look_again_seconds, told.again_seconds) if one is not None]
+        return replace(seen, warning=told.message, look_again_seconds=min(waits, default=None))
 
     async def cancel(self, handle: Handle, grace_seconds: float) -> None:
         """Stop the attempt."""
@@ -146,15 +158,17 @@ class LiveAttempts:
         return batch_job
 
     async def _with_rank_zero(
-        self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
+        self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
         """Name rank 0's pod; without a name the other pods would wait for it in silence."""
         address = address_of(pods)
-        if not address:
+        if not address or address == self._names.given(handle.uid):
             return seen
-        client = self._children.cluster.client
-        # Not by what the facts say: who may patch batch Jobs could name the Service of another.
-        told = await self._names.give(client, name, batch_job, child_name(name.job), address)
+        name = AttemptName.parse(handle.name)
+        made = None
+        if digest_of(batch_job) == handle.digest:
+            made = kept.wanted(batch_job, name, address).get(ENDPOINT_SLICES)
+        told = await self._names.give(self._children, name, batch_job, made, address)
         if not told:
             return seen
         again = rank_zero.AGAIN_SECONDS
@@ -185,6 +199,7 @@ class LiveAttempts:
         self._progress.forget(uid)
         self._stuck.forget(uid)
         self._names.forget(uid)
+        self._upkeep.forget(uid)
         self._canceller.forget(uid)
         self._last_lines.forget(uid)
         self._said.forget(uid)

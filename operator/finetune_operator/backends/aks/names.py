@@ -19,6 +19,9 @@ CONFIG_ANNOTATION = "finetune.dev/config"
 PROFILE_ANNOTATION = "finetune.dev/profile"
 """The profile as it was when the attempt was made, on each batch Job; later attempts keep to it."""
 
+CHILDREN_ANNOTATION = "finetune.dev/children"
+"""What the attempt's other children were created with, on each batch Job; they are kept so."""
+
 FACTS_ANNOTATION = "finetune.dev/attempt-facts"
 """What must be known to look at an attempt, on each batch Job."""
 

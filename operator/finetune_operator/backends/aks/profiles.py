@@ -3,7 +3,8 @@
 A later attempt keeps to the first one's, so that a changed image does not meet an old checkpoint;
 what it may ask for is what the profile allows now, so that a right can be taken back. The snapshot
 is on the batch Job of each attempt. Who may patch batch Jobs but not create pods could write
-another image there; so its digest is in the job's status, and a changed snapshot is refused.
+another image there; so its digest is in the job's status, and a changed snapshot is refused. The
+digest counts in what is kept of the other children (`kept`).
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import AksSpec
-from finetune_operator.backends.aks.names import PROFILE_ANNOTATION, owner_of
+from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION, PROFILE_ANNOTATION, owner_of
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
 
@@ -117,7 +118,8 @@ class Profiles:
         if noted and noted != digest_of(mine[number]):
             text = (
                 f"{aks_of(job).profile} was kept for later attempts on Job {job.metadata.name}-"
-                f"{number}, where somebody has changed it; delete that Job to go on without it"
+                f"{number}, where somebody has changed what is kept; delete that Job to go on "
+                "without it"
             )
             raise ProfileError(text)
         try:
@@ -127,9 +129,14 @@ class Profiles:
 
 
 def digest_of(batch_job: Object) -> str:
-    """Return the digest of the snapshot that a batch Job has; empty where it has none."""
+    """Return the digest of what a batch Job keeps; empty where it has no snapshot."""
     text = _snapshot_text(batch_job)
-    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+    if not text:
+        return ""
+    # A batch Job of a version before keeps the snapshot alone.
+    children = batch_job["metadata"]["annotations"].get(CHILDREN_ANNOTATION)
+    whole = text if children is None else f"{text}\n{children}"
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def _snapshot_text(batch_job: Object) -> str:

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune_operator.backends.aks.names import AttemptName, owner_of
+from finetune_operator.backends.aks.children import Children
+from finetune_operator.backends.aks.names import AttemptName, child_name, owner_of
 from finetune_operator.backends.aks.network import rank_zero_slice
 from finetune_operator.backends.aks.reasons import AksReason, Obstacle
 from finetune_operator.backends.aks.submit import create_or_adopt
 from finetune_operator.backends.aks.words import index_of, is_alive
 from finetune_operator.errors import BackendError
-from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError
+from finetune_operator.kube.compact import expand
+from finetune_operator.kube.errors import ApiError, ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import ENDPOINT_SLICES, Object
 
@@ -42,26 +43,39 @@ class _Refused:
 class RankZeroNames:
     """Names that were given, by the uid of the batch Job whose pod has it.
 
-    A process that starts anew lists the names of a namespace once, and leaves one alone that leads
-    to its pod: also where another version would write more about it.
+    One that leads to its pod is left alone: also where another version would write more about it.
     """
 
     def __init__(self) -> None:
         self._given: dict[str, str] = {}
         self._new: set[str] = set()  # nothing can be there
-        self._read_anew: set[str] = set()  # what is there may have changed
-        # Slices of processes before, by namespace; each is taken out when it is first needed.
-        self._before: dict[str, asyncio.Task[dict[str, Object]]] = {}
         self._refused: dict[str, _Refused] = {}
 
     def note_submitted(self, uid: str, number: int) -> None:
         """Note that this process submitted the attempt of that number just now."""
-        (self._new if number == 1 else self._read_anew).add(uid)
+        if number == 1:
+            self._new.add(uid)
+
+    def given(self, uid: str) -> str:
+        """Return the address that the attempt's name was seen to lead to; empty for none."""
+        return self._given.get(uid, "")
 
     async def give(
-        self, client: KubeClient, name: AttemptName, batch_job: Object, service: str, address: str
+        self,
+        children: Children,
+        name: AttemptName,
+        batch_job: Object,
+        made: Object | None,
+        address: str,
     ) -> Obstacle:
         """Let rank 0's name point to `address`; return what is in the way.
+
+        Args:
+            children: Where it is written.
+            name: The attempt's.
+            batch_job: The attempt's.
+            made: The EndpointSlice as the attempt was created with; None where nothing tells.
+            address: Of rank 0's pod.
 
         Raises:
             FineTuneError: try again at once.
@@ -73,8 +87,12 @@ class RankZeroNames:
         if refused is not None and now < refused.due:
             return refused.obstacle
         try:
-            made = rank_zero_slice(_metadata(batch_job, service), service, name.host, address)
-            await self._write(client, made, uid, owner_of(batch_job)["uid"])
+            if made is None:
+                # Not by what the facts say: who may patch batch Jobs could name another's Service.
+                service = child_name(name.job)
+                metadata = _metadata(batch_job, service)
+                made = rank_zero_slice(metadata, service, name.host, address)
+            await self._write(children, name, made, uid, owner_of(batch_job)["uid"])
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
@@ -89,41 +107,28 @@ class RankZeroNames:
         """Drop what is known of an attempt that is over."""
         self._given.pop(uid, None)
         self._new.discard(uid)
-        self._read_anew.discard(uid)
         self._refused.pop(uid, None)
 
-    async def _write(self, client: KubeClient, made: Object, uid: str, job_uid: str) -> None:
-        name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
-        there, is_there = None, uid in self._read_anew
-        if not is_there and uid not in self._new:
-            there = (await self._slices(client, namespace)).pop(name, None)
+    async def _write(
+        self, children: Children, name: AttemptName, made: Object, uid: str, job_uid: str
+    ) -> None:
+        cache, client = children.cluster.cache(ENDPOINT_SLICES), children.cluster.client
+        seen = children.kept(ENDPOINT_SLICES, name) if cache.is_synced else None
+        # Where nobody watches, it is read before anything is written.
+        is_there = not cache.is_synced and uid not in self._new
         self._new.discard(uid)
-        self._read_anew.add(uid)
+        there = expand(seen) if seen else None
         there = await create_or_adopt(client, made, job_uid, there=there, is_there=is_there)
         if _targets(there) != _targets(made):
             change = {"metadata": {"uid": there["metadata"]["uid"]}, "endpoints": made["endpoints"]}
-            await client.patch(ENDPOINT_SLICES, name, namespace, change)
-
-    async def _slices(self, client: KubeClient, namespace: str) -> dict[str, Object]:
-        """Return what was there when this process first asked: after a restart many do at once.
-
-        A failure answers all who wait for it, and whoever comes next asks again.
-        """
-        listing = self._before.get(namespace)
-        if listing is None or (listing.done() and (listing.cancelled() or listing.exception())):
-            listing = self._before[namespace] = asyncio.create_task(_list(client, namespace))
-        return await asyncio.shield(listing)
-
-
-async def _list(client: KubeClient, namespace: str) -> dict[str, Object]:
-    found = await client.list(ENDPOINT_SLICES, namespace, label_selector=JOB_UID_LABEL, trim=_trim)
-    return {one["metadata"]["name"]: one for one in found.items}
-
-
-def _trim(made: Object) -> Object:
-    """Keep of a slice whose it is and where it leads."""
-    metadata = {key: made["metadata"].get(key) for key in ("name", "uid", "ownerReferences")}
-    return {"metadata": metadata, "endpoints": made.get("endpoints")}
+            slice_name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
+            try:
+                there = await client.patch(ENDPOINT_SLICES, slice_name, namespace, change)
+            except (ConflictError, InvalidError, NotFoundError):
+                if seen is not None:
+                    cache.remove(seen)  # it was deleted, perhaps made anew
+                raise
+        children.note_kept(ENDPOINT_SLICES, there)
 
 
 def _targets(made: Object) -> list[tuple[str, list[str]]]:

@@ -10,8 +10,10 @@ from finetune_operator.api.v1alpha1 import API_VERSION, KIND
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import RankZeroName
 from finetune_operator.backends.aks import network, volumes
+from finetune_operator.backends.aks.kept import to_annotation
 from finetune_operator.backends.aks.names import (
     BACKEND,
+    CHILDREN_ANNOTATION,
     FACTS_ANNOTATION,
     PROFILE_ANNOTATION,
     QUEUE_LABEL,
@@ -52,13 +54,17 @@ def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespac
     """
     job = plan.job
     name = AttemptName(job.metadata.namespace, job.metadata.name, attempt.number)
-    objects = []
+    objects: list[Json] = []
     once = _metadata(job, child_name(job.metadata.name))
     if profile.spec.network.policy:
         objects.append(network.network_policy(once, profile.spec, operator_namespace))
     if plan.nodes > 1:
         objects.append(network.service(once, profile.spec))
-    objects.append(_batch_job(plan, profile, name))
+    kept = list(objects)
+    if _writes_slice(plan, profile):
+        # Without an address, which it gets with each pod.
+        kept.append(network.rank_zero_slice(once, once["name"], name.host, ""))
+    objects.append(_batch_job(plan, profile, name, to_annotation(kept)))
     return Request(
         backend=BACKEND,
         job_uid=job.metadata.uid,
@@ -92,7 +98,7 @@ def _metadata(job: FineTuneJob, name: str, number: int | None = None) -> Json:
     }
 
 
-def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName) -> Json:
+def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName, children: str) -> Json:
     job = plan.job
     spec = job.spec
     metadata = _metadata(job, name.batch_job, name.number)
@@ -107,6 +113,8 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName) -> Json:
         FACTS_ANNOTATION: _facts(plan, profile, places).model_dump_json(by_alias=True),
         PROFILE_ANNOTATION: profile.to_annotation(),
     }
+    if children:
+        metadata["annotations"][CHILDREN_ANNOTATION] = children
     host = network.rendezvous_host(name, child_name(name.job)) if plan.nodes > 1 else ""
     config = _config(plan, name, places)
     return {
@@ -129,7 +137,6 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName) -> Json:
 
 def _facts(plan: Plan, profile: Snapshot, places: Locations) -> AttemptFacts:
     spec = plan.job.spec
-    writes_slice = profile.spec.rank_zero_name is RankZeroName.ENDPOINT_SLICE and plan.nodes > 1
     return AttemptFacts(
         nodes=plan.nodes,
         processes_per_node=plan.processes_per_node,
@@ -137,8 +144,12 @@ def _facts(plan: Plan, profile: Snapshot, places: Locations) -> AttemptFacts:
         status_interval_seconds=spec.observability.status_interval_seconds,
         output=spec.output.uri or "",
         output_folder=places.output_dir,
-        service=child_name(plan.job.metadata.name) if writes_slice else "",
+        service=child_name(plan.job.metadata.name) if _writes_slice(plan, profile) else "",
     )
+
+
+def _writes_slice(plan: Plan, profile: Snapshot) -> bool:
+    return profile.spec.rank_zero_name is RankZeroName.ENDPOINT_SLICE and plan.nodes > 1
 
 
 def _places(plan: Plan, profile: Snapshot) -> Locations:

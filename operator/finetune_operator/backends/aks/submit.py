@@ -45,10 +45,14 @@ async def submit(request: Request, children: Children) -> Handle:
         # A cache may be late, so that a foreign one is asked for again when it is in the way.
         *once, batch_job = request.objects
         client, is_later = children.cluster.client, name.number > 1
-        await asyncio.gather(
+        _, made = await asyncio.gather(
             _delete_old(children, name, request.job_uid),
-            *(create_or_adopt(client, one, request.job_uid, is_there=is_later) for one in once),
+            asyncio.gather(
+                *(create_or_adopt(client, one, request.job_uid, is_there=is_later) for one in once)
+            ),
         )
+        for wanted, one in zip(once, made, strict=True):
+            children.note_kept(CHILD_KINDS[wanted["kind"]], one)
         there = await create_or_adopt(client, batch_job, request.job_uid)
         children.note(there)
     return handle_of(name, there)
@@ -102,7 +106,7 @@ async def create_or_adopt(
             f"{resource.kind} {namespace}/{name} still belongs to the job of this name before; "
             "waiting until it is gone"
         )
-    raise AlreadyOwnedError(_whose(resource, f"{namespace}/{name}", owner))
+    raise AlreadyOwnedError(in_the_way(resource, f"{namespace}/{name}", owner))
 
 
 async def _find(client: KubeClient, resource: Resource, name: str, namespace: str) -> Object | None:
@@ -112,7 +116,8 @@ async def _find(client: KubeClient, resource: Resource, name: str, namespace: st
         return None
 
 
-def _whose(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
+def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
+    """Return the sentence about an object of somebody else's under a name of ours."""
     belongs = "is nobody's child"
     if owner:
         belongs = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']})"

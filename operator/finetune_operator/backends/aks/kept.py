@@ -1,0 +1,127 @@
+"""What an attempt's Service, EndpointSlice and NetworkPolicy were created with. Pure.
+
+The attempt's batch Job holds it, as another version of the operator would render something else.
+Who may patch batch Jobs but none of these could have them written through us; so the digest in the
+job's status (`profiles`) counts it in, and neither names nor namespaces are in it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION, AttemptName, child_name
+from finetune_operator.kube.merge import merge_patch
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    NETWORK_POLICIES,
+    SERVICES,
+    Object,
+    Resource,
+)
+
+KINDS = (NETWORK_POLICIES, SERVICES, ENDPOINT_SLICES)
+
+_ONE_VALUE = frozenset({"selector", "podSelector", "namespaceSelector"})
+"""Fields that mean something else when somebody adds to them."""
+
+_Json = dict[str, Any]
+
+
+def to_annotation(objects: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is to be kept of these children; empty where there are none."""
+    if not objects:
+        return ""
+    kept: _Json = {"metadata": _common(objects[0]["metadata"])}
+    for one in objects:
+        extra = _extra_labels(one["metadata"]["labels"], kept["metadata"]["labels"])
+        rest = {key: value for key, value in one.items() if key not in _NAMED_ELSEWHERE}
+        if one["kind"] == SERVICES.kind:
+            # A selector that somebody adds would have controllers write endpoints.
+            rest["spec"] = {"selector": None, **rest["spec"]}
+        kept[one["kind"]] = {**rest, "labels": extra} if extra else rest
+    return json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
+
+
+_NAMED_ELSEWHERE = ("apiVersion", "kind", "metadata")
+
+
+def is_told(batch_job: Object) -> bool:
+    """Say whether a batch Job tells what the other children were created with."""
+    return CHILDREN_ANNOTATION in (batch_job["metadata"].get("annotations") or {})
+
+
+def wanted(batch_job: Object, name: AttemptName, address: str) -> dict[Resource, Object]:
+    """Return the children of an attempt as they are to be, by kind; none where nothing was kept.
+
+    A field that is to be absent is None.
+
+    Args:
+        batch_job: The attempt's, whose digest was compared.
+        name: The attempt's.
+        address: Of rank 0's pod; without it the EndpointSlice is left out.
+    """
+    if not is_told(batch_job):
+        return {}
+    kept: _Json = json.loads(batch_job["metadata"]["annotations"][CHILDREN_ANNOTATION])
+    metadata = {"name": child_name(name.job), "namespace": name.namespace, **kept["metadata"]}
+    found: dict[Resource, Object] = {}
+    for resource in KINDS:
+        fields = dict(kept.get(resource.kind) or {})
+        if not fields or (resource == ENDPOINT_SLICES and not address):
+            continue
+        labels = {**metadata["labels"], **fields.pop("labels", {})}
+        if resource == ENDPOINT_SLICES:
+            fields |= {
+                "addressType": "IPv6" if ":" in address else "IPv4",
+                "endpoints": [{**one, "addresses": [address]} for one in fields["endpoints"]],
+            }
+        kind = {"apiVersion": resource.api_version, "kind": resource.kind}
+        found[resource] = {**kind, "metadata": {**metadata, "labels": labels}, **fields}
+    return found
+
+
+def to_create(child: Object) -> Object:
+    """Return what is created of a child."""
+    made: Object = _overlaid({}, child)
+    return made
+
+
+def change(there: Object, child: Object) -> Object:
+    """Return the merge patch that makes a child what it was; empty where it still is.
+
+    What others have added, such as the server's defaults, stays.
+    """
+    known = {key: value for key, value in child.items() if key not in ("apiVersion", "kind")}
+    owners = there["metadata"].get("ownerReferences") or []
+    (ours,) = child["metadata"]["ownerReferences"]
+    others = [one for one in owners if one["uid"] != ours["uid"]]
+    mine = next((one for one in owners if one["uid"] == ours["uid"]), None)
+    is_ours = mine is not None and _overlaid(mine, ours) == mine
+    references = owners if is_ours else [*others, ours]
+    known["metadata"] = {**known["metadata"], "ownerReferences": references}
+    return merge_patch(there, _overlaid(there, known))
+
+
+def _common(metadata: Mapping[str, Any]) -> _Json:
+    return {key: metadata[key] for key in ("labels", "ownerReferences")}
+
+
+def _extra_labels(labels: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in labels.items() if key not in common}
+
+
+def _overlaid(there: Any, ours: Any, field: str = "") -> Any:
+    """Return what is there with our fields put over it."""
+    if isinstance(ours, dict) and isinstance(there, dict) and field not in _ONE_VALUE:
+        made = dict(there)
+        for key, value in ours.items():
+            if value is None:
+                made.pop(key, None)
+            else:
+                made[key] = _overlaid(there.get(key, {}), value, key)
+        return made
+    if isinstance(ours, list) and isinstance(there, list) and len(ours) == len(there):
+        pairs = zip(there, ours, strict=True)
+        # Whole, as the server's defaults beside our fields may be of the fields that were there.
+        return there if all(_overlaid(one, mine) == one for one, mine in pairs) else ours
+    return ours

@@ -1,0 +1,210 @@
+"""Put back what others delete or change of a living attempt's children, ever more slowly.
+
+`LiveAttempts.observe` calls it with each look; while nothing of the children has changed it only
+compares their versions. It never writes to an attempt whose batch Job does not tell, or does not
+tell reliably, what they were created with.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from finetune_operator.backends.aks import kept
+from finetune_operator.backends.aks.children import Children
+from finetune_operator.backends.aks.names import AttemptName, child_name, owner_of
+from finetune_operator.backends.aks.profiles import digest_of
+from finetune_operator.backends.aks.submit import in_the_way
+from finetune_operator.errors import AlreadyOwnedError, BackendError
+from finetune_operator.kube.cache import Key
+from finetune_operator.kube.compact import expand
+from finetune_operator.kube.errors import ApiError, NotFoundError
+from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
+
+log = logging.getLogger(__name__)
+
+_TOLD_FROM = 3  # times in a row: once or twice is a mistake, and mended
+_LONGEST_SECONDS = 300.0
+_QUIET_SECONDS = 60.0
+_State = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What people should know of an attempt's children.
+
+    Attributes:
+        message: One sentence; empty where nothing is the matter.
+        again_seconds: When there is something to do, or to tell otherwise; None for nothing.
+    """
+
+    message: str = ""
+    again_seconds: float | None = None
+
+
+@dataclass
+class _Child:
+    """How often in a row a child was put back, on the loop's clock.
+
+    Attributes:
+        is_owed: It is not as it should be, and is put back when it is due.
+        error: Why it could not be, the last time.
+    """
+
+    times: int = 0
+    last: float = 0.0
+    is_owed: bool = False
+    error: str = ""
+
+    @property
+    def due(self) -> float:
+        """When it may be put back again."""
+        return self.last + min(2.0**self.times, _LONGEST_SECONDS) if self.times else self.last
+
+    @property
+    def over(self) -> float:
+        """When that is forgotten, if nothing happens until then."""
+        return self.due + _QUIET_SECONDS
+
+
+@dataclass
+class _Attempt:
+    """An attempt's children, and the state in which nothing was to be done about them."""
+
+    good: _State | None = None
+    children: dict[Resource, _Child] = field(default_factory=dict)
+
+
+class Upkeep:
+    """Keeps the children of all living attempts; what it remembers is lost with the process."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[str, _Attempt] = {}
+
+    def forget(self, uid: str) -> None:
+        """Drop what is known of an attempt that is over."""
+        self._attempts.pop(uid, None)
+
+    async def keep(
+        self, children: Children, name: AttemptName, batch_job: Object, digest: str, address: str
+    ) -> Told:
+        """Put back what is not as the attempt was created with.
+
+        Args:
+            children: Where they are.
+            name: The attempt's.
+            batch_job: The attempt's.
+            digest: As the job's status has it.
+            address: Of rank 0's pod, once its name leads there.
+
+        Raises:
+            NotLeadingError: this process may not write.
+        """
+        if not kept.is_told(batch_job) or not digest:
+            return Told()  # of a version before
+        if digest_of(batch_job) != digest:
+            return Told(
+                f"somebody has changed what Job {name} keeps of its Service, EndpointSlice and "
+                "NetworkPolicy, so these are not put back when they are deleted or changed"
+            )
+        mine = self._attempts.setdefault(batch_job["metadata"]["uid"], _Attempt())
+        if mine.good != _state(children, name, address):
+            for resource, child in kept.wanted(batch_job, name, address).items():
+                about = mine.children.setdefault(resource, _Child())
+                await _look_at(children, resource, child, about)
+            is_owed = any(one.is_owed for one in mine.children.values())
+            mine.good = None if is_owed else _state(children, name, address)
+        return _told(name, mine.children)
+
+
+def _state(children: Children, name: AttemptName, address: str) -> _State:
+    """Return what tells whether anything was changed: rank 0's address, and versions."""
+    found = (children.kept(resource, name) for resource in kept.KINDS)
+    return (address, *(one["metadata"]["resourceVersion"] if one else "" for one in found))
+
+
+async def _look_at(children: Children, resource: Resource, child: Object, about: _Child) -> None:
+    """Put a child back if it is not as it should be, and may be by now."""
+    name, namespace = child["metadata"]["name"], child["metadata"]["namespace"]
+    cache = children.cluster.cache(resource)
+    there = cache.get(Key(namespace, name))
+    about.is_owed = cache.is_synced and (there is None or bool(kept.change(expand(there), child)))
+    now = asyncio.get_running_loop().time()
+    if now > about.over:
+        about.times = 0
+    if not about.is_owed or now < about.due:
+        return
+    try:
+        what = await _put_back(children, resource, child)
+    except (ApiError, BackendError) as error:
+        about.times, about.last, about.error = about.times + 1, now, str(error)
+        extra = {"child": f"{resource} {namespace}/{name}", "error": str(error)}
+        log.warning("child not put back", extra=extra)
+        return
+    about.is_owed, about.error = False, ""
+    if what:
+        about.times, about.last = about.times + 1, now
+        extra = {"child": f"{resource} {namespace}/{name}", "was": what, "times": str(about.times)}
+        log.warning("child put back", extra=extra)
+
+
+async def _put_back(children: Children, resource: Resource, child: Object) -> str:
+    """Make a child what it was; return what had become of it, empty where there is nothing to do.
+
+    It is read first, and so is its job, as caches may be late, and what belongs to a job that is
+    gone is the garbage collector's.
+    """
+    client, metadata = children.cluster.client, child["metadata"]
+    name, namespace = metadata["name"], metadata["namespace"]
+    (ours,) = metadata["ownerReferences"]
+    if not await _lives(children, ours, namespace):
+        return ""
+    try:
+        there = await client.get(resource, name, namespace)
+    except NotFoundError:
+        made = await client.create(resource, kept.to_create(child), namespace)
+        children.note_kept(resource, made)
+        return "deleted"
+    owner, labels = owner_of(there), there["metadata"].get("labels") or {}
+    is_ours = owner.get("uid") == ours["uid"]
+    if not is_ours and (owner or labels.get(JOB_UID_LABEL) != ours["uid"]):
+        raise AlreadyOwnedError(in_the_way(resource, f"{namespace}/{name}", owner))
+    change = kept.change(there, child)
+    if change and "deletionTimestamp" not in there["metadata"]:
+        change["metadata"] = {**change.get("metadata", {}), "uid": there["metadata"]["uid"]}
+        made = await client.patch(resource, name, namespace, change)
+        children.note_kept(resource, made)
+        return "changed"
+    children.note_kept(resource, there)
+    return ""
+
+
+async def _lives(children: Children, owner: Object, namespace: str) -> bool:
+    """Say whether the job is there, and nobody deletes it."""
+    try:
+        job = await children.cluster.client.get(FINE_TUNE_JOBS, owner["name"], namespace)
+    except NotFoundError:
+        return False
+    metadata = job["metadata"]
+    return metadata["uid"] == owner["uid"] and "deletionTimestamp" not in metadata
+
+
+def _told(name: AttemptName, found: dict[Resource, _Child]) -> Told:
+    now = asyncio.get_running_loop().time()
+    sentences, waits = [], []
+    for resource, one in found.items():
+        what = f"{resource.kind} {name.namespace}/{child_name(name.job)}"
+        is_told = one.times >= _TOLD_FROM and now <= one.over
+        if one.is_owed:
+            waits.append(max(0.0, one.due - now))
+        elif is_told:
+            waits.append(one.over - now)
+        if is_told and one.is_owed and one.error:
+            sentences.append(f"{what} was deleted or changed and is not put back: {one.error}")
+        elif is_told:
+            sentences.append(
+                f"{what} is deleted or changed again and again, and put back ever more slowly; "
+                f"`kubectl get {resource.plural} {child_name(name.job)} -n {name.namespace} "
+                "--show-managed-fields -o yaml` tells who changes it"
+            )
+    return Told("; ".join(sentences), min(waits, default=None))
