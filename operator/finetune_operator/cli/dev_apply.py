@@ -66,6 +66,9 @@ class DevJob:
             InvalidJobError: it is not over, and the manifest asks for another training; or there
                 is none, and no job can begin with the manifest.
         """
+        if fresh and self.target.job.spec.take_over:
+            text = "true goes on in the folders of the job before, and --fresh moves them aside; "
+            self.target.refuse([Problem("spec.takeOver", f"{text}leave out one of them")])
         there = await self._known()
         if there is None:
             # With its line; the API tells the field alone.
@@ -79,7 +82,10 @@ class DevJob:
             while await self._known() is not None:
                 await asyncio.sleep(_LOOK_SECONDS)
         was = there.status.phase.value if is_finished(there.status) else "not over"
-        return f"the earlier {self.key} was {was}; it runs anew, and what it wrote is moved aside"
+        then = "runs anew, and what it wrote is moved aside"
+        if self.target.job.spec.take_over:
+            then = "is made anew and goes on with what that one wrote (spec.takeOver)"
+        return f"the earlier {self.key} was {was}; it {then}"
 
     async def apply(self, kubeconfig: Path) -> str:
         """Create the job, or change it to what the manifest says; return one line about it.

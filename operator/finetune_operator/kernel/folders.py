@@ -1,4 +1,4 @@
-"""Which job has which folder: the first to open an attempt has it until it is deleted.
+"""Which job has which folder: of those that are there, the first to open an attempt.
 
 `Reconciler` asks before a first attempt is opened, and whenever another one is. Of jobs that have
 opened none, the oldest goes first. All of it follows from the jobs in the cache (`status.folders`
@@ -261,8 +261,8 @@ class FolderBook:
         if self._entries[other].is_gone:
             return f"{told}, which was deleted and still runs; this job goes on once that has ended"
         return (
-            f"{told}, and a folder has one writer; use another, such as one with {{namespace}} and "
-            "{name} in it, or delete that job"
+            f"{told}, and a folder has one writer for good, also when that one is deleted; use "
+            "another, such as one with {namespace} and {name} in it"
         )
 
 

@@ -81,7 +81,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             mean_time_between_failures=_mean_time_between_failures(spec),
             keep=spec.checkpoint.keep,
             resume_from=locations.resume_from,
-            is_continued=attempt > 1,
+            is_continued=attempt > 1 or (spec.take_over and locations.resume_from != "none"),
         ),
         output=trainer.OutputConfig(dir=locations.output_dir, format=_output_format(plan)),
         telemetry=trainer.TelemetryConfig(

@@ -42,14 +42,15 @@ def of_checkpoints(folder: Path) -> list[Path]:
 
 
 def of_output(folder: Path) -> list[Path]:
-    """Return what of a run lies in its output folder: what the record of its export lists."""
-    return [*_exported(folder), *_claims(folder)]
+    """Return what of a run lies in its output folder: its export, staged ones, and the claims."""
+    return [*_exported(folder), *sorted(folder.glob(".export-*")), *_claims(folder)]
 
 
 def owner(folder: Path) -> JobRef | None:
-    """Return the job that has the folder by its claims; None where nobody has, or none can say.
+    """Return the job that has the folder; None where nobody has, or none can say.
 
-    A claim that is not held is of a job that was refused, or was killed before it had the folder.
+    Where nobody claimed it, what lies there says whose it is: trainers before claims made none. A
+    claim that is not held is of a job that was refused, or was killed before it had the folder.
     """
     held = {path.name.partition(".")[0] for path in (folder / CLAIMS).glob("*.held.*")}
     for tag in sorted(held, key=_rank, reverse=True):
@@ -58,6 +59,11 @@ def owner(folder: Path) -> JobRef | None:
                 return JobRef.read(path)
             except (OSError, ValidationError):
                 continue
+    for path in (folder / RECORD, *sorted(folder.glob(f"step-*/{_MANIFEST}"))):
+        try:
+            return JobRef.model_validate(json.loads(path.read_bytes())["job"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
     return None
 
 

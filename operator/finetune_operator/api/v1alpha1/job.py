@@ -86,8 +86,9 @@ class FineTuneJobSpec(ApiModel):
     take_over: bool = Field(
         False,
         description="Go on in the folders of the job of this namespace and name that was deleted, "
-        "from its newest checkpoint; false refuses folders in which another job has written. No "
-        "attempt starts while a pod of that job lives.",
+        "from its newest checkpoint (with checkpoint.resumeFrom none from the start); false "
+        "refuses folders in which another job has written. No attempt starts while a pod of that "
+        "job lives.",
     )
     suspend: bool = Field(False, description="Stop with a checkpoint and wait; false goes on.")
     queue: QueueSpec | None = Field(None, description="Kueue queue and priority.")

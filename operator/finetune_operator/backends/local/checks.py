@@ -144,7 +144,8 @@ def _start(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
         folder = layout.file_path(uri, manifest_dir)
         if path == "spec.checkpoint.resumeFrom":
             if not folder.is_dir():
-                message = f"{uri}: {folder} does not exist; name a step-N folder, or use auto"
+                advice = "name the folder of a checkpoint (status.checkpoint.last.uri), or use auto"
+                message = f"{uri}: {folder} does not exist; {advice}"
                 yield Problem(path, message)
         elif not (folder / "adapter_config.json").is_file():
             message = f"{uri}: {folder} has no adapter_config.json; name the folder of an adapter"
