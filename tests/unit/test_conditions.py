@@ -69,6 +69,8 @@ def test_describing_the_same_situation_later_changes_nothing(stage: Stage) -> No
         (Stage.REFUSED, False, False, True),
         (Stage.BLOCKED, False, False, True),
         (Stage.HELD, False, False, True),
+        (Stage.DELETING, False, True, False),
+        (Stage.DELETED, False, True, False),
     ],
 )
 def test_every_stage_tells_kstatus_where_it_is(

@@ -179,6 +179,50 @@ def test_suspending_stops_with_the_grace_and_counts_nothing() -> None:
     assert life.status.restarts.counted == life.status.restarts.disruptions == 0
 
 
+GRACE = "; what is left of it after 120 s is killed"
+NO_NODE = Observation(AttemptPhase.PENDING)
+LOADS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
+LOST = Observation(
+    AttemptPhase.FAILED, nodes_ready=1, termination=KILLED.termination, message="pod x was killed"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "seen", "says"),
+    [
+        pytest.param(
+            running(3), running(4),
+            "attempt 1 saves a checkpoint of its newest step and stops" + GRACE, id="it trains",
+        ),
+        pytest.param(
+            NO_NODE, NO_NODE, "attempt 1 is ended before it began to train", id="it waits for nodes"
+        ),
+        pytest.param(
+            LOADS, LOADS, "attempt 1 stops before it trains, as there is nothing to save" + GRACE,
+            id="it loads",
+        ),
+        pytest.param(
+            running(3), LOST,
+            "attempt 1 has lost a node and stops without another checkpoint" + GRACE,
+            id="it has lost a node",
+        ),
+    ],
+)  # fmt: skip
+def test_what_an_attempt_does_that_is_stopped_is_told_as_it_is(
+    before: Observation, seen: Observation, says: str
+) -> None:
+    suspended, late = started(), started(deadlines__active_seconds=60)
+    for life in (suspended, late):
+        life.see(before)
+    suspended.suspend(True)
+    suspended.see(seen)
+    assert suspended.said("Suspended") == suspended.said("Ready") == says
+    late.wait(60)
+    late.see(seen)
+    why = "the job was active for deadlines.activeSeconds 60"
+    assert (late.said("Failed"), late.said("Ready")) == (why, f"{why}; {says}")
+
+
 def test_resuming_while_it_stops_waits_for_the_end_and_goes_on_uncounted() -> None:
     life = started()
     life.suspend(True)

@@ -640,11 +640,110 @@ def test_a_job_outside_the_cluster_is_ended_before_it_may_go() -> None:
         assert world.job["metadata"]["finalizers"] == ["finetune.dev/backend"]
         assert world.job["status"]["backendRef"]["kind"] == "Fake"
         await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
-        cancelled = await world.settle()
+        await world.catch_up()
+        cancelled = await world.reconciler.reconcile(KEY)
         assert cancelled.again_in_seconds is not None
         assert "deletionTimestamp" in world.job["metadata"]
+        assert world.job["status"]["phase"] == "Deleting"
+        assert "it stays until that has ended" in world.condition("Ready")["message"]
         await world.settle()
         assert world.api.objects(FINE_TUNE_JOBS) == []
+
+    run(work())
+
+
+async def deleted(world: World, *finalizers: str) -> None:
+    """Delete the job, which these finalizers keep, and look once."""
+    await world.api.patch(
+        FINE_TUNE_JOBS, "tiny", "ns", {"metadata": {"finalizers": list(finalizers)}}
+    )
+    await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
+    await world.catch_up()
+    await world.reconciler.reconcile(KEY)
+
+
+def is_cancelled(world: World) -> bool:
+    """Say whether the only attempt was told to stop."""
+    (attempt,) = world.api.objects(CONFIG_MAPS)
+    return bool(attempt["data"].get("code") == "75")
+
+
+@pytest.mark.parametrize("finalizer", ["example.com/hold", "foregroundDeletion"])
+def test_a_deleted_job_that_is_kept_stops_its_attempt_and_says_so(finalizer: str) -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.settle()
+        await _first_runs(world)
+        await world.settle()
+        await deleted(world, finalizer)
+        assert is_cancelled(world)
+        assert world.job["status"]["phase"] == "Deleting"
+        assert world.condition("Running")["status"] == "True"
+        assert world.condition("Ready")["status"] == "False"
+        told = world.condition("Ready")["message"]
+        assert "attempt 1 saves a checkpoint of its newest step and stops" in told
+        whose = {"example.com/hold": finalizer, "foregroundDeletion": "--cascade=foreground"}
+        assert whose[finalizer] in told
+
+    run(work())
+
+
+def test_a_deleted_job_whose_attempt_has_ended_names_the_finalizers_that_keep_it() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.settle()
+        await _first_runs(world)
+        await deleted(world, "example.com/hold", "b.test/c")
+        look = await world.settle()
+        assert look.again_in_seconds is None
+        assert world.condition("Running")["status"] == "False"
+        assert world.job["status"]["attempts"][0]["failureClass"] == "Preempted"
+        assert world.condition("Ready")["message"] == (
+            "the job is being deleted: nothing of it runs; example.com/hold, b.test/c keeps it "
+            "until whoever set these finalizers takes it away"
+        )
+        assert world.attempts == ["tiny-1"]
+
+    run(work())
+
+
+def test_a_deleted_job_whose_attempt_nobody_wrote_down_stops_it_all_the_same() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.catch_up()
+        await world.reconciler.reconcile(KEY)
+        assert not world.job.get("status", {}).get("attempt")
+        world.start_process()
+        await deleted(world, "example.com/hold")
+        assert is_cancelled(world)
+
+    run(work())
+
+
+def test_a_deleted_job_whose_children_shall_stay_is_let_go() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply()
+        await world.settle()
+        await _first_runs(world)
+        await deleted(world, "orphan")
+        assert not is_cancelled(world)
+
+    run(work())
+
+
+def test_a_deleted_job_that_was_never_accepted_is_not_told_to_be() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply(model={"source": "hf://a/b", "revision": "forbidden"})
+        await world.settle()
+        await deleted(world, "example.com/hold")
+        assert world.job["status"]["phase"] == "Deleting"
+        assert world.condition("Accepted")["status"] == "False"
+        assert world.condition("Stalled")["status"] == "False"
 
     run(work())
 

@@ -54,6 +54,11 @@ class KnownJob:
         return str((self.raw["spec"].get("backend") or {}).get("type", ""))
 
     @property
+    def is_deleted(self) -> bool:
+        """Whether somebody deleted it, and finalizers keep it."""
+        return bool(self.raw["metadata"].get("deletionTimestamp"))
+
+    @property
     def is_ours(self) -> bool:
         """Whether this controller acts on it."""
         return bool(self.raw["spec"].get("managedBy", MANAGED_BY) == MANAGED_BY)

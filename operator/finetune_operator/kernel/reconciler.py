@@ -11,11 +11,12 @@ whatever else the status lacks is seen again and written later.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
+from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel import refusals
@@ -53,6 +54,7 @@ from finetune_operator.reconcile.decide import (
     decide,
     hold,
 )
+from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_deletion
 from finetune_operator.reconcile.drive import handle_of
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,6 @@ FIRST_LOOK_SECONDS = 1.5
 
 _LOOK_AGAIN_SECONDS = 1.0
 _MAX_ARTIFACTS = 16
-_UNREADABLE_GRACE_SECONDS = 30.0
 _REFUSED_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
 
@@ -133,7 +134,7 @@ class Reconciler:
         try:
             if (lacks := self._lacks(key.namespace, known.backend)) is not None:
                 return await self._stand_by(key, known, lacks)
-            if known.raw["metadata"].get("deletionTimestamp"):
+            if known.is_deleted:
                 return await self._finalize(key, known)
             if known.refusal is not None:
                 return await self._hold(key, known, known.refusal)
@@ -294,56 +295,70 @@ class Reconciler:
         metadata = known.metadata
         status = self._unwritten.status_of(key, metadata.uid, known.status)
         status = hold(status, refusal, self._now(), metadata.generation, until)
+        if known.is_deleted:
+            status = status.model_copy(update={"phase": JobPhase.DELETING})
         await self._report(key, known, status)
         return Look(MENDED_SECONDS)
 
     async def _stand_by(self, key: Key, known: KnownJob, lacks: Refused) -> Look:
         """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
         left = lacks.since + _REFUSED_SECONDS - asyncio.get_running_loop().time()
-        if left > 0 or known.raw["metadata"].get("deletionTimestamp"):
+        if left > 0 or known.is_deleted:
             return Look(max(left, _LOOK_AGAIN_SECONDS))
         return await self._hold(key, known, refusals.unseen(known, lacks), "it can be seen")
 
     async def _finalize(self, key: Key, known: KnownJob) -> Look:
-        """End what runs outside the cluster; what is inside goes with its owner."""
+        """Stop the attempt of a job that is deleted, say what keeps the job, and then let it go."""
         finalizers = known.raw["metadata"].get("finalizers") or []
-        if FINALIZER not in finalizers:
-            return NEVER
+        is_outside = FINALIZER in finalizers
+        if not finalizers or (ORPHAN in finalizers and not is_outside):
+            return NEVER  # it goes without us, or its attempt shall stay
         try:
-            again = await self._stop(key, known)
+            look = await self._stop(key, known, finalizers)
         except FineTuneError as error:
             if error.retryable:
                 raise
             return await self._hold(key, known, refusals.endless(error), "that is mended")
-        if again is not None:
-            return look_in(again)
+        if look.again_in_seconds is not None or not is_outside:
+            return look
+        known = self._book.get(key) or known
         self._forget(key)
         rest = [one for one in finalizers if one != FINALIZER]
         await self._patch(key, known, {"metadata": {"finalizers": rest}})
         log.info("finalizer removed", extra=_about(key))
         return NEVER
 
-    async def _stop(self, key: Key, known: KnownJob) -> float | None:
-        """Cancel the open attempt; return when to look again, None once nothing of it lives."""
-        attempt = attempts.current(known.status)
-        if attempt is None:
-            return None
-        grace, handle = _UNREADABLE_GRACE_SECONDS, handle_of(known.status)
-        backend = self._backends.get(known.backend)
+    async def _stop(self, key: Key, known: KnownJob, finalizers: Sequence[str]) -> Look:
+        """Cancel the open attempt and tell of it; never to be looked at again once it is gone."""
+        status, seen = known.status, None
         if known.job is not None:
-            job = self._unwritten.added_to(key, known.job)
-            grace = float(job.spec.deadlines.termination_grace_seconds)
-            handle = handle_of(job.status)
-            if handle is None and (found := await backend.find(job, Attempt(attempt.number))):
-                handle = found.handle
-        if handle is None:
-            log.warning("nothing is known of its attempt", extra=_about(key))
-            return None
-        seen = await backend.observe(handle)
-        if seen.all_gone:
-            return None
-        await backend.cancel(handle, grace)
-        return seen.look_again_seconds or _LOOK_AGAIN_SECONDS
+            status = (await self._last_created(key, known.job)).status
+        handle, backend = handle_of(status), None
+        if attempts.current(status) is not None and handle is not None:
+            backend = self._backends.get(known.backend)
+            seen = await backend.observe(handle)
+        spec = known.job.spec if known.job is not None else None
+        generation = known.metadata.generation
+        decision = decide_deletion(
+            status, seen, finalizers, spec, now=self._now(), generation=generation
+        )
+        is_news = is_worth_writing(known.status, decision.status, with_handle=True)
+        if is_news and (decision.actions or set(finalizers) - {FINALIZER, FOREGROUND}):
+            await self._write(key, known, decision.status)
+        order = next(iter(decision.actions), None)
+        if backend is None or handle is None or not isinstance(order, Cancel):
+            return NEVER
+        await backend.cancel(handle, order.grace_seconds)
+        return look_in(decision.requeue_seconds)
+
+    async def _last_created(self, key: Key, job: FineTuneJob) -> FineTuneJob:
+        """Return the job with its last attempt, also where nobody wrote down that it exists."""
+        job = self._unwritten.added_to(key, job)
+        is_open = attempts.current(job.status) is not None
+        may_exist = is_open or (not job.status.attempt and not self._is_outside(job))
+        if not may_exist or handle_of(job.status) is not None:
+            return job
+        return await self._found(key, job)
 
     async def _clean_up(self, key: Key, known: KnownJob, ttl_seconds: int | None) -> Look:
         """Delete a finished job when its time is over."""

@@ -43,6 +43,7 @@ class Reason(StrEnum):
     SUSPENDED_BY_USER = "SuspendedByUser"
     RESUMED = "Resumed"
     COMPLETED = "Completed"
+    DELETING = "Deleting"
     REFUSED = "Refused"
     INVALID_SPEC = "InvalidSpec"
     FOLDER_IN_USE = "FolderInUse"
@@ -71,6 +72,8 @@ class Stage(StrEnum):
     BLOCKED = "Blocked"  # its attempt cannot be created, until somebody mends the cause
     OVERRULED = "Overruled"  # being stopped because somebody else wrote that it is finished
     ABANDONED = "Abandoned"  # stopped for that
+    DELETING = "Deleting"  # it is being deleted, and its attempt stopped
+    DELETED = "Deleted"  # ... and nothing of it runs: finalizers of others keep it
     HELD = "Held"  # its spec cannot be read, and its attempt is left as it is until then
 
 
@@ -167,6 +170,11 @@ _TABLE: Mapping[Stage, _Row] = {
             _T.STALLED: True,
         },
     ),
+    Stage.DELETING: _Row(JobPhase.DELETING, {_T.READY: False, _T.RECONCILING: True}),
+    Stage.DELETED: _Row(
+        JobPhase.DELETING,
+        {_T.RESOURCES_READY: False, _T.RUNNING: False, _T.READY: False, _T.RECONCILING: True},
+    ),
     Stage.HELD: _Row(
         None, {_T.ACCEPTED: False, _T.READY: False, _T.RECONCILING: False, _T.STALLED: True}
     ),
@@ -181,12 +189,14 @@ class Situation:
         reason: One CamelCase word: a `Reason`, or a failure class of the trainer.
         message: One sentence; must not depend on the time of day, else every look writes it anew.
         exists: Whether the attempt was seen: unless `reason` is Queued, no queue keeps it.
+        meanwhile: What happens until then, which Ready and Reconciling say besides.
     """
 
     stage: Stage
     reason: str
     message: str
     exists: bool = False
+    meanwhile: str = ""
 
 
 def rfc3339(moment: datetime) -> str:
@@ -236,6 +246,8 @@ def _gist(one: Condition) -> tuple[object, ...]:
     return (one.status, one.reason, one.message, one.observed_generation)
 
 
+_IS_TOLD_MORE = frozenset({ConditionType.READY, ConditionType.RECONCILING})
+_IS_DELETED = frozenset({Stage.DELETING, Stage.DELETED})
 _GOES_ON = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
 
 
@@ -291,9 +303,11 @@ def describe(
             observed_generation=generation,
         )
 
-    if ConditionType.ACCEPTED not in row.says and not is_true(status, ConditionType.ACCEPTED):
+    is_judged = situation.stage not in _IS_DELETED  # else nobody asks any more
+    is_accepted = ConditionType.ACCEPTED in row.says or is_true(status, ConditionType.ACCEPTED)
+    if is_judged and not is_accepted:
         say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
-    if row.says.get(ConditionType.ACCEPTED, True):
+    if is_judged and row.says.get(ConditionType.ACCEPTED, True):
         admitted = find(status, ConditionType.ADMITTED)
         if (told := _admission(admitted, situation, has_queue=has_queue)) is not None:
             say(ConditionType.ADMITTED, *told)
@@ -301,7 +315,10 @@ def describe(
         has_resources = (
             kind is ConditionType.RESOURCES_READY and situation.reason == Reason.STARTING
         )
-        say(kind, value or has_resources, situation.reason, situation.message)
+        text = situation.message
+        if situation.meanwhile and kind in _IS_TOLD_MORE:
+            text = f"{text}; {situation.meanwhile}"
+        say(kind, value or has_resources, situation.reason, text)
     if ConditionType.STALLED not in row.says:
         say(ConditionType.STALLED, False, situation.reason, situation.message)
     was_suspended = find(status, ConditionType.SUSPENDED) is not None

@@ -34,7 +34,8 @@ from finetune_operator.reconcile.conditions import (
     is_true,
     rfc3339,
 )
-from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination
+from finetune_operator.reconcile.stopping import on_its_way, trains
+from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 LOST_NODE_GRACE_SECONDS = 10.0
 """What is left of a gang that lost a node gets no longer: it cannot take a checkpoint any more."""
@@ -319,10 +320,11 @@ def _during_attempt(
     situation: Situation
     actions: tuple[Action, ...] = (Cancel(grace),)
     if ending:
-        situation = Situation(Stage.ENDING, *ending)
+        stops = on_its_way(view.before, attempt, observation, grace)
+        situation = Situation(Stage.ENDING, *ending, meanwhile=stops)
     elif view.spec.suspend or _is_suspending(view.before):
-        text = f"attempt {attempt.number} saves a checkpoint and stops"
-        situation = Situation(Stage.SUSPENDING, Reason.SUSPENDING, text)
+        stops = on_its_way(view.before, attempt, observation, grace)
+        situation = Situation(Stage.SUSPENDING, Reason.SUSPENDING, stops)
     elif observation.phase is AttemptPhase.FAILED:
         left = observation.message or f"attempt {attempt.number} lost a node"
         text = f"{left}; waiting until all of its processes are gone"
@@ -350,18 +352,11 @@ def _grace_of_the_rest(observation: Observation, grace: float) -> float:
     return min(grace, LOST_NODE_GRACE_SECONDS)
 
 
-_BEFORE_TRAINING = frozenset({Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
-
-
 def _watching(
     attempt: AttemptStatus, status: FineTuneJobStatus, observation: Observation
 ) -> Situation:
-    said = observation.progress
     runs = observation.phase in (AttemptPhase.RUNNING, AttemptPhase.SUCCEEDED)
-    # Who was seen to train is believed to while nothing is heard: rank 0 may be the first to end,
-    # and an operator that starts anew has asked nobody yet.
-    trains = said.phase not in _BEFORE_TRAINING if said else is_true(status, ConditionType.RUNNING)
-    if runs and trains:
+    if runs and trains(status, observation):
         text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
     stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING

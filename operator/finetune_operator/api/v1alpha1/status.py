@@ -22,6 +22,7 @@ class JobPhase(StrEnum):
     SUSPENDED = "Suspended"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
+    DELETING = "Deleting"
 
 
 class Condition(ApiModel):
