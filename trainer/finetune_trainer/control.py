@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeVar
 
 from finetune_trainer import first_signal
 from finetune_trainer.config import ExitCode, FailureClass, Termination
@@ -135,6 +135,10 @@ class Agreed(NamedTuple):
     save: bool
     is_overtaken: bool = False
 
+    def or_else(self, *, save: bool, is_overtaken: bool) -> Self:
+        """Return this with what was agreed upon besides."""
+        return self._replace(save=self.save or save, is_overtaken=self.is_overtaken or is_overtaken)
+
 
 class Agreement:
     """One tiny all-reduce a step, read a step later, so that no rank ever waits for it.
@@ -147,18 +151,18 @@ class Agreement:
     def __init__(self, world: World) -> None:
         self._group = world.control_group
         self._in_flight: tuple[Work, torch.Tensor] | None = None
-        self._save_is_open = False
+        self._open = Agreed(False, False)  # seen between two boundaries, and kept for the next
 
     def exchange(self, stop: bool, save: bool = False, is_overtaken: bool = False) -> Agreed:
         """Cast this rank's votes, and return what all ranks voted at the boundary before."""
         agreed = self._vote(stop, save, is_overtaken)
-        is_open, self._save_is_open = self._save_is_open, False
-        return agreed._replace(save=agreed.save or is_open)
+        kept, self._open = self._open, Agreed(False, False)
+        return agreed.or_else(save=kept.save, is_overtaken=kept.is_overtaken)
 
     def is_stopping(self, stop: bool) -> bool:
-        """Vote between two boundaries; a save that was voted for stays for the next boundary."""
+        """Vote between two boundaries; what else was voted for stays for the next boundary."""
         agreed = self._vote(stop, False)
-        self._save_is_open = self._save_is_open or agreed.save
+        self._open = self._open.or_else(save=agreed.save, is_overtaken=agreed.is_overtaken)
         return agreed.stop
 
     def any(self, vote: bool) -> bool:
