@@ -1,4 +1,4 @@
-"""How a process comes to have a folder: alone among all that want it, without any lock.
+"""How a process comes to have its folders: alone among all that want one, without any lock.
 
 `take` in `fence` calls it on rank 0, before anything else is written there. Only this is relied
 upon: a file that was written is in every listing made more than the layer's lag later, and in none
@@ -10,21 +10,26 @@ however slow they are. Whoever is past it writes `held`, which stays: the job ha
 then on, and its next attempt needs no more than a higher claim. Only who comes first among
 newcomers is decided by waiting: the smallest uid goes ahead, and one that stands still is passed
 after a while.
+
+All folders of a run are gone into step by step together. One by one, or each for itself, two jobs
+that share two folders would come to have one each, and both be refused; and two starts of one
+attempt would each be the later one somewhere, and both leave.
 """
 
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from finetune_trainer.claims.names import Claim, Listing, Mark
 from finetune_trainer.config import JobRef
-from finetune_trainer.errors import FolderTakenError, OvertakenError
+from finetune_trainer.errors import FolderTakenError, OutputNotWritableError, OvertakenError
 
 
 @dataclass(frozen=True)
@@ -97,10 +102,15 @@ def refuse_taken(wanted: Wanted) -> int:
 
     Raises:
         FolderTakenError: another job has it.
+        OvertakenError: a later job has it, which took it over from this one.
     """
-    owner = Listing.of(wanted.folder).owner
-    if owner is not None and owner.uid == wanted.job.uid:
+    seen = Listing.of(wanted.folder)
+    owner, uid = seen.owner, wanted.job.uid
+    if owner is not None and owner.uid == uid:
         return owner.epoch
+    if owner is not None and any(one.uid == uid and one.epoch < owner.epoch for one in seen.held):
+        # Both manifests may allow it, as copies do: it goes from the older to the newer one only.
+        raise taken_over(wanted.folder, uid, owner)
     job = wanted.left_by(wanted.folder) if owner is None else read_job(wanted.folder, owner)
     if job is not None and not wanted.may_follow(job):
         raise wanted.refuse(job)
@@ -115,147 +125,218 @@ def read_job(folder: Path, claim: Claim) -> JobRef:
         return JobRef(namespace="?", name="?", uid=claim.uid, attempt=max(1, claim.attempt))
 
 
-def enter(wanted: Wanted, pace: Pace, *, nonce: Callable[[], str] | None = None) -> Claim:
-    """Claim the folder, and return the claim once its job has it.
+def enter(
+    wanted: Sequence[Wanted], pace: Pace, *, nonce: Callable[[], str] | None = None
+) -> list[Claim]:
+    """Claim all folders, and return the claims once the job has every one.
 
     Raises:
-        FolderTakenError: another job has it, or got it first.
+        FolderTakenError: another job has one, or got it first.
         OvertakenError: there is a higher claim of the same job.
-        OSError: the folder cannot be written or listed.
+        OutputNotWritableError: one cannot be written or listed.
     """
     return _Newcomer(wanted, pace, nonce or (lambda: secrets.token_hex(4))).enter()
 
 
-class _Newcomer:
-    """One process on its way into one folder."""
+class _Bid(NamedTuple):
+    """A claim on its way."""
 
-    def __init__(self, wanted: Wanted, pace: Pace, nonce: Callable[[], str]) -> None:
-        self._wanted = wanted
-        self._folder = wanted.folder
-        self._pace = pace
-        self._nonce = nonce
-        self._first_seen: dict[tuple[Claim, Mark], float] = {}  # rivals, by our own clock
+    wanted: Wanted
+    claim: Claim
 
-    def enter(self) -> Claim:
-        while True:
-            claim = self._claim()
-            is_in = False
-            try:
-                if is_in := self._is_in(claim):
-                    return claim
-            finally:
-                if not is_in:
-                    self._withdraw(claim)
-            # Whoever had to go back comes again at another time than the one it met.
-            self._pace.sleep(random.uniform(0.1, 1.0) * self._pace.settle_seconds)
+    def mark(self, mark: Mark, text: str = "") -> None:
+        """Write down what the claim has come to."""
+        with _naming(self.wanted):
+            path = self.claim.path(self.wanted.folder, mark)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
 
-    def _claim(self) -> Claim:
-        job, epoch = self._wanted.job, refuse_taken(self._wanted)
-        seen = Listing.of(self._folder)
-        before = (
-            one.generation
-            for one in seen.present
-            if (one.uid, one.epoch, one.attempt) == (job.uid, epoch, job.attempt)
-        )
-        claim = Claim(epoch, job.attempt, max(before, default=0) + 1, self._nonce(), job.uid)
-        path = claim.path(self._folder, Mark.CLAIM)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(job.to_json(), encoding="utf-8")
-        return claim
-
-    def _is_in(self, claim: Claim) -> bool:
-        """Go on as far as the claim comes; False where it has to be made anew."""
-        self._pace.until_listed()
-        seen = self._look(claim)
-        if any(
-            one > claim and one[:3] == claim[:3] for one in seen.present if one.uid == claim.uid
-        ):
-            return False  # two starts of one attempt, neither of which could see the other
-        if (higher := seen.overtakes(claim)) is not None:
-            raise overtaken(self._folder, claim, higher)
-        if any(one.epoch == claim.epoch for one in seen.held if one.uid == claim.uid):
-            return True
-        self._let_others_go_first(claim)
-        return self._is_past_the_door(claim)
-
-    def _let_others_go_first(self, claim: Claim) -> None:
-        """Return when no newcomer is left that comes before this one."""
-        while True:
-            rivals = self._rivals(self._look(claim).present, claim, Mark.CLAIM)
-            if not any(one.uid < claim.uid for one in rivals):
-                break
-            self._pace.sleep(min(0.05, self._pace.settle_seconds))
-        if rivals:  # who listed before our claim was there may be at the door by now
-            self._pace.sleep(self._pace.settle_seconds)
-            self._pace.until_listed()
-
-    def _is_past_the_door(self, claim: Claim) -> bool:
-        """Go through the door and take the folder; False where another one did likewise."""
-        began = self._pace.clock()
-        self._look(claim)
-        self._mark(claim, Mark.DOOR)
-        if self._rivals(self._look(claim).doors, claim, Mark.DOOR):
-            return False
-        if self._pace.clock() - began > self._pace.patience_seconds / 2:
-            return False  # the others may have given this one up
-        self._mark(claim, Mark.HELD)
-        try:
-            self._look(claim)
-        except FolderTakenError:  # it was given up all the same, and came back only now
-            claim.path(self._folder, Mark.HELD).unlink(missing_ok=True)
-            raise
-        return True
-
-    def _mark(self, claim: Claim, mark: Mark) -> None:
-        claim.path(self._folder, mark).write_text("", encoding="utf-8")
-        self._pace.until_listed()
-
-    def _look(self, claim: Claim) -> Listing:
+    def look(self) -> Listing:
         """List the claims.
 
         Raises:
             FolderTakenError: another job has the folder by now.
         """
-        seen = Listing.of(self._folder)
+        with _naming(self.wanted):
+            seen = Listing.of(self.wanted.folder)
         for one in seen.held:
-            if one.uid != claim.uid and one.epoch >= claim.epoch:
-                raise self._wanted.refuse(read_job(self._folder, one))
+            if one.uid != self.claim.uid and one.epoch >= self.claim.epoch:
+                raise self.wanted.refuse(read_job(self.wanted.folder, one))
         return seen
 
-    def _rivals(self, claims: Iterable[Claim], claim: Claim, mark: Mark) -> list[Claim]:
-        """Return those of other jobs for the same epoch that have not stood still for too long."""
-        now, found = self._pace.clock(), []
-        for one in claims:
-            if one.uid == claim.uid or one.epoch != claim.epoch:
-                continue
-            if now - self._first_seen.setdefault((one, mark), now) < self._pace.patience_seconds:
-                found.append(one)
-        return found
+    def unmark(self, mark: Mark) -> None:
+        """Take back what was written down; what cannot be taken back does not get on."""
+        with suppress(OSError):
+            self.claim.path(self.wanted.folder, mark).unlink(missing_ok=True)
 
-    def _withdraw(self, claim: Claim) -> None:
+    def withdraw(self) -> None:
         """Take back what the claim has come to, unless its job has the folder by it already.
 
         A later attempt may have seen that, and would believe that the job has what it has not.
         """
-        if claim.path(self._folder, Mark.HELD).exists():
-            return
-        for mark in (Mark.DOOR, Mark.CLAIM):
-            with suppress(OSError):  # what stays is a claim that does not get on
-                claim.path(self._folder, mark).unlink(missing_ok=True)
+        if not self.claim.path(self.wanted.folder, Mark.HELD).exists():
+            self.unmark(Mark.DOOR)
+            self.unmark(Mark.CLAIM)
+
+
+class _Newcomer:
+    """One process on its way into its folders."""
+
+    def __init__(self, wanted: Sequence[Wanted], pace: Pace, nonce: Callable[[], str]) -> None:
+        self._wanted = wanted
+        self._pace = pace
+        self._nonce = nonce
+        # Rivals, by our own clock.
+        self._first_seen: dict[tuple[Path, Claim, Mark], float] = {}
+
+    def enter(self) -> list[Claim]:
+        while True:
+            bids = self._bids()
+            are_in = False
+            try:
+                for bid in bids:
+                    bid.mark(Mark.CLAIM, bid.wanted.job.to_json())
+                if are_in := self._are_in(bids):
+                    return [bid.claim for bid in bids]
+            finally:
+                if not are_in:
+                    for bid in bids:
+                        bid.withdraw()
+            # Whoever had to go back comes again at another time than the one it met.
+            self._pace.sleep(random.uniform(0.1, 1.0) * self._pace.settle_seconds)
+
+    def _bids(self) -> list[_Bid]:
+        """Look into every folder before anything is written into one, and say what to claim.
+
+        Generation and nonce are the same everywhere, so that of two starts of one attempt the same
+        one is the later everywhere.
+        """
+        epochs, generation = [], 1
+        for one in self._wanted:
+            with _naming(one):
+                epochs.append(refuse_taken(one))
+                present = Listing.of(one.folder).present
+            for seen in present:
+                if (seen.uid, seen.attempt) == (one.job.uid, one.job.attempt):
+                    generation = max(generation, seen.generation + 1)
+        nonce = self._nonce()
+        return [
+            _Bid(one, Claim(epoch, one.job.attempt, generation, nonce, one.job.uid))
+            for one, epoch in zip(self._wanted, epochs, strict=True)
+        ]
+
+    def _are_in(self, bids: list[_Bid]) -> bool:
+        """Go on as far as the claims come; False where they have to be made anew."""
+        self._pace.until_listed()
+        seen = [(bid, bid.look()) for bid in bids]
+        if any(_has_later_twin(claim, listing) for (_, claim), listing in seen):
+            return False
+        for (wanted, claim), listing in seen:
+            if (higher := listing.overtakes(claim)) is not None:
+                raise overtaken(wanted.folder, claim, higher)
+        new = [bid for bid, listing in seen if not _has(bid.claim, listing)]
+        if not new:
+            return True
+        self._let_others_go_first(new)
+        return self._are_past_the_doors(new)
+
+    def _let_others_go_first(self, bids: list[_Bid]) -> None:
+        """Return when no newcomer is left that comes before this one."""
+        while True:
+            rivals = self._rivals(bids, Mark.CLAIM)
+            if not any(one.uid < bids[0].claim.uid for one in rivals):
+                break
+            self._pace.sleep(min(0.05, self._pace.settle_seconds))
+        if rivals:  # who listed before our claims were there may be at a door by now
+            self._pace.sleep(self._pace.settle_seconds)
+            self._pace.until_listed()
+
+    def _are_past_the_doors(self, bids: list[_Bid]) -> bool:
+        """Go through the doors and take the folders; False where another one did likewise."""
+        began = self._pace.clock()
+        for bid in bids:
+            bid.look()
+        self._mark(bids, Mark.DOOR)
+        if self._rivals(bids, Mark.DOOR):
+            return False
+        if self._pace.clock() - began > self._pace.patience_seconds / 2:
+            return False  # the others may have given this one up
+        self._mark(bids, Mark.HELD)
+        try:
+            for bid in bids:
+                bid.look()
+        except FolderTakenError:  # it was given up all the same, and came back only now
+            for bid in bids:
+                bid.unmark(Mark.HELD)
+            raise
+        return True
+
+    def _mark(self, bids: list[_Bid], mark: Mark) -> None:
+        for bid in bids:
+            bid.mark(mark)
+        self._pace.until_listed()
+
+    def _rivals(self, bids: list[_Bid], mark: Mark) -> list[Claim]:
+        """Return those of other jobs for a same epoch that have not stood still for too long."""
+        found = []
+        for bid in bids:
+            seen = bid.look()
+            now = self._pace.clock()
+            for one in seen.doors if mark is Mark.DOOR else seen.present:
+                if one.uid == bid.claim.uid or one.epoch != bid.claim.epoch:
+                    continue
+                since = self._first_seen.setdefault((bid.wanted.folder, one, mark), now)
+                if now - since < self._pace.patience_seconds:
+                    found.append(one)
+        return found
+
+
+def _has_later_twin(claim: Claim, seen: Listing) -> bool:
+    """Whether there is a later start of the same attempt, neither of which could see the other."""
+    own = (one for one in seen.present if one.uid == claim.uid and one[:3] == claim[:3])
+    return any(one > claim for one in own)
+
+
+def _has(claim: Claim, seen: Listing) -> bool:
+    """Whether the job has the folder already."""
+    return any(one.uid == claim.uid and one.epoch == claim.epoch for one in seen.held)
+
+
+@contextmanager
+def _naming(wanted: Wanted) -> Iterator[None]:
+    """Name the folder where something cannot be done in it."""
+    folder = wanted.folder
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (folder, *folder.parents) if path.is_file())
+        raise OutputNotWritableError(
+            f"{folder} cannot be a folder: {file} is a file; move it away or name another folder"
+        ) from None
+    except OSError as error:
+        raise OutputNotWritableError(
+            f"{folder} cannot be written ({error.strerror}); name a folder that this user may "
+            "write, with room on it"
+        ) from error
 
 
 def overtaken(folder: Path, claim: Claim, by: Claim) -> OvertakenError:
     """Return the error of a process that must leave."""
     if by.uid != claim.uid:
-        job = read_job(folder, by)
-        return OvertakenError(
-            f"the job {job.namespace}/{job.name} (uid {job.uid}) has taken over {folder}; this one "
-            f"(uid {claim.uid}) wrote no further"
-        )
+        return taken_over(folder, claim.uid, by)
     whose = f"attempt {by.attempt}"
     if by.attempt == claim.attempt:
         whose = f"a later start of attempt {by.attempt} (generation {by.generation})"
     return OvertakenError(
         f"{whose} writes into {folder} by now, so attempt {claim.attempt} left; what it had "
         "committed until then stays"
+    )
+
+
+def taken_over(folder: Path, uid: str, by: Claim) -> OvertakenError:
+    """Return the error of a job whose folder a later one has."""
+    job = read_job(folder, by)
+    return OvertakenError(
+        f"the job {job.namespace}/{job.name} (uid {job.uid}) has taken over {folder}; this one "
+        f"(uid {uid}) wrote no further"
     )

@@ -9,17 +9,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from finetune_trainer.claims.enter import Pace, Wanted, enter, overtaken, refuse_taken
+from finetune_trainer.claims.enter import Pace, Wanted, enter, overtaken
 from finetune_trainer.claims.names import Claim, Listing
-from finetune_trainer.errors import OutputNotWritableError, OvertakenError
-
-T = TypeVar("T")
+from finetune_trainer.errors import OvertakenError
 
 SECONDS_BETWEEN_CHECKS = 4.0
 # Of these, one that is written is listed at once; of every other, remote ones, nobody knows.
@@ -49,12 +45,12 @@ class Fence:
     """
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
-        self._holdings = {one.wanted.folder: one for one in holdings}
+        self._holdings = {_place(one.wanted.folder): one for one in holdings}
         self.lost: OvertakenError | None = None
 
     def holding(self, folder: Path) -> Holding:
         """Return how this process has `folder`."""
-        return self._holdings[folder]
+        return self._holdings[_place(folder)]
 
     def check(self) -> None:
         """Return if every claim holds.
@@ -63,7 +59,8 @@ class Fence:
             OvertakenError: one does not: there is a higher one, or it is not there any more.
             OSError: a folder cannot be listed, so nobody knows.
         """
-        for folder, (_, claim, _) in self._holdings.items():
+        for wanted, claim, _ in self._holdings.values():
+            folder = wanted.folder
             seen = Listing.of(folder)
             if (higher := seen.overtakes(claim)) is not None:
                 self.lost = overtaken(folder, claim, higher)
@@ -100,22 +97,17 @@ class Fence:
 def take(wanted: Sequence[Wanted], pace: Callable[[Path], Pace]) -> Fence:
     """Claim all folders at once, and return when the job has every one.
 
-    `pace` says what is known of the file layer a folder is on.
+    `pace` says what is known of the file layer a folder is on; the slowest one counts for all.
 
     Raises:
-        FolderTakenError: another job has one; of the others nothing was claimed, or is given back.
-        OvertakenError: a later attempt of the job was faster.
+        FolderTakenError: another job has one; nothing of the others was written, or is given back.
+        OvertakenError: a later attempt of the job was faster, or a later job took over.
         OutputNotWritableError: one cannot be written.
     """
-    distinct = {one.folder: one for one in wanted}.values()
-    for one in distinct:
-        _where(one, partial(refuse_taken, one))  # before anything is written anywhere
-    with ThreadPoolExecutor(max_workers=len(distinct)) as pool:
-        entering = [
-            (one, pool.submit(_where, one, partial(enter, one, at)), at)
-            for one, at in [(one, pace(one.folder)) for one in distinct]
-        ]
-    fence = Fence([Holding(one, claim.result(), at) for one, claim, at in entering])
+    distinct = list({_place(one.folder): one for one in wanted}.values())
+    slowest = max((pace(one.folder) for one in distinct), key=lambda one: one.lag_seconds)
+    claims = enter(distinct, slowest)
+    fence = Fence([Holding(*one, slowest) for one in zip(distinct, claims, strict=True)])
     fence.check()
     return fence
 
@@ -133,18 +125,6 @@ def listing_lag_seconds(folder: Path) -> float:
     return 0.0 if found in _LOCAL_FILE_SYSTEMS else _REMOTE_LAG_SECONDS
 
 
-def _where(wanted: Wanted, work: Callable[[], T]) -> T:
-    """Do something in a folder, and name it where that cannot be done."""
-    folder = wanted.folder
-    try:
-        return work()
-    except (FileExistsError, NotADirectoryError):
-        file = next(path for path in (folder, *folder.parents) if path.is_file())
-        raise OutputNotWritableError(
-            f"{folder} cannot be a folder: {file} is a file; move it away or name another folder"
-        ) from None
-    except OSError as error:
-        raise OutputNotWritableError(
-            f"{folder} cannot be written ({error.strerror}); name a folder that this user may "
-            "write, with room on it"
-        ) from error
+def _place(folder: Path) -> str:
+    """Return what is the same for a folder by all its names: nobody overtakes himself."""
+    return os.path.realpath(folder)
