@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune_trainer.checkpoint.agreement import RankError, describe
 from finetune_trainer.failpoints import reach
@@ -27,6 +27,24 @@ State = dict[str, Any]
 
 METADATA_FILE = ".metadata"  # which tensor lies where; DCP's name
 LOSS_SCALE = "scaler"  # the section that only runs in fp16 have
+
+
+class Shards(Protocol):
+    """How a rank's part of a state comes into files and back."""
+
+    def reserve(self, state: State) -> None:
+        """Make room for the first copy of `state`."""
+
+    def take(self, state: State) -> State:
+        """Return a copy that later changes of `state` do not reach."""
+
+    def write(
+        self, state: State, folder: Path, group: "ProcessGroup | None", step: int
+    ) -> list[str]:
+        """Write this rank's part into `folder`, and return the names of the files it has made."""
+
+    def read(self, state: State, folder: Path, group: "ProcessGroup | None") -> None:
+        """Read what lies in `folder` into `state`, in place."""
 
 
 class Snapshot:
@@ -99,6 +117,22 @@ def _tensors_in(value: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":
             yield from _tensors_in(part, f"{name}.{key}")
     elif isinstance(value, torch.Tensor):
         yield name, value
+
+
+class TensorShards(Snapshot):
+    """The real ones: tensors, by DCP."""
+
+    def write(
+        self, state: State, folder: Path, group: "ProcessGroup | None", step: int
+    ) -> list[str]:
+        """Write as `write_shards` does; rank 0 has made DCP's own file, too."""
+        names = write_shards(state, folder, group, step)
+        is_first = group is None or group.rank() == 0
+        return [*names, METADATA_FILE] if is_first else names
+
+    def read(self, state: State, folder: Path, group: "ProcessGroup | None") -> None:
+        """Read as `read_shards` does."""
+        read_shards(state, folder, group)
 
 
 def write_shards(state: State, folder: Path, group: "ProcessGroup | None", step: int) -> list[str]:

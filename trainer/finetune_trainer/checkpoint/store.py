@@ -22,14 +22,7 @@ from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_
 from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best, retire
-from finetune_trainer.checkpoint.shards import (
-    METADATA_FILE,
-    Snapshot,
-    State,
-    read_shards,
-    size_bytes,
-    write_shards,
-)
+from finetune_trainer.checkpoint.shards import Shards, State, TensorShards, size_bytes
 from finetune_trainer.checkpoint.start import Start, prepare_start
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
@@ -76,6 +69,7 @@ class CheckpointStore:
         fence: Fence | None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.time,
+        shards: Shards | None = None,
     ) -> None:
         """Open the store; nothing is read or written before `restore`.
 
@@ -83,6 +77,7 @@ class CheckpointStore:
         another `job` or `fingerprint` are refused on restore. `fence` is rank 0's, which has the
         folder; None on the others. `warn` receives a sentence on rank 0
         for each thing that went wrong and was survived; `clock` is in seconds since the epoch.
+        `shards` puts states into files: by DCP if None.
         """
         self.last: CheckpointRef | None = None
         self.best: CheckpointRef | None = None
@@ -98,7 +93,7 @@ class CheckpointStore:
         self._course: commit.Course | None = None
         self._warn = warn if rank == 0 else _say_nothing
         self._clock = clock
-        self._snapshot = Snapshot()
+        self._shards = shards or TensorShards()
         self._in_flight: tuple[int, Future[_Written]] | None = None
         self._failure: str | None = None  # of the newest save, as long as none came after it
         self._unreported: CheckpointRef | None = None
@@ -133,7 +128,7 @@ class CheckpointStore:
             return time.perf_counter() - started
         self._failure = None
         self.cadence.restart()
-        copy = self._snapshot.take(_tensors_of(state))
+        copy = self._shards.take(_tensors_of(state))
         trainer = json.dumps(state.get(TRAINER_SECTION, {}))
         draft = Manifest(
             job=self._job,
@@ -189,7 +184,7 @@ class CheckpointStore:
             OvertakenError: there is a higher claim on the folder.
         """
         self._course, source, self.last, self.best = self._agree_on_start()
-        self._snapshot.reserve(_tensors_of(state))
+        self._shards.reserve(_tensors_of(state))
         if source is None:
             return None
         folder, manifest = source
@@ -204,7 +199,7 @@ class CheckpointStore:
             CheckpointError: it does not fit `state`.
         """
         try:
-            read_shards(_tensors_of(state), folder, self._group)
+            self._shards.read(_tensors_of(state), folder, self._group)
             trainer = json.loads((folder / TRAINER_FILE).read_bytes())
         except (RankError, FileNotFoundError) as error:
             commit.refuse_deleted(folder)
@@ -287,17 +282,19 @@ class CheckpointStore:
         step = draft.step
         folder = self._on_rank_0(lambda: self._open_folder(step))
         try:
-            names = write_shards(copy, folder, self._group, step)
+            names = self._shards.write(copy, folder, self._group, step)
             reach("before-manifest", step)
             self._on_rank_0(lambda: (folder / TRAINER_FILE).write_text(trainer))
             if self._rank == 0:
-                names += [METADATA_FILE, TRAINER_FILE]
+                names.append(TRAINER_FILE)
             files = self._digests(folder, names)
             manifest = draft.model_copy(update={"files": files})
             ref = self._on_rank_0(lambda: self._commit(folder, manifest))
-        except (RankError, OSError, RuntimeError):  # RuntimeError: gloo lost a rank
+        except (RankError, OSError, RuntimeError) as error:  # RuntimeError: gloo lost a rank
             if self._rank == 0 and not commit.is_committed(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # else the next start removes it
+            if isinstance(error, RankError):  # it may be a higher claim that deleted the folder
+                self._on_rank_0(self._look_out)
             raise
         return _Written(ref, time.perf_counter() - started, self._retire())
 
@@ -310,6 +307,9 @@ class CheckpointStore:
         assert self._fence is not None, "rank 0 has it"
         self._fence.check()
         return self._fence
+
+    def _look_out(self) -> None:
+        self._checked()
 
     def _digests(self, folder: Path, names: list[str]) -> dict[str, commit.FileDigest]:
         """Hash the files of `folder`, each by the rank that wrote it; `names` are this rank's."""

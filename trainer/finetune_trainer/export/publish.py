@@ -106,6 +106,7 @@ def publish(staged: Path, output: Path, step: int, fence: Fence) -> None:
     for name in stale:
         fence.check()
         (output / name).unlink(missing_ok=True)
+    fence.check()
     move_file(records[1], output / RECORD)
     remove_tree(staged)
     sync(output)
