@@ -192,7 +192,7 @@ def _claim(part: Part, sleep: Any) -> Fence:
         return Wanted(part.root / name, f"spec.{name}", part.job, part.take_over, left_by)
 
     choose = random.Random(part.seed)
-    slow = choose.choice((0.0, 0.0, 0.03, 0.08))
+    slow = choose.choice((0.0, 0.0, 0.1, 0.3))
 
     def clock() -> float:
         """Be slow where it is asked for: directly before the door, and behind it."""

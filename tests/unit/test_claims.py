@@ -241,6 +241,15 @@ def test_one_killed_at_the_door_is_passed_after_a_while(tmp_path: Path, uid: str
     assert Listing.of(tmp_path).owner == claim_of(fence, tmp_path)
 
 
+def test_a_rivals_door_that_is_listed_late_is_seen(tmp_path: Path) -> None:
+    """It is shown only while the first waits behind its own door."""
+    rival = Claim(0, 1, 1, "aa", B.uid)
+    time = PlayedTime(lambda: None, lambda: put(tmp_path, rival, Mark.DOOR))
+    fence = claim_all(tmp_path, pace=time.pace(lag_seconds=0.1))
+    assert time.now > 10, "it went in beside the rival"
+    assert Listing.of(tmp_path).owner == claim_of(fence, tmp_path)
+
+
 def test_a_newcomer_that_stood_still_for_too_long_goes_back(tmp_path: Path) -> None:
     """Until it is at the door once more; the others may be past it by now."""
     seen: list[int] = []
