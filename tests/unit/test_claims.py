@@ -16,7 +16,12 @@ from finetune_trainer.claims.enter import Pace, Wanted
 from finetune_trainer.claims.fence import Fence, listing_lag_seconds, take
 from finetune_trainer.claims.names import CLAIMS, Claim, Listing, Mark
 from finetune_trainer.config import JobRef
-from finetune_trainer.errors import FolderTakenError, OutputNotWritableError, OvertakenError
+from finetune_trainer.errors import (
+    ClaimLostError,
+    FolderTakenError,
+    OutputNotWritableError,
+    OvertakenError,
+)
 from lagging_layer import lagging_layer
 
 A = JobRef(name="first", uid="uid-a")
@@ -199,8 +204,8 @@ def test_a_job_made_anew_takes_over_only_when_its_manifest_says_so(tmp_path: Pat
         claim_all(tmp_path, job=anew)
     assert str(refused.value) == (
         f"spec.checkpoint.uri {tmp_path} belongs to the job default/first (uid uid-a), which had "
-        "this job's name before it (uid uid-0); set spec.takeOver true to go on there, or set "
-        "another spec.checkpoint.uri"
+        "this job's name before it (uid uid-0); delete this job and create it with "
+        "spec.takeOver true to go on there, or set another spec.checkpoint.uri"
     )
     new = claim_all(tmp_path, job=anew, take_over=True)
     new.check()
@@ -379,13 +384,14 @@ def test_a_folder_that_was_moved_away_is_let_go(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     fence = claim_all(folder)
     folder.rename(tmp_path / "aside")
-    with pytest.raises(OvertakenError) as gone:
+    with pytest.raises(ClaimLostError) as gone:
         fence.check()
     assert str(gone.value) == (
-        f"the claim of attempt 1 on {folder} is gone, as the folder was moved, emptied or deleted; "
-        "another job may write there, so this one left. Start it again to go on from its last "
-        "checkpoint, if that is still there"
+        f"the claim of attempt 1 on {folder} is gone, as the folder was moved, emptied, deleted or "
+        "unmounted; another job may write there, so this attempt left, and the next one goes on "
+        "from the last checkpoint that is still there"
     )
+    assert (gone.value.exit_code, fence.lost) == (1, None), "a restart may follow"
     claim_all(folder, job=B)
 
 
@@ -405,13 +411,19 @@ def test_the_watch_calls_once_when_the_claim_is_overtaken(tmp_path: Path) -> Non
     assert ended == [fence.lost]
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize("in_the_way", ["file", "link to nothing", "file/.finetune-claims"])
+def test_what_is_in_the_way_is_named(tmp_path: Path, in_the_way: str) -> None:
+    path = tmp_path / in_the_way
+    path.parent.mkdir(exist_ok=True)
+    if in_the_way.startswith("link"):
+        path.symlink_to("nowhere")
+    else:
+        path.write_text("")
+    folder = path.parent if path.name == CLAIMS else path / "checkpoints"
     with pytest.raises(OutputNotWritableError) as error:
-        claim_all(tmp_path / "file" / "checkpoints")
+        claim_all(folder)
     assert str(error.value) == (
-        f"{tmp_path / 'file' / 'checkpoints'} cannot be a folder: {tmp_path / 'file'} is a file; "
-        "move it away or name another folder"
+        f"{folder} cannot be a folder: {path} is no folder; move it away or name another one"
     )
 
 

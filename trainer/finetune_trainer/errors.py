@@ -7,6 +7,7 @@
     │   └── OutputNotWritableError   78    a folder the run must write into refuses it
     ├── Preempted                    75    told to stop; a checkpoint is committed
     ├── CheckpointError               1    a save or a restore failed
+    ├── ClaimLostError                1    a folder was moved or emptied under the run
     ├── OvertakenError               93    a later attempt writes here by now; never retried
     ├── WorldSizeError               93    the ranks that came up are not the ranks asked for
     └── NonFiniteLossError           93    the loss is not a number; it would be so again
@@ -58,6 +59,10 @@ class Preempted(TrainerError):  # noqa: N818 - the field's own word, and no faul
 
 class CheckpointError(TrainerError):
     """A checkpoint could not be written or read back."""
+
+
+class ClaimLostError(TrainerError):
+    """A claim is not in its folder any more; a restart claims the folder anew, if it may."""
 
 
 class OvertakenError(TrainerError):

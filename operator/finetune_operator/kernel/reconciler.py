@@ -17,32 +17,36 @@ from datetime import datetime, timedelta
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.api.v1alpha1.status import JobPhase
-from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
+from finetune_operator.backends.base import Attempt, Backend, Handle, Observation
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel import refusals
 from finetune_operator.kernel.events import EventPoster, events_between, warning
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.jobs import Backends, JobBook, KnownJob, fault_of
 from finetune_operator.kernel.look import AT_ONCE, NEVER, Look, look_in
+from finetune_operator.kernel.observer import (
+    LOOK_AGAIN_SECONDS,
+    Observer,
+    is_or_was_suspended,
+)
 from finetune_operator.kernel.reports import NO_DELAY, Delay, Reports
 from finetune_operator.kernel.unwritten import Unwritten
 from finetune_operator.kernel.watches import Refused, trim_metadata
 from finetune_operator.kernel.writes import is_worth_writing, status_patch
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError, ConflictError, NotFoundError
+from finetune_operator.kube.errors import ConflictError, NotFoundError
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import (
     ConditionType,
-    Reason,
     is_finished,
     is_true,
     parse_rfc3339,
 )
-from finetune_operator.reconcile.creation import PATIENCE_SECONDS, block, delay, give_up
+from finetune_operator.reconcile.creation import block, delay, give_up
 from finetune_operator.reconcile.decide import (
     MENDED_SECONDS,
     Cancel,
@@ -62,12 +66,8 @@ log = logging.getLogger(__name__)
 FIRST_LOOK_SECONDS = 1.5
 """How long after an attempt was created it is looked at, unless something is seen of it before."""
 
-_LOOK_AGAIN_SECONDS = 1.0
 _MAX_ARTIFACTS = 16
 _REFUSED_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
-
-
-_ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
 
 
 class Reconciler:
@@ -107,7 +107,7 @@ class Reconciler:
         self._unwritten = Unwritten()
         self._folders = FolderBook(cache, self._book.get, backends, self._unwritten, wake)
         self._reports = Reports()
-        self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
+        self._observer = Observer(backends, now)
 
     def is_new(self, key: Key) -> bool:
         """Say whether the job waits for its first look: nothing was told about it, or opened."""
@@ -144,13 +144,13 @@ class Reconciler:
             await self._read_again(key)
             return AT_ONCE
         except RivalsFirstError:
-            return Look(_LOOK_AGAIN_SECONDS)
+            return Look(LOOK_AGAIN_SECONDS)
         finally:
             self._folders.settle(key)
 
     async def _look(self, key: Key, known: KnownJob, job: FineTuneJob) -> Look:
         try:
-            observation = await self._observe(key, job)
+            observation = await self._observer.observe(key, job)
         except Exception as error:
             if isinstance(error, FineTuneError) and error.retryable:
                 raise
@@ -193,27 +193,6 @@ class Reconciler:
         if isinstance(judged, Refusal) or job.spec.suspend:
             return judged
         return self._folders.refusal(Key(job.metadata.namespace, job.metadata.name)) or judged
-
-    async def _observe(self, key: Key, job: FineTuneJob) -> Observation | None:
-        if attempts.current(job.status) is None:
-            return None
-        if (handle := handle_of(job.status)) is None:
-            return _ABSENT if _is_or_was_suspended(job) else None  # it was looked for by its name
-        try:
-            seen = await self._backend(job).observe(handle)
-        except (BackendError, ApiError) as error:
-            if not error.retryable:
-                raise
-            since = self._unseen.setdefault(key, self._now())
-            lasts = self._now() - since >= timedelta(seconds=PATIENCE_SECONDS)
-            return Observation(
-                AttemptPhase.UNKNOWN,
-                reason=Reason.BACKEND_FAILED if lasts else "",
-                message=str(error),
-                look_again_seconds=_LOOK_AGAIN_SECONDS,
-            )
-        self._unseen.pop(key, None)
-        return seen
 
     async def _collected(self, job: FineTuneJob, decision: Decision) -> FineTuneJobStatus:
         """Ask what was exported before Complete is written: after a crash it is asked again."""
@@ -304,7 +283,7 @@ class Reconciler:
         """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
         left = lacks.since + _REFUSED_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or known.is_deleted:
-            return Look(max(left, _LOOK_AGAIN_SECONDS))
+            return Look(max(left, LOOK_AGAIN_SECONDS))
         return await self._hold(key, known, refusals.unseen(known, lacks), "it can be seen")
 
     async def _finalize(self, key: Key, known: KnownJob) -> Look:
@@ -454,7 +433,7 @@ class Reconciler:
         is_open = attempts.current(job.status) is not None
         is_unknown = not job.status.attempt or (is_open and job.status.backend_ref is None)
         is_inside = self._backends.live_in_cluster(job.spec.backend.type)
-        is_told_to_stop = _is_or_was_suspended(job) or is_finished(job.status)
+        is_told_to_stop = is_or_was_suspended(job) or is_finished(job.status)
         is_looked_for = is_inside or (is_open and is_told_to_stop)
         if not is_unknown or not is_looked_for:
             return job
@@ -479,7 +458,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._unwritten.forget(key)
-        self._unseen.pop(key, None)
+        self._observer.forget(key)
         self._reports.forget(key)
 
     def _backend(self, job: FineTuneJob) -> Backend:
@@ -492,10 +471,6 @@ class Reconciler:
 
 class _StaleError(Exception):
     """The object is not the one that was looked at any more."""
-
-
-def _is_or_was_suspended(job: FineTuneJob) -> bool:
-    return job.spec.suspend or is_true(job.status, ConditionType.SUSPENDED)
 
 
 def _about(key: Key, **fields: object) -> dict[str, object]:

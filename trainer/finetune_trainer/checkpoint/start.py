@@ -48,7 +48,7 @@ def prepare_start(
     commit.remove_leftovers(root, claim)
     source = _choose(root, config, warn)
     if source is not None:
-        _refuse_other_training(*source, root, fingerprint)
+        _refuse_other_training(*source, wanted, fingerprint)
     step = source[1].step if source else 0
     course, beyond = commit.begin_course(root, claim, step)
     if beyond:
@@ -84,12 +84,18 @@ def _refuse_another_job(root: Path, wanted: Wanted) -> None:
 
 
 def _refuse_other_training(
-    folder: Path, manifest: Manifest, root: Path, fingerprint: Fingerprint
+    folder: Path, manifest: Manifest, wanted: Wanted, fingerprint: Fingerprint
 ) -> None:
     difference = manifest.fingerprint.difference(fingerprint)
     if not difference:
         return
-    if folder.parent == root:
+    if folder.parent == wanted.folder and manifest.job.uid != wanted.job.uid:
+        raise ConfigError(
+            f"{folder} was written with another {difference}, by the job whose folders this one "
+            "takes over (spec.takeOver); set that as it was there, or set "
+            "spec.checkpoint.resumeFrom none to start anew"
+        )
+    if folder.parent == wanted.folder:
         raise ConfigError(
             f"{folder} was written by this job with another {difference}; set that back, set "
             "another spec.checkpoint.uri, or start anew with ftctl run --fresh"
@@ -116,7 +122,7 @@ def _choose(
         if not folder.is_dir():
             raise ConfigError(
                 f"spec.checkpoint.resumeFrom {config.resume_from} is not a folder; name the "
-                "folder of one checkpoint (.../step-N), auto or none"
+                "folder of one checkpoint (status.checkpoint.last.uri), auto or none"
             )
         named = folder, commit.verify(folder)
     if own is None or named is None:

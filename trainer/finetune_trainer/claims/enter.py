@@ -16,6 +16,7 @@ that share two folders would come to have one each, and both be refused; and two
 attempt would each be the later one somewhere, and both leave.
 """
 
+import os
 import random
 import secrets
 import time
@@ -27,9 +28,10 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from finetune_trainer.claims.names import Claim, Listing, Mark
+from finetune_trainer.claims.names import CLAIMS, Claim, Listing, Mark
 from finetune_trainer.config import JobRef
 from finetune_trainer.errors import FolderTakenError, OutputNotWritableError, OvertakenError
+from finetune_trainer.files import sync
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Wanted:
         take_over: The job of this name that had it before is gone, and this one goes on in it.
         left_by: Finds whose work lies in a folder that nobody has claimed: trainers before claims
             made none, and their next attempt must find the folder as it was.
+        remedy: How the user has the job use another one, if not by that field.
     """
 
     folder: Path
@@ -74,19 +77,21 @@ class Wanted:
     job: JobRef
     take_over: bool = False
     left_by: Callable[[Path], JobRef | None] = lambda folder: None
+    remedy: str = ""
 
     def refuse(self, owner: JobRef) -> FolderTakenError:
         """Return the error for a folder that another job has."""
         whose = f"the job {owner.namespace}/{owner.name} (uid {owner.uid})"
+        remedy = self.remedy or f"set another {self.field}"
         if (owner.namespace, owner.name) == (self.job.namespace, self.job.name):
             return FolderTakenError(
                 f"{self.field} {self.folder} belongs to {whose}, which had this job's name before "
-                f"it (uid {self.job.uid}); set spec.takeOver true to go on there, or set another "
-                f"{self.field}"
+                f"it (uid {self.job.uid}); delete this job and create it with spec.takeOver true "
+                f"to go on there, or {remedy}"
             )
         return FolderTakenError(
             f"{self.field} {self.folder} belongs to {whose}, which wrote there before this one "
-            f"(uid {self.job.uid}); set another {self.field}"
+            f"(uid {self.job.uid}); {remedy}"
         )
 
     def may_follow(self, owner: JobRef) -> bool:
@@ -261,6 +266,8 @@ class _Newcomer:
             return False
         if self._pace.clock() - began > self._pace.patience_seconds / 2:
             return False  # the others may have given this one up
+        for bid in bids:  # whose folder it is must be known also after a power loss
+            sync(bid.claim.path(bid.wanted.folder, Mark.CLAIM))
         self._mark(bids, Mark.HELD)
         try:
             for bid in bids:
@@ -309,9 +316,11 @@ def _naming(wanted: Wanted) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError):
-        file = next(path for path in (folder, *folder.parents) if path.is_file())
+        places = [folder / CLAIMS, folder, *folder.parents]
+        files = [path for path in places if os.path.lexists(path) and not path.is_dir()]
+        file = (files or places)[0]
         raise OutputNotWritableError(
-            f"{folder} cannot be a folder: {file} is a file; move it away or name another folder"
+            f"{folder} cannot be a folder: {file} is no folder; move it away or name another one"
         ) from None
     except OSError as error:
         raise OutputNotWritableError(

@@ -7,6 +7,7 @@ besides. A check is one listing for each folder.
 
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finetune_trainer.claims.enter import Pace, Wanted, enter, overtaken
-from finetune_trainer.claims.names import Claim, Listing
-from finetune_trainer.errors import OvertakenError
+from finetune_trainer.claims.names import Claim, Listing, Mark
+from finetune_trainer.errors import ClaimLostError, OvertakenError
 
 SECONDS_BETWEEN_CHECKS = 4.0
 # Of these, one that is written is listed at once; of every other, remote ones, nobody knows.
 _LOCAL_FILE_SYSTEMS = frozenset(
-    "bcachefs btrfs exfat ext2 ext3 ext4 f2fs overlay ramfs tmpfs vfat xfs zfs".split()  # noqa: SIM905
+    [
+        *("bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuse.fuse-overlayfs"),
+        *("fuseblk", "jfs", "ntfs3", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"),
+    ]
 )
 _REMOTE_LAG_SECONDS = 2.0
 _OCTAL = re.compile(r"\\([0-7]{3})")  # a space in a mount point is written \040
@@ -41,7 +45,7 @@ class Fence:
         holdings: One for each folder.
 
     Attributes:
-        lost: Why it may not, once a check has found that.
+        lost: The higher claim that was found, once a check has found one.
     """
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
@@ -56,26 +60,24 @@ class Fence:
         """Return if every claim holds.
 
         Raises:
-            OvertakenError: one does not: there is a higher one, or it is not there any more.
-            OSError: a folder cannot be listed, so nobody knows.
+            OvertakenError: there is a higher one.
+            ClaimLostError: it is not there any more.
+            OSError: a folder cannot be written or listed, so nobody knows.
         """
-        for wanted, claim, _ in self._holdings.values():
+        for wanted, claim, pace in self._holdings.values():
             folder = wanted.folder
+            if pace.lag_seconds:
+                _refresh(folder, claim)
             seen = Listing.of(folder)
             if (higher := seen.overtakes(claim)) is not None:
                 self.lost = overtaken(folder, claim, higher)
-            elif claim not in seen.present:
-                self.lost = OvertakenError(
-                    f"the claim of attempt {claim.attempt} on {folder} is gone, as the folder was "
-                    "moved, emptied or deleted; another job may write there, so this one left. "
-                    "Start it again to go on from its last checkpoint, if that is still there"
-                )
-            if self.lost is not None:
                 raise self.lost
+            if claim not in seen.present:
+                raise _gone(folder, claim)
 
     def watch(
         self,
-        end: Callable[[OvertakenError], None],
+        end: Callable[[OvertakenError | ClaimLostError], None],
         every_seconds: float = SECONDS_BETWEEN_CHECKS,
     ) -> None:
         """Check from a thread until a claim does not hold any more, then call `end`."""
@@ -87,7 +89,7 @@ class Fence:
                 try:
                     with suppress(OSError):  # a layer that does not answer now may do so later
                         self.check()
-                except OvertakenError as error:
+                except (OvertakenError, ClaimLostError) as error:
                     end(error)
                     return
 
@@ -123,6 +125,27 @@ def listing_lag_seconds(folder: Path) -> float:
         if is_above and len(point) >= longest:  # of two on one place, the later one counts
             found, longest = layer.split()[0], len(point)
     return 0.0 if found in _LOCAL_FILE_SYSTEMS else _REMOTE_LAG_SECONDS
+
+
+def _refresh(folder: Path, claim: Claim) -> None:
+    """Make and delete a file: a client of NFS lists a folder anew after it has changed it itself.
+
+    Else it may show for a minute what it has listed before.
+    """
+    try:
+        look = claim.path(folder, Mark.LOOK).with_suffix(f".{secrets.token_hex(4)}")
+        look.write_text("", encoding="utf-8")
+        look.unlink()
+    except FileNotFoundError:
+        raise _gone(folder, claim) from None
+
+
+def _gone(folder: Path, claim: Claim) -> ClaimLostError:
+    return ClaimLostError(
+        f"the claim of attempt {claim.attempt} on {folder} is gone, as the folder was moved, "
+        "emptied, deleted or unmounted; another job may write there, so this attempt left, and the "
+        "next one goes on from the last checkpoint that is still there"
+    )
 
 
 def _place(folder: Path) -> str:

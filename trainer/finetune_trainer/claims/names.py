@@ -27,6 +27,7 @@ class Mark(StrEnum):
     DOOR = "door"
     HELD = "held"
     START = "start"
+    LOOK = "look"  # there for a moment only
 
 
 class Claim(NamedTuple):
@@ -57,7 +58,8 @@ class Claim(NamedTuple):
 
 
 TAG = r"(\d+)-(\d+)-(\d+)-([0-9a-z]+)"
-_NAME = re.compile(rf"{TAG}\.({'|'.join(Mark)})\.(.+)")
+_KEPT = tuple(mark for mark in Mark if mark is not Mark.LOOK)
+_NAME = re.compile(rf"{TAG}\.({'|'.join(_KEPT)})\.(.+)")
 
 
 class Listing(NamedTuple):

@@ -8,6 +8,7 @@ cannot carry its writer's claim: the fence is asked before each file.
 
 import os
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def publish(staged: Path, output: Path, step: int, fence: Fence) -> None:
         OSError: the disk is full or fails.
     """
     holding = fence.holding(output)
-    holding.pace.until_listed()
+    time.sleep(2 * holding.pace.lag_seconds)  # a stop breaks it off, as the whole export
     files = _files_in(staged)
     refuse_foreign(output, files)
     old = _record(output)

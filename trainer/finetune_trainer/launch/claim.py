@@ -3,6 +3,7 @@
 `worker` calls it on rank 0. It imports no torch, so that a job that is refused learns it at once.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,16 +39,42 @@ def claim_folders(config: TrainConfig, should_stop: Callable[[], bool]) -> Fence
         lag = config.listing_lag_seconds
         if lag is None:
             lag = listing_lag_seconds(folder)
+        if lag:
+            print(
+                f"claiming {folder}, whose listings may be {lag:g} s late: this takes "
+                f"{2 * lag:g} to {6 * lag:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
         return Pace(lag_seconds=lag, patience_seconds=10 + 8 * lag, sleep=sleep)
 
-    def wanted(text: str, field: str, left_by: Callable[[Path], JobRef | None]) -> Wanted:
-        return Wanted(Path(text).absolute(), field, config.job, config.take_over, left_by)
+    def wanted(
+        text: str,
+        field: str,
+        left_by: Callable[[Path], JobRef | None],
+        remedy: str = "",
+    ) -> Wanted:
+        return Wanted(
+            Path(text).absolute(),
+            field,
+            config.job,
+            remedy=remedy,
+            take_over=config.take_over,
+            left_by=left_by,
+        )
 
+    run_dir = wanted(
+        config.run_dir,
+        "the run directory",
+        lambda folder: None,
+        remedy="give the job another name, or another run directory",
+    )
     return take(
         [
-            wanted(config.run_dir, "the run directory", lambda folder: None),
+            # Of what a copied manifest shares, first what is named in it.
             wanted(config.checkpoint.dir, "spec.checkpoint.uri", job_of_checkpoints),
             wanted(config.output.dir, "spec.output.uri", job_of_export),
+            run_dir,
         ],
         pace,
     )

@@ -22,6 +22,7 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal, Verdict, guard, leave
 from finetune_trainer.errors import (
+    ClaimLostError,
     ConfigError,
     OutputNotWritableError,
     OvertakenError,
@@ -136,7 +137,7 @@ class _Rank:
     def _end_hung(self, termination: Termination) -> None:
         self._end(termination.model_copy(update={"rank": self._rank}))
 
-    def _end_overtaken(self, error: OvertakenError) -> None:
+    def _end_overtaken(self, error: OvertakenError | ClaimLostError) -> None:
         assert self._telemetry is not None, "it was opened before the claims were watched"
         self._telemetry.let_go()
         time.sleep(_SECONDS_TO_LEAVE_TOGETHER)
