@@ -395,6 +395,17 @@ def test_a_folder_that_was_moved_away_is_let_go(tmp_path: Path) -> None:
     claim_all(folder, job=B)
 
 
+@pytest.mark.parametrize("waits", range(3))
+def test_one_whose_claim_is_moved_away_on_its_way_takes_nothing(tmp_path: Path, waits: int) -> None:
+    folder = tmp_path / "checkpoints"
+    move = lambda: folder.rename(tmp_path / "aside")  # noqa: E731
+    time = PlayedTime(*[lambda: None] * waits, move)
+    with pytest.raises(ClaimLostError, match=r"the claim of attempt 1 on .* is gone"):
+        claim_all(folder, pace=time.pace(lag_seconds=0.1))
+    assert Listing.of(folder).present == frozenset()
+    claim_all(folder, job=B)
+
+
 def test_the_watch_calls_once_when_the_claim_is_overtaken(tmp_path: Path) -> None:
     fence = claim_all(tmp_path)
     ended: list[OvertakenError] = []

@@ -30,7 +30,12 @@ from pydantic import ValidationError
 
 from finetune_trainer.claims.names import CLAIMS, Claim, Listing, Mark
 from finetune_trainer.config import JobRef
-from finetune_trainer.errors import FolderTakenError, OutputNotWritableError, OvertakenError
+from finetune_trainer.errors import (
+    ClaimLostError,
+    FolderTakenError,
+    OutputNotWritableError,
+    OvertakenError,
+)
 from finetune_trainer.files import sync
 
 
@@ -150,11 +155,30 @@ class _Bid(NamedTuple):
     claim: Claim
 
     def mark(self, mark: Mark, text: str = "") -> None:
-        """Write down what the claim has come to."""
+        """Write down what the claim has come to.
+
+        Raises:
+            ClaimLostError: the claim itself was moved away meanwhile, with all that was there.
+        """
+        if mark is not Mark.CLAIM:
+            self.expect_claim()
         with _naming(self.wanted):
             path = self.claim.path(self.wanted.folder, mark)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+
+    def expect_claim(self) -> None:
+        """Return if the claim is still there."""
+        if not self.claim.path(self.wanted.folder, Mark.CLAIM).exists():
+            raise gone(self.wanted.folder, self.claim)
+
+    def make_durable(self) -> None:
+        """Sync the claim to disk, which says whose it is."""
+        with _naming(self.wanted):
+            try:
+                sync(self.claim.path(self.wanted.folder, Mark.CLAIM))
+            except FileNotFoundError:
+                raise gone(self.wanted.folder, self.claim) from None
 
     def look(self) -> Listing:
         """List the claims.
@@ -267,12 +291,13 @@ class _Newcomer:
         if self._pace.clock() - began > self._pace.patience_seconds / 2:
             return False  # the others may have given this one up
         for bid in bids:  # whose folder it is must be known also after a power loss
-            sync(bid.claim.path(bid.wanted.folder, Mark.CLAIM))
+            bid.make_durable()
         self._mark(bids, Mark.HELD)
         try:
             for bid in bids:
                 bid.look()
-        except FolderTakenError:  # it was given up all the same, and came back only now
+                bid.expect_claim()
+        except (FolderTakenError, ClaimLostError):  # it was given up all the same, and came back
             for bid in bids:
                 bid.unmark(Mark.HELD)
             raise
@@ -339,6 +364,15 @@ def overtaken(folder: Path, claim: Claim, by: Claim) -> OvertakenError:
     return OvertakenError(
         f"{whose} writes into {folder} by now, so attempt {claim.attempt} left; what it had "
         "committed until then stays"
+    )
+
+
+def gone(folder: Path, claim: Claim) -> ClaimLostError:
+    """Return the error of a process whose claim is not there any more."""
+    return ClaimLostError(
+        f"the claim of attempt {claim.attempt} on {folder} is gone, as the folder was moved, "
+        "emptied, deleted or unmounted; another job may write there, so this attempt left, and the "
+        "next one goes on from the last checkpoint that is still there"
     )
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from finetune_trainer.claims.enter import Pace, Wanted, enter, overtaken
+from finetune_trainer.claims.enter import Pace, Wanted, enter, gone, overtaken
 from finetune_trainer.claims.names import Claim, Listing, Mark
 from finetune_trainer.errors import ClaimLostError, OvertakenError
 
@@ -73,7 +73,7 @@ class Fence:
                 self.lost = overtaken(folder, claim, higher)
                 raise self.lost
             if claim not in seen.present:
-                raise _gone(folder, claim)
+                raise gone(folder, claim)
 
     def watch(
         self,
@@ -137,15 +137,7 @@ def _refresh(folder: Path, claim: Claim) -> None:
         look.write_text("", encoding="utf-8")
         look.unlink()
     except FileNotFoundError:
-        raise _gone(folder, claim) from None
-
-
-def _gone(folder: Path, claim: Claim) -> ClaimLostError:
-    return ClaimLostError(
-        f"the claim of attempt {claim.attempt} on {folder} is gone, as the folder was moved, "
-        "emptied, deleted or unmounted; another job may write there, so this attempt left, and the "
-        "next one goes on from the last checkpoint that is still there"
-    )
+        raise gone(folder, claim) from None
 
 
 def _place(folder: Path) -> str:
