@@ -11,13 +11,14 @@ EXAMPLE ?= examples/00-quickstart.yaml
 PYTEST_ARGS ?=
 N ?= 50
 SEED ?=
+COUNT ?= 200
 BENCH_ARGS ?=
 # Tests and the quickstart need no network and must not wait for one; users' own runs are left alone.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test e2e kill-series check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
+.PHONY: help install run test e2e kill-series interleavings check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -38,6 +39,9 @@ e2e: install  ## Test chart, operator and trainer on the cluster that KUBECONFIG
 
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
 	$(OFFLINE) $(BIN)/python tests/kill_series.py $(N) "$(SEED)"
+
+interleavings: install  ## Let two jobs and their attempts meet in one folder at random (COUNT=200, SEED=7)
+	PYTHONPATH=tests $(BIN)/python tests/writers.py "$(or $(SEED),0)" $(COUNT)
 
 check: install  ## Lint, types, import contracts, dependencies, generated files up to date
 	$(BIN)/ruff check

@@ -33,7 +33,7 @@ from finetune_trainer.claims.enter import Pace, Wanted
 from finetune_trainer.claims.fence import Fence, take
 from finetune_trainer.claims.names import CLAIMS, Listing
 from finetune_trainer.config import CheckpointConfig, JobRef
-from finetune_trainer.errors import ConfigError, OvertakenError, Preempted
+from finetune_trainer.errors import ClaimLostError, ConfigError, OvertakenError, Preempted
 from finetune_trainer.export.publish import job_of_export, open_staging, publish
 from lagging_layer import lagging_layer
 from writers_judge import KEEP, Event
@@ -150,7 +150,7 @@ def play(part: Part) -> int:
     _tell_of_files(journal, part)
     try:
         return _train(part, journal, sleep, lambda: is_stopped)
-    except OvertakenError as error:
+    except (ClaimLostError, OvertakenError) as error:
         journal.tell("overtaken", text=str(error))
     except Preempted:
         journal.tell("preempted")
@@ -215,7 +215,7 @@ def _train(part: Part, journal: Journal, sleep: Any, is_stopped: Any) -> int:
     fence = _claim(part, sleep)
     journal.tell("claimed", tag=fence.holding(root).claim.tag)
 
-    def leave(error: OvertakenError) -> NoReturn:
+    def leave(error: ClaimLostError | OvertakenError) -> NoReturn:
         journal.tell("overtaken", text=str(error))
         os._exit(1)
 

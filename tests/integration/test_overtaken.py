@@ -179,10 +179,10 @@ def test_both_ranks_of_an_overtaken_attempt_end(lagging: Trainers, tmp_path: Pat
 
 def test_of_two_starts_of_one_attempt_one_trains(lagging: Trainers) -> None:
     both = [lagging.start(lagging.config()) for _ in range(2)]
+    began = time.monotonic()
     until(lambda: any(not ranks.processes[0].is_alive() for ranks in both))
-    (gone,) = (ranks for ranks in both if not ranks.processes[0].is_alive())
-    (other,) = (ranks for ranks in both if ranks is not gone)
-    leave_overtaken(gone, time.monotonic())
+    gone, other = sorted(both, key=lambda ranks: ranks.processes[0].is_alive())
+    leave_overtaken(gone, began)
     until(lambda: bool(ledger(lagging.root)))
     other.processes[0].terminate()
     assert other.codes() == [ExitCode.PREEMPTED]
@@ -227,9 +227,9 @@ def newest_of(trainers: Trainers) -> Path:
 def test_a_trainer_whose_folder_is_moved_away_leaves(trainers: Trainers) -> None:
     first = trainers.train()
     aside = trainers.place / "aside"
-    began = time.monotonic()
     trainers.root.rename(aside)
-    leave_overtaken(first, began)
+    assert first.codes() == [ExitCode.ERROR], "a restart claims anew, and is refused if it must be"
+    assert "is gone" in first.termination().message
     assert not list(trainers.root.glob("step-*/manifest.json"))
     for ref in ledger(aside):
         verify(Path(ref.path))
