@@ -170,18 +170,19 @@ def test_a_changed_spec_frees_a_folder_and_takes_none_from_a_younger_job() -> No
         await world.add("old", APART)
         await world.add("young")
         await world.look("old", "young")
-        await world.spec("old", suspend=True)
-        await world.look("old")
-        await world.plays("old-1", "is preempted")
-        await world.look("old")
-        await world.spec("old", output={"uri": OUT}, suspend=False)
+        await world.plays("old-1", "runs")
+        await world.spec("old", output={"uri": OUT}, suspend=True)
+        await world.add("early", APART)
+        await world.look("early")
+        assert "ns/old" in world.refusal("early"), "its attempt still writes there"
+        await world.look("old")  # which ends it, and wakes the one that waits
+        assert world.attempts == ["early-1", "old-1", "young-1"]
+        await world.spec("old", suspend=False)
         world.start_process()  # who remembers nothing comes to the same answer
         await world.look("old", "young")
         assert "ns/young" in world.refusal("old")
         assert not world.refusal("young")
-        await world.add("third", APART)  # which the old one has left
-        await world.look("third")
-        assert world.attempts == ["old-1", "third-1", "young-1"]
+        assert world.attempts == ["early-1", "old-1", "young-1"]
 
     story(work)
 

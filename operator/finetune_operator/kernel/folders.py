@@ -38,6 +38,7 @@ class _Entry:
     Attributes:
         known: As it was last seen.
         folders: What its spec has it write.
+        left: What its spec had it write before, as long as an attempt made of that may run.
         has_opened: Whether it has opened an attempt, as far as this process knows.
         contends: Whether it may open its first one as soon as it is looked at.
         is_seen: Whether this process has looked at it; until then, it may have opened an attempt
@@ -47,6 +48,7 @@ class _Entry:
 
     known: KnownJob
     folders: tuple[Written, ...] = ()
+    left: tuple[Written, ...] = ()
     has_opened: bool = False
     contends: bool = False
     is_seen: bool = False
@@ -131,8 +133,9 @@ class FolderBook:
             is_new, entry.is_seen = not entry.is_seen, True
             contended, entry.contends = entry.contends, key in self._deferred
             self._deferred.discard(key)
+            left = entry.left
             self._place(key, entry)
-            if is_new or contended:
+            if is_new or contended or left != entry.left:
                 self._release(key)
 
     async def is_written_still(self, key: Key) -> bool:
@@ -183,7 +186,10 @@ class FolderBook:
             folders = self._written(known)
             if entry is not None and known.job is None and _uid_of(entry.known) == _uid_of(known):
                 folders = entry.folders  # as far as it could be read
-            self._entries[key] = entry = _Entry(known, folders, contends=_may_open(known))
+            left: tuple[Written, ...] = ()
+            if entry is not None and _uid_of(entry.known) == _uid_of(known):
+                left = tuple(one for one in (*entry.folders, *entry.left) if one not in folders)
+            self._entries[key] = entry = _Entry(known, folders, left, contends=_may_open(known))
             self._place(key, entry)
             self._release(key)
             return
@@ -192,9 +198,12 @@ class FolderBook:
 
     def _place(self, key: Key, entry: _Entry) -> None:
         """Put the job where others see it, if there is anything that it has or may have."""
-        entry.has_opened = key in self._opening or bool(self._status(key, entry).attempt)
+        status = self._status(key, entry)
+        entry.has_opened = key in self._opening or bool(status.attempt)
+        if attempts.current(status) is None:
+            entry.left = ()
         if entry.has_opened or entry.contends:
-            self._index.put(key, entry.folders)
+            self._index.put(key, (*entry.folders, *entry.left))
         else:
             self._index.remove(key)
 
