@@ -23,7 +23,7 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.backends.fake import FakeBackend
-from finetune_operator.errors import AlreadyOwnedError, TransientError
+from finetune_operator.errors import AlreadyOwnedError, NoSuchRankError, TransientError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
@@ -150,7 +150,9 @@ class ConfigMapBackend:
         self._cache.put(made)
 
     async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
-        yield f"there is no log of rank {rank} of {handle.name}"
+        if rank:
+            raise NoSuchRankError(f"rank {rank} does not exist; {handle.name} has rank 0 alone")
+        yield f"{handle.name} says nothing"
 
     async def collect(self, handle: Handle) -> Sequence[str]:
         return (f"file:///{handle.name}",)

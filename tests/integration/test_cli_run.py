@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -275,26 +275,34 @@ def test_a_reader_that_goes_away_is_told_what_becomes_of_the_job(
 ) -> None:
     file = write_project(tmp_path, **{"training.maxSteps": ENDLESS, "checkpoint.keep": 1})
     words, again = [*command.split(), file.name], f"ftctl {command} job.yaml\n"
+    there: dict[str, Any] = {"folder": tmp_path, "stderr": subprocess.PIPE}
 
-    with started(*words, folder=tmp_path, stderr=subprocess.PIPE) as unread:
+    with ExitStack() as at_the_end, started(*words, **there) as unread:
         unread.read_until("  Training$")
+        attempt = json.loads((tmp_path / "runs/default/tiny/attempts/1/node-0.json").read_text())
+        at_the_end.callback(end_process, attempt["pid"])  # it would train for ever
         code, said = unread.leave()
-    attempt = json.loads((tmp_path / "runs/default/tiny/attempts/1/node-0.json").read_text())
-    os.kill(attempt["pid"], 0)  # it trains on
+        os.kill(attempt["pid"], 0)  # it trains on
 
-    assert code == 141
-    assert said.startswith("standard output is closed, so ftctl ends; job tiny goes on")
-    assert said.endswith(again)
+        assert code == 141
+        assert said.startswith("standard output is closed, so ftctl ends; job tiny goes on")
+        assert said.endswith(again)
 
-    with started(*words, folder=tmp_path, stderr=subprocess.PIPE) as tee:
-        tee.read_until(r"step \d+")
-        tee.interrupt()  # Ctrl-C in `ftctl run FILE | tee log` ends tee, too
-        code, said = tee.leave()
+        with started(*words, **there) as tee:
+            tee.read_until(r"step \d+")
+            tee.interrupt()  # Ctrl-C in `ftctl run FILE | tee log` ends tee, too
+            code, said = tee.leave()
 
     assert code == 130
     assert "Traceback" not in said
     assert "the checkpoint of step" in said
     assert said.endswith(again)
+
+
+def end_process(pid: int) -> None:
+    """Kill a main process, whose ranks the kernel ends with it; gone already is fine."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

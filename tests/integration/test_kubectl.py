@@ -160,7 +160,7 @@ def test_describe_tells_the_spec_the_status_and_the_events(kubectl: Kubectl) -> 
     uid = kubectl.job("told")["metadata"]["uid"]
     about = {"kind": "FineTuneJob", "name": "told", "namespace": kubectl.namespace, "uid": uid}
     event = {
-        "metadata": {"generateName": "told."}, "involvedObject": about, "type": "Normal",
+        "metadata": {"generateName": "told-"}, "involvedObject": about, "type": "Normal",
         "reason": "Training", "message": "3 of 9 steps", "source": {"component": "tests"},
         "count": 1, "firstTimestamp": None, "lastTimestamp": None,
     }  # fmt: skip

@@ -94,8 +94,7 @@ def test_a_fresh_run_is_let_in_where_the_trainer_of_the_old_one_had_claimed(tmp_
 
     def start(uid: str) -> None:
         ref = JobRef(name="mine", uid=uid, attempt=1)
-        for folder in folders:
-            enter(Wanted(folder, "spec.x", ref), Pace(settle_seconds=0.0))
+        enter([Wanted(folder, "spec.x", ref) for folder in folders], Pace(settle_seconds=0.0))
 
     with JobStore(*folders) as store:
         start("old")

@@ -21,7 +21,7 @@ from finetune_operator.backends.base import (
     Request,
     Written,
 )
-from finetune_operator.errors import AlreadyOwnedError, BackendError
+from finetune_operator.errors import AlreadyOwnedError, BackendError, NoSuchRankError
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import ExitCode, FailureClass, Progress, Termination
 
@@ -172,8 +172,8 @@ class FakeBackend:
         """Yield the rank's lines."""
         run = self._run(handle)
         if run is None or rank not in run.lines:
-            yield f"there is no log of rank {rank} of {handle.name}"
-            return
+            said = ", ".join(map(str, run.lines)) if run is not None and run.lines else "none"
+            raise NoSuchRankError(f"rank {rank} does not exist; {handle.name} has {said}")
         for line in run.lines[rank]:
             yield line
 

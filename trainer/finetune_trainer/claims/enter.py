@@ -101,7 +101,7 @@ class Wanted:
 
     def may_follow(self, owner: JobRef) -> bool:
         """Whether this job may write where `owner` has written: it is the same, or takes over."""
-        if owner.uid == self.job.uid:
+        if owner.identity == self.job.identity:
             return True
         is_namesake = (owner.namespace, owner.name) == (self.job.namespace, self.job.name)
         return self.take_over and is_namesake
@@ -115,7 +115,7 @@ def refuse_taken(wanted: Wanted) -> int:
         OvertakenError: a later job has it, which took it over from this one.
     """
     seen = Listing.of(wanted.folder)
-    owner, uid = seen.owner, wanted.job.uid
+    owner, uid = seen.owner, wanted.job.identity
     if owner is not None and owner.uid == uid:
         return owner.epoch
     if owner is not None and any(one.uid == uid and one.epoch < owner.epoch for one in seen.held):
@@ -246,11 +246,11 @@ class _Newcomer:
                 epochs.append(refuse_taken(one))
                 present = Listing.of(one.folder).present
             for seen in present:
-                if (seen.uid, seen.attempt) == (one.job.uid, one.job.attempt):
+                if (seen.uid, seen.attempt) == (one.job.identity, one.job.attempt):
                     generation = max(generation, seen.generation + 1)
         nonce = self._nonce()
         return [
-            _Bid(one, Claim(epoch, one.job.attempt, generation, nonce, one.job.uid))
+            _Bid(one, Claim(epoch, one.job.attempt, generation, nonce, one.job.identity))
             for one, epoch in zip(self._wanted, epochs, strict=True)
         ]
 

@@ -44,3 +44,8 @@ class JobRef(ContractModel):
     name: str
     uid: str
     attempt: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def identity(self) -> str:
+        """The uid; namespace and name where there is none, as it was started by hand."""
+        return self.uid or f"{self.namespace}/{self.name}"

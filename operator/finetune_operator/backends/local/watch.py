@@ -199,10 +199,11 @@ def _last_words(
 def _without_words(
     rank: int, code: int | None, doubt: str, folder: AttemptFolder, cancel: CancelRecord | None
 ) -> Termination:
-    """An orphan that left no words was killed, or told to stop: else it would have written them."""
-    if code is None:
-        was_told = cancel is not None and not cancel.was_enforced
-        code = TERMINATED if was_told else ExitCode.KILLED
+    """An orphan that left no words was killed: it would have written them otherwise.
+
+    Also where it was told to stop: a fault of another node may have been why, and is then not lost.
+    """
+    code = ExitCode.KILLED if code is None else code
     if code in TOLD_TO_LEAVE:
         return told_to_leave(f"node {rank}", code)
     failure = FailureClass.ERROR
