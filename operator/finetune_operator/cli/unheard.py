@@ -53,6 +53,7 @@ async def heard(
         except asyncio.CancelledError:
             if not lost:
                 raise
+            out.drop()  # what a screen still writes on its way out must not be told in its place
             raise OutputLostError(lost[0], _goes_on(name, again)) from lost[0]
         finally:
             task.cancel()
