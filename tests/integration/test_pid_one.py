@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,21 +67,31 @@ class Contained:
         return self.process.returncode
 
 
-def start(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Contained:
-    """Start a container, and return once its own program has begun."""
-    process = subprocess.Popen(
+@contextmanager
+def started(
+    command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Iterator[Contained]:
+    """Start a container, whose own program has begun then; nothing of it is left behind."""
+    with subprocess.Popen(
         [*CONTAINER, *command],
         env=clean_environment(**(environ or {})),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    outside = psutil.Process(process.pid)
+    ) as process:
+        try:
+            yield Contained(process, first_process(process))
+        finally:
+            process.kill()  # which kills what is inside
+
+
+def first_process(container: "subprocess.Popen[str]") -> int:
+    outside = psutil.Process(container.pid)
     while True:
         inside = outside.children()
         if inside and inside[0].name() != "unshare":
-            return Contained(process, inside[0].pid)
-        assert process.poll() is None, process.communicate()[1]
+            return inside[0].pid
+        assert container.poll() is None, container.communicate()[1]
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +119,10 @@ def stopped(inputs: Path, folder: Path, moment: float) -> int | None:
     path = folder / f"{moment:.4f}" / "config.json"
     path.write_text(config.to_json())
     *command, _ = pod_command(sys.executable, "-m", "finetune_trainer")
-    began = start([*command, str(path)])
-    time.sleep(moment)
-    os.kill(began.pid, signal.SIGTERM)
-    code = began.end(timeout=30)
+    with started([*command, str(path)]) as container:
+        time.sleep(moment)
+        os.kill(container.pid, signal.SIGTERM)
+        code = container.end(timeout=30)
     said = Path(config.termination_path)
     if code == 75:
         assert Termination.read(said).exit_code == 75
@@ -153,7 +164,8 @@ def below(shell: Sequence[str], *command: str) -> list[str]:
 def test_the_init_returns_what_its_command_ended_with(
     shell: Sequence[str], ends: str, code: int
 ) -> None:
-    assert start(below(shell, f"sleep 0.1; {ends}")).end(30) == code
+    with started(below(shell, f"sleep 0.1; {ends}")) as container:
+        assert container.end(30) == code
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -162,21 +174,22 @@ def test_the_init_passes_every_wish_to_stop_on_and_waits(
     shell: Sequence[str], number: signal.Signals, tmp_path: Path
 ) -> None:
     told = "trap 'sleep 0.2; exit 75' TERM; : > began; while :; do sleep 0.02; done"
-    began = start(below(shell, f"cd {tmp_path}; {told}"))
-    until((tmp_path / "began").exists, timeout=30)
-    for _ in range(3):  # the second and third while the command saves
-        os.kill(began.pid, number)
-    assert began.end(30) == 75, began.said
+    with started(below(shell, f"cd {tmp_path}; {told}")) as container:
+        until((tmp_path / "began").exists, timeout=30)
+        for _ in range(3):  # the second and third while the command saves
+            os.kill(container.pid, number)
+        assert container.end(30) == 75, container.said
 
 
 def test_the_init_reaps_what_its_command_leaves_behind(tmp_path: Path) -> None:
     # The first sleep is an orphan when its shell has ended, and ends before the command does.
-    began = start(below(["dash"], f"sh -c 'sleep 0.1 &'; sleep 0.5; : > {tmp_path}/1; sleep 60"))
-    until((tmp_path / "1").exists, timeout=30)
-    inside = psutil.Process(began.pid).children()
-    os.kill(began.pid, signal.SIGTERM)
-    assert [one.name() for one in inside] == ["sh"]
-    assert began.end(30) == 143
+    leaves = f"sh -c 'sleep 0.1 &'; sleep 0.5; : > {tmp_path}/1; sleep 60"
+    with started(below(["dash"], leaves)) as container:
+        until((tmp_path / "1").exists, timeout=30)
+        init = psutil.Process(container.pid)
+        until(lambda: [one.name() for one in init.children()] == ["sh"], timeout=30)
+        os.kill(container.pid, signal.SIGTERM)
+        assert container.end(30) == 143
 
 
 NOWHERE = """\
@@ -199,7 +212,7 @@ def test_the_operator_ends_when_it_is_told_to_while_it_starts(
         "FINETUNE_OPERATOR_HEALTH_PORT": "0",
         "FINETUNE_OPERATOR_LEADER_ELECTION": "false",
     }
-    began = start([sys.executable, "-m", "finetune_operator.kernel"], settings)
-    time.sleep(moment)
-    os.kill(began.pid, signal.SIGTERM)
-    assert began.end(30) == 0, began.said
+    with started([sys.executable, "-m", "finetune_operator.kernel"], settings) as container:
+        time.sleep(moment)
+        os.kill(container.pid, signal.SIGTERM)
+        assert container.end(30) == 0, container.said

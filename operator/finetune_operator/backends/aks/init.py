@@ -8,30 +8,34 @@ another program in its place, or none.
 from collections.abc import Sequence
 
 _SCRIPT = """\
-pass() { [ "$told" ] && [ "$ready" ] && [ "$child" ] && told= && kill -TERM "$child"; }
-trap 'again=1 told=1; pass' TERM INT HUP QUIT
-trap 'again=1 ready=1; pass' USR1
+pass() { [ "$_told" ] && [ "$_ready" ] && [ "$_child" ] && _told= && kill -TERM "$_child"; }
+trap '_told=1; pass' TERM INT HUP QUIT
+trap '_ready=1; pass' USR1
 (kill -USR1 ${$}; exec "$@") &
-child=$!
+_child=$!
+exec 2>/dev/null
 pass
-while
-  again=
-  wait "$child" 2>/dev/null
-  new=$?
-  case $new in
-  127 | -1) [ "${code-138}" != 138 ] || code=$new ;;
-  *) code=$new ;;
-  esac
-  [ "$again" ]
-do :; done
-exit "$code"
+_turn=0
+until [ "$_ready" ] || [ $_turn = 100000 ]; do _turn=$((_turn + 1)); done
+while kill -0 "$_child"; do
+  wait "$_child"
+  _code=$?
+done
+wait "$_child"
+_last=$?
+case $_last in 127 | -1) ;; *) _code=$_last ;; esac
+exit "${_code-$_last}"
 """
 # For dash, BusyBox and bash:
 # - A process that was forked just now has the shell's traps until it has dropped them, and what
 #   comes meanwhile is lost. So it says itself (USR1) when a signal would end it, or its program.
+# - bash runs a trap that comes at the very start of `wait` without leaving `wait`, and none after
+#   that. So USR1, which comes just then, is awaited before (1 ms; without a command of its own,
+#   during which bash drops SIGINT), and nothing that takes time stands directly before `wait`.
 # - Every signal becomes SIGTERM, as what runs in a shell's background ignores SIGINT.
-# - A trap breaks `wait` off, which is then called again; after it has told of an end it answers 127
-#   (in bash also -1), and the code that it told before counts, but 138: that is USR1 breaking off.
+# - A trap breaks `wait` off, whose code is then the signal's. While `kill -0` finds the child, it
+#   has not been reaped, and `wait` has more to tell. What it told last may still be a signal's:
+#   asked again, it tells the child's own code or, if it has told that before, 127 (bash: or -1).
 # - `wait` reaps orphans, too.
 # - `${$}` is this shell: the kubelet makes one `$` of two, and replaces `$(NAME)`.
 
