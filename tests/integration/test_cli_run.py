@@ -453,6 +453,17 @@ def test_run_refuses_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["run", "dev --run"])
+def test_a_job_that_takes_over_cannot_start_afresh(tmp_path: Path, command: str) -> None:
+    file = write_project(tmp_path, takeOver=True)
+
+    done = ftctl(*command.split(), file.name, "--fresh", folder=tmp_path)
+
+    assert re.search(r"job\.yaml:\d+: spec\.takeOver true goes on .* leave out one", done.stderr)
+    assert done.returncode == 1
+    assert not (tmp_path / "runs/default").exists()
+
+
 @pytest.mark.parametrize("command", ["run", "preview", "render"])
 def test_a_backend_that_nobody_installed_is_said_to_be_that(tmp_path: Path, command: str) -> None:
     file = write_project(tmp_path)

@@ -10,7 +10,7 @@ import writers
 from lagging_layer import lagging_layer
 from launches import clean_environment
 
-NUM_LAGGING, NUM_LOCAL = 120, 40  # `make interleavings` runs more
+NUM_LAGGING, NUM_LOCAL = 60, 20  # `make interleavings` runs more
 
 
 def interleave(*arguments: str) -> str:

@@ -66,9 +66,8 @@ class DevJob:
             InvalidJobError: it is not over, and the manifest asks for another training; or there
                 is none, and no job can begin with the manifest.
         """
-        if fresh and self.target.job.spec.take_over:
-            text = "true goes on in the folders of the job before, and --fresh moves them aside; "
-            self.target.refuse([Problem("spec.takeOver", f"{text}leave out one of them")])
+        if fresh:
+            self.target.refuse_fresh()
         there = await self._known()
         if there is None:
             # With its line; the API tells the field alone.

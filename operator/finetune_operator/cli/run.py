@@ -63,6 +63,8 @@ def run(
     start = time.monotonic()
     target = open_target(file, backend, runs_here=True)
     target.refuse(target.backend.check_inputs(target.job))
+    if fresh:
+        target.refuse_fresh()
     console = Console(highlight=False)
     opening = JobStore(target.folders.run, target.folders.checkpoint, target.folders.output)
     if not opening.path.exists():

@@ -68,6 +68,15 @@ class Target:
         """
         _refuse(problems, self.manifest)
 
+    def refuse_fresh(self) -> None:
+        """Refuse a job for --fresh if it asks for the opposite, too."""
+        if self.job.spec.take_over:
+            message = (
+                "true goes on in the folders of the job before, and --fresh moves them aside; "
+                "leave out one of them"
+            )
+            self.refuse([Problem("spec.takeOver", message)])
+
 
 def open_target(
     file: Path,

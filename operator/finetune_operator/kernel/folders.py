@@ -202,10 +202,8 @@ class FolderBook:
         entry.has_opened = key in self._opening or bool(status.attempt)
         if attempts.current(status) is None:
             entry.left = ()
-        if entry.has_opened or entry.contends:
-            self._index.put(key, (*entry.folders, *entry.left))
-        else:
-            self._index.remove(key)
+        is_there = entry.has_opened or entry.contends
+        self._index.put(key, (*entry.folders, *entry.left) if is_there else ())
 
     def _drop(self, key: Key) -> None:
         del self._entries[key]

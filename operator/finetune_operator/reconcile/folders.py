@@ -4,7 +4,7 @@ Called by the operator's kernel for the jobs of a cluster, and by `ftctl validat
 of one call. Pure.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
@@ -28,11 +28,15 @@ class FolderIndex(Generic[Who]):
         """Whether nothing is noted."""
         return not (self._of or self._at or self._below)
 
-    def put(self, who: Who, folders: Iterable[Written]) -> None:
+    def put(self, who: Who, folders: Sequence[Written]) -> None:
         """Note the folders of one, in the place of what was noted before."""
+        noted = tuple(folders)
+        if self._of.get(who, ()) == noted:
+            return
         self.remove(who)
-        self._of[who] = tuple(folders)
-        for one in self._of[who]:
+        if noted:
+            self._of[who] = noted
+        for one in noted:
             self._at.setdefault(one.place, {})[who] = one
             for end in range(1, len(one.place)):
                 self._below.setdefault(one.place[:end], {})[who] = one

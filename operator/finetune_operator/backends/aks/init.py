@@ -15,8 +15,8 @@ trap '_ready=1; pass' USR1
 _child=$!
 exec 2>/dev/null
 pass
-_turn=0
-until [ "$_ready" ] || [ $_turn = 100000 ]; do _turn=$((_turn + 1)); done
+_turns=
+until [ "$_ready" ] || [ ${#_turns} = 20000 ]; do _turns=.$_turns; done
 while kill -0 "$_child"; do
   wait "$_child"
   _code=$?

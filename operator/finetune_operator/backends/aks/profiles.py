@@ -130,13 +130,18 @@ class Profiles:
 
 def digest_of(batch_job: Object) -> str:
     """Return the digest of what a batch Job keeps; empty where it has no snapshot."""
+    texts = kept_texts(batch_job)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest() if texts else ""
+
+
+def kept_texts(batch_job: Object) -> tuple[str, ...]:
+    """Return the texts that the digest counts in, none where there is no snapshot."""
     text = _snapshot_text(batch_job)
     if not text:
-        return ""
+        return ()
     # A batch Job of a version before keeps the snapshot alone.
     children = batch_job["metadata"]["annotations"].get(CHILDREN_ANNOTATION)
-    whole = text if children is None else f"{text}\n{children}"
-    return hashlib.sha256(whole.encode()).hexdigest()
+    return (text,) if children is None else (text, children)
 
 
 def _snapshot_text(batch_job: Object) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.names import AttemptName, child_name, owner_of
-from finetune_operator.backends.aks.profiles import digest_of
+from finetune_operator.backends.aks.profiles import digest_of, kept_texts
 from finetune_operator.backends.aks.submit import in_the_way
 from finetune_operator.errors import AlreadyOwnedError, BackendError
 from finetune_operator.kube.cache import Key
@@ -69,8 +69,16 @@ class _Child:
 
 @dataclass
 class _Attempt:
-    """An attempt's children, and the state in which nothing was to be done about them."""
+    """An attempt's children, and the state in which nothing was to be done about them.
 
+    Attributes:
+        told: What its batch Job keeps, and the digest of what it was created with.
+        is_right: Whether these agree.
+        good: Rank 0's address, and versions.
+    """
+
+    told: tuple[str, ...] = ()
+    is_right: bool = False
     good: _State | None = None
     children: dict[Resource, _Child] = field(default_factory=dict)
 
@@ -102,12 +110,14 @@ class Upkeep:
         """
         if not kept.is_told(batch_job) or not digest:
             return Told()  # of a version before
-        if digest_of(batch_job) != digest:
+        mine = self._attempts.setdefault(batch_job["metadata"]["uid"], _Attempt())
+        if mine.told != (told := (*kept_texts(batch_job), digest)):
+            mine.told, mine.is_right = told, digest_of(batch_job) == digest
+        if not mine.is_right:
             return Told(
                 f"somebody has changed what Job {name} keeps of its Service, EndpointSlice and "
                 "NetworkPolicy, so these are not put back when they are deleted or changed"
             )
-        mine = self._attempts.setdefault(batch_job["metadata"]["uid"], _Attempt())
         if mine.good != _state(children, name, address):
             for resource, child in kept.wanted(batch_job, name, address).items():
                 about = mine.children.setdefault(resource, _Child())
@@ -190,6 +200,8 @@ async def _lives(children: Children, owner: Object, namespace: str) -> bool:
 
 
 def _told(name: AttemptName, found: dict[Resource, _Child]) -> Told:
+    if not any(one.times or one.is_owed for one in found.values()):
+        return Told()
     now = asyncio.get_running_loop().time()
     sentences, waits = [], []
     for resource, one in found.items():
