@@ -5,11 +5,14 @@ ChatML-like template that has no `{% generation %}` marks, as most real template
 """
 
 import hashlib
+import json
 import os
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from published_templates import FAMILIES
 
 VOCAB_SIZE = 768
 END_OF_TURN = "<|im_end|>"
@@ -71,6 +74,56 @@ def tiny_model(
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     return folder
+
+
+# How tokenizers put a space before a text: none, before the first part, before each, never.
+TOKENIZERS = ("bytes", "first", "always", "never")
+
+
+def family_tokenizer(family: str, kind: str) -> Any:
+    """Return a tokenizer of one of `TOKENIZERS` with the template and tokens of a family."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    source = _trained_bpe().read_text() if kind == "bytes" else _metaspace(kind)
+    given = FAMILIES[family]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(source),
+        bos_token=given.bos,
+        eos_token=given.eos or given.stop,
+        unk_token="<unk>",
+        additional_special_tokens=list(given.special),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in given.added])
+    tokenizer.chat_template = given.template
+    return tokenizer
+
+
+@cache
+def _metaspace(scheme: str) -> str:
+    """Return a tokenizer as sentencepiece makes them: words begin with a mark for their space."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<unk>"],
+        initial_alphabet=[chr(code) for code in range(32, 127)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)][:40], trainer)
+    made = json.loads(tokenizer.to_str())
+    known = made["model"]["vocab"]
+    known |= {f"<0x{byte:02X}>": len(known) + byte for byte in range(256)}
+    made["model"] |= {"byte_fallback": True, "fuse_unk": True}
+    return json.dumps(made)
 
 
 @cache

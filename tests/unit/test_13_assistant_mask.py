@@ -1,4 +1,4 @@
-"""Exactly answers and their stop tokens are learned, on templates of the shapes that models ship.
+"""All that a generation has to say is learned, on templates of the shapes that models ship.
 
 The shapes are those of Llama 3, Qwen3, Gemma 3 and gpt-oss: how they name roles, where they trim,
 what they add to the last turn, leave out of earlier ones or refuse, and how each turn ends.
@@ -129,6 +129,7 @@ DIALOGUE: list[dict[str, Any]] = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+THOUGHTS = {"thinking": "look", "reasoning_content": "look"}
 CALLING: list[dict[str, Any]] = [
     {"role": "user", "content": "How warm is it?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -136,10 +137,13 @@ CALLING: list[dict[str, Any]] = [
     {"role": "assistant", "content": "Warm."},
 ]
 LLAMA3_CALL = '{"name": "weather", "parameters": {"city": "Bern"}}<|eot_id|>'
+NO_THOUGHT = "<think>\n\n</think>\n\n"  # what Qwen3 says where it has no thought
 QWEN3_CALL = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>'
 )
 QWEN3_THOUGHT = "<think>\nlook\n</think>\n\n"
+FINAL = "<|channel|>final<|message|>"
+GPT_OSS_THOUGHT = "<|channel|>analysis<|message|>look<|end|><|start|>assistant"
 GPT_OSS_CALL = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>'
 
 
@@ -161,13 +165,14 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Any:
         made, tokenizer = encoder(shape, has_marks)
         [encoded] = made.encode([Row("rows.jsonl line 1", row)])
         runs: list[list[int]] = []
-        was_label = False
-        for token, is_label in zip(encoded.tokens, encoded.is_label, strict=True):
-            if is_label and not was_label:
-                runs.append([])
-            if is_label:
-                runs[-1].append(token)
-            was_label = is_label
+        for part in encoded.parts:
+            was_label = False
+            for token, is_label in zip(part.tokens, part.is_label, strict=True):
+                if is_label and not was_label:
+                    runs.append([])
+                if is_label:
+                    runs[-1].append(token)
+                was_label = is_label
         return [tokenizer.decode(run) for run in runs]
 
     return learned
@@ -177,49 +182,59 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("shape", "answers"),
     [
         ("llama3", ["A sequence.<|eot_id|>", "Also one, naïve 😀.<|eot_id|>"]),
-        ("qwen3", ["A sequence.<|im_end|>", " Also one, naïve 😀. <|im_end|>"]),
+        (
+            "qwen3",
+            [NO_THOUGHT + "A sequence.<|im_end|>", NO_THOUGHT + " Also one, naïve 😀. <|im_end|>"],
+        ),
         ("gemma3", ["A sequence.<end_of_turn>", "Also one, naïve 😀.<end_of_turn>"]),
-        ("gpt-oss", ["A sequence.<|end|>", " Also one, naïve 😀. <|return|>"]),
+        ("gpt-oss", [FINAL + "A sequence.<|return|>", FINAL + " Also one, naïve 😀. <|return|>"]),
     ],
 )
-def test_every_answer_of_a_dialogue_is_learned_with_its_stop_token_and_nothing_else(
+def test_every_answer_is_learned_from_the_end_of_its_prompt_to_its_stop_token(
     learned: Any, shape: str, answers: list[str]
 ) -> None:
     assert learned(shape, messages=DIALOGUE) == answers
-    marked = learned(shape, messages=DIALOGUE, has_marks=True)
-    # gpt-oss: what is marked begins with the channel, which the model has to choose.
-    header = "<|channel|>final<|message|>" if shape == "gpt-oss" else ""
-    assert marked == [header + answer for answer in answers]
+    assert learned(shape, messages=DIALOGUE, has_marks=True) == answers
 
 
 @pytest.mark.parametrize(
-    ("shape", "answers"),
+    ("shape", "thoughts", "answers"),
     [
-        ("llama3", [LLAMA3_CALL, "Warm.<|eot_id|>"]),
-        ("qwen3", [QWEN3_CALL, "Warm.<|im_end|>"]),
-        ("gpt-oss", [GPT_OSS_CALL, "Warm.<|return|>"]),
+        ("llama3", {}, [LLAMA3_CALL, "Warm.<|eot_id|>"]),
+        ("qwen3", {}, [NO_THOUGHT + QWEN3_CALL, NO_THOUGHT + "Warm.<|im_end|>"]),
+        ("qwen3", THOUGHTS, [QWEN3_THOUGHT + QWEN3_CALL, NO_THOUGHT + "Warm.<|im_end|>"]),
+        ("gpt-oss", {}, [GPT_OSS_CALL, FINAL + "Warm.<|return|>"]),
+        ("gpt-oss", THOUGHTS, [GPT_OSS_THOUGHT + GPT_OSS_CALL, FINAL + "Warm.<|return|>"]),
     ],
 )
-@pytest.mark.parametrize(
-    "thoughts", [{}, {"thinking": "look", "reasoning_content": "look"}], ids=["", "with thoughts"]
-)
 def test_a_call_is_learned_whole_and_what_the_tool_answers_is_not(
-    learned: Any, shape: str, answers: list[str], thoughts: dict[str, str]
+    learned: Any, shape: str, thoughts: dict[str, str], answers: list[str]
 ) -> None:
     calling = [CALLING[0], CALLING[1] | thoughts, *CALLING[2:]]
-    if thoughts and shape == "qwen3":
-        answers = [QWEN3_THOUGHT + QWEN3_CALL, answers[1]]
     assert learned(shape, messages=calling, tools=TOOLS) == answers
-    marked = learned(shape, messages=calling, tools=TOOLS, has_marks=True)
-    assert [part.removeprefix("<|channel|>final<|message|>") for part in marked] == answers
+    assert learned(shape, messages=calling, tools=TOOLS, has_marks=True) == answers
 
 
 @pytest.mark.parametrize(
     ("shape", "answers"),
     [
         ("llama3", [LLAMA3_CALL, "Warm.<|eot_id|>", "Also one, naïve 😀.<|eot_id|>"]),
-        ("qwen3", [QWEN3_CALL, "Warm.<|im_end|>", " Also one, naïve 😀. <|im_end|>"]),
-        ("gpt-oss", [GPT_OSS_CALL, "Warm.<|end|>", " Also one, naïve 😀. <|return|>"]),
+        (
+            "qwen3",
+            [
+                NO_THOUGHT + QWEN3_CALL,
+                NO_THOUGHT + "Warm.<|im_end|>",
+                NO_THOUGHT + " Also one, naïve 😀. <|im_end|>",
+            ],
+        ),
+        (
+            "gpt-oss",
+            [
+                GPT_OSS_CALL,
+                FINAL + "Warm.<|return|>",
+                FINAL + " Also one, naïve 😀. <|return|>",
+            ],
+        ),
     ],
 )
 def test_a_call_in_the_middle_of_a_dialogue_is_learned_too(
@@ -231,15 +246,14 @@ def test_a_call_in_the_middle_of_a_dialogue_is_learned_too(
 @pytest.mark.parametrize(
     ("shape", "answers"),
     [
-        ("llama3", [LLAMA3_CALL, LLAMA3_CALL, "Warm.<|eot_id|>"]),
-        ("qwen3", [QWEN3_THOUGHT + QWEN3_CALL, QWEN3_THOUGHT + QWEN3_CALL, "Warm.<|im_end|>"]),
-        ("gpt-oss", [GPT_OSS_CALL, GPT_OSS_CALL, "Warm.<|return|>"]),
+        ("qwen3", [QWEN3_THOUGHT + QWEN3_CALL] * 2 + [NO_THOUGHT + "Warm.<|im_end|>"]),
+        ("gpt-oss", [GPT_OSS_THOUGHT + GPT_OSS_CALL] * 2 + [FINAL + "Warm.<|return|>"]),
     ],
 )
 def test_several_calls_with_thoughts_before_one_answer_are_learned(
     learned: Any, shape: str, answers: list[str]
 ) -> None:
-    call = CALLING[1] | {"thinking": "look", "reasoning_content": "look"}
+    call = CALLING[1] | THOUGHTS
     calling = [CALLING[0], call, CALLING[2], call, *CALLING[2:]]
     assert learned(shape, messages=calling, tools=TOOLS) == answers
 
@@ -248,7 +262,8 @@ def test_tools_and_arguments_may_be_json_text(learned: Any) -> None:
     call = {"function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     calling = [CALLING[0], CALLING[1] | {"tool_calls": [call]}, *CALLING[2:]]
     tools = '[{"type": "function", "function": {"name": "weather"}}]'
-    assert learned("qwen3", messages=calling, tools=tools) == [QWEN3_CALL, "Warm.<|im_end|>"]
+    answers = [NO_THOUGHT + QWEN3_CALL, NO_THOUGHT + "Warm.<|im_end|>"]
+    assert learned("qwen3", messages=calling, tools=tools) == answers
 
 
 @pytest.mark.parametrize("has_marks", [False, True])

@@ -18,7 +18,7 @@ from finetune_trainer.config import (
     TrainingConfig,
 )
 from finetune_trainer.data.preview import main
-from text_fixtures import tiny_tokenizer
+from text_fixtures import family_tokenizer, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,11 @@ def test_rows_are_shown_in_pieces_and_the_report_follows(
         "index": 0,
         "where": f"{tmp_path}/rows.jsonl line 1",
         "pieces": [
-            ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False],
-            ["word <|im_end|>", True],
-            ["\n", False],
+            [
+                ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False],
+                ["word <|im_end|>", True],
+                ["\n", False],
+            ]
         ],
         "tokens": first["row_tokens"],
         "label_tokens": first["label_tokens"],
@@ -90,8 +92,44 @@ def test_a_row_without_labels_is_shown_as_left_out(
     mute = {"messages": [{"role": "user", "content": "Anyone?"}]}
     text = json.dumps(mute) + '\n{"prompt": "Hi", "completion": "Ho"}\n'
     _, [first, *_] = previewed(capsys, model, tmp_path, text)
-    assert first["pieces"] == [["<|im_start|>user\nAnyone?<|im_end|>\n", False]]
+    assert first["pieces"] == [[["<|im_start|>user\nAnyone?<|im_end|>\n", False]]]
     assert (first["sequences"], first["label_tokens"]) == (0, 0)
+
+
+def test_a_space_that_is_learned_is_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    family_tokenizer("mistral-v2", "first").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    rows = '{"prompt": "Capital?", "completion": "Paris"}\n'
+    _, [first, *_] = previewed(capsys, tmp_path / "model", tmp_path, rows)
+    assert first["pieces"] == [[["<s>[INST] Capital? [/INST]", False], [" Paris</s>", True]]]
+
+
+def test_a_turn_that_later_ones_change_is_a_sequence_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    family_tokenizer("harmony", "bytes").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    roles = ["user", "assistant"] * 2
+    said = [{"role": role, "content": text} for role, text in zip(roles, "abcd", strict=True)]
+    rows = json.dumps({"messages": said}) + "\n"
+    _, [first, *_] = previewed(capsys, tmp_path / "model", tmp_path, rows)
+    learned = [[text for text, is_label in shown if is_label] for shown in first["pieces"]]
+    header = "<|channel|>final<|message|>"
+    assert learned == [[f"{header}b<|return|>"], [f"{header}d<|return|>"]]
+    assert first["sequences"] == 2
+
+
+def test_rows_that_write_out_special_tokens_are_counted_in_a_warning(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    rows = '{"prompt": "Hi<|im_end|>", "completion": "Ho"}\n{"prompt": "Hi", "completion": "Ho"}\n'
+    _, lines = previewed(capsys, model, tmp_path, rows)
+    [warning] = lines[-1]["report"]["warnings"]
+    assert "1 of 2 rows write out special tokens" in warning
+    _, lines = previewed(capsys, model, tmp_path, rows, allow_special_tokens=True)
+    assert not lines[-1]["report"]["warnings"]
 
 
 def test_a_trainer_error_is_one_line_and_its_exit_code(

@@ -86,7 +86,7 @@ def test_the_converted_model_names_its_base_and_its_template_is_understood(tmp_p
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     data = DataConfig(train=DatasetSource(path="rows.jsonl"), cache_dir=str(tmp_path))
     row = Row("rows.jsonl line 1", {"prompt": "Who?", "completion": "Nobody, naïve 😀."})
-    [encoded] = RowEncoder(data, tokenizer).encode([row])
+    [[encoded]] = [made.parts for made in RowEncoder(data, tokenizer).encode([row])]
     labels = [token for token, mine in zip(encoded.tokens, encoded.is_label, strict=True) if mine]
     assert tokenizer.decode(labels) == "Nobody, naïve 😀.<|im_end|>"
     assert labels[-1] == tokenizer.eos_token_id

@@ -48,6 +48,8 @@ NO_GENERATION_PROMPT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     "{% endfor %}"
 )
+HEADER = "<|im_start|>assistant\n"
+NO_THOUGHT = "<think>\n\n</think>\n\n"
 NO_STOP = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
 
 DIALOGUE = [
@@ -91,20 +93,24 @@ class Encoder:
 
     def learned(self, **row: Any) -> list[str]:
         """Return the text of each run of labels."""
-        encoded = self.encode(**row)
         runs: list[list[int]] = []
-        for place, (token, is_label) in enumerate(
-            zip(encoded.tokens, encoded.is_label, strict=True)
-        ):
-            if is_label and place and encoded.is_label[place - 1]:
-                runs[-1].append(token)
-            elif is_label:
-                runs.append([token])
+        for encoded in self.parts(**row):
+            for place, (token, is_label) in enumerate(
+                zip(encoded.tokens, encoded.is_label, strict=True)
+            ):
+                if is_label and place and encoded.is_label[place - 1]:
+                    runs[-1].append(token)
+                elif is_label:
+                    runs.append([token])
         return [self.tokenizer.decode(run) for run in runs]
 
     def encode(self, **row: Any) -> Encoded:
-        [encoded] = self._encoder.encode([Row("rows.jsonl line 1", row)])
+        [encoded] = self.parts(**row)
         return encoded
+
+    def parts(self, **row: Any) -> tuple[Encoded, ...]:
+        [encoded] = self._encoder.encode([Row("rows.jsonl line 1", row)])
+        return encoded.parts
 
 
 @pytest.mark.parametrize(
@@ -122,22 +128,22 @@ class Encoder:
         ),
         pytest.param(
             THINKING,
-            ["A sequence.<|im_end|>", " Also one, naïve 😀. <|im_end|>"],
-            id="an empty block of thoughts is not learned",
+            [NO_THOUGHT + "A sequence.<|im_end|>", NO_THOUGHT + " Also one, naïve 😀. <|im_end|>"],
+            id="an empty block of thoughts is learned",
         ),
         pytest.param(
             MARKED,
-            ["A sequence.<|im_end|>", " Also one, naïve 😀. <|im_end|>"],
+            [HEADER + "A sequence.<|im_end|>", HEADER + " Also one, naïve 😀. <|im_end|>"],
             id="generation marks that leave the stop token out",
         ),
         pytest.param(
             NO_GENERATION_PROMPT,
-            ["A sequence.<|im_end|>", " Also one, naïve 😀. <|im_end|>"],
-            id="no generation prompt",
+            [HEADER + "A sequence.<|im_end|>", HEADER + " Also one, naïve 😀. <|im_end|>"],
+            id="no generation prompt, so that the model has to say the header",
         ),
     ],
 )
-def test_exactly_the_answers_and_their_stop_tokens_are_learned(
+def test_all_that_follows_a_prompt_is_learned_to_the_stop_token_and_nothing_else(
     encoder: Any, template: str, answers: list[str]
 ) -> None:
     assert encoder(template).learned(messages=DIALOGUE) == answers
@@ -158,7 +164,9 @@ def test_a_template_without_marks_learns_the_same_as_one_with_them(encoder: Any)
     assert encoder(NO_GENERATION_PROMPT).encode(messages=DIALOGUE) == marked
 
 
-def test_earlier_thoughts_that_the_template_removes_are_not_learned(encoder: Any) -> None:
+def test_earlier_thoughts_that_the_template_removes_later_are_learned_in_a_row_of_their_own(
+    encoder: Any,
+) -> None:
     messages = [
         {"role": "user", "content": "One?"},
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."},
@@ -166,7 +174,7 @@ def test_earlier_thoughts_that_the_template_removes_are_not_learned(encoder: Any
         {"role": "assistant", "content": "<think>\noh\n</think>\n\nNo."},
     ]
     assert encoder(THINKING).learned(messages=messages) == [
-        "Yes.<|im_end|>",
+        "<think>\nhm\n</think>\n\nYes.<|im_end|>",
         "<think>\noh\n</think>\n\nNo.<|im_end|>",
     ]
 
@@ -175,8 +183,11 @@ def test_a_template_without_stop_tokens_gets_the_end_token_after_the_last_answer
     encoder: Any,
 ) -> None:
     made = encoder(NO_STOP)
-    assert made.learned(messages=DIALOGUE[:2]) == ["A sequence.\n<|im_end|>"]
-    assert made.text(messages=DIALOGUE[:3]).endswith("And a tuple, é?\n")
+    assert made.learned(messages=DIALOGUE[:2]) == ["assistant: A sequence.\n<|im_end|>"]
+    assert made.learned(messages=DIALOGUE) == [
+        "assistant: A sequence.\n<|im_end|>",
+        "assistant:  Also one, naïve 😀. \n<|im_end|>",
+    ]
 
 
 def test_a_dialogue_may_begin_with_an_answer(encoder: Any) -> None:
@@ -186,8 +197,7 @@ def test_a_dialogue_may_begin_with_an_answer(encoder: Any) -> None:
 
 def test_answers_inside_a_prompt_are_examples_and_not_learned(encoder: Any) -> None:
     row = {"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]}
-    for template in (CHATML_TEMPLATE, MARKED):
-        assert encoder(template).learned(**row) == [" Also one, naïve 😀. <|im_end|>"]
+    assert encoder(CHATML_TEMPLATE).learned(**row) == [" Also one, naïve 😀. <|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -223,10 +233,9 @@ def test_an_empty_answer_is_not_learned_by_its_stop_token_alone(
     assert encoder(template, data_format).learned(**row) == []
 
 
-@pytest.mark.parametrize("template", [CHATML_TEMPLATE, MARKED])
-def test_an_empty_answer_among_others_is_passed_over(encoder: Any, template: str) -> None:
+def test_an_empty_answer_among_others_is_passed_over(encoder: Any) -> None:
     empty = {"role": "assistant", "content": ""}
-    learned = encoder(template).learned(messages=[DIALOGUE[0], empty, *DIALOGUE[2:]])
+    learned = encoder(CHATML_TEMPLATE).learned(messages=[DIALOGUE[0], empty, *DIALOGUE[2:]])
     assert learned == [" Also one, naïve 😀. <|im_end|>"]
 
 
@@ -323,7 +332,7 @@ def test_the_date_a_template_prints_does_not_depend_on_the_day(encoder: Any) -> 
 
 def test_a_template_that_leaves_the_answer_out_teaches_no_silence(encoder: Any) -> None:
     made = encoder("{% for message in messages %}<|im_end|>{% endfor %}")
-    with pytest.raises(DataError, match=r"line 1: turn 2 cannot be found in what the model's"):
+    with pytest.raises(DataError, match=r"line 1: turn 2: the model's chat template leaves out"):
         made.text(prompt="What?", completion="That.")
 
 
@@ -464,5 +473,5 @@ def test_a_conversation_that_the_template_refuses_is_named(encoder: Any) -> None
 def test_a_turn_that_cannot_be_found_in_the_rendered_text_is_named(encoder: Any) -> None:
     shouting = CHATML_TEMPLATE.replace("message['content']", "messages | length ~ '-' ~ index")
     shouting = "{% set index = messages[0].content ~ messages[-1].content %}" + shouting
-    with pytest.raises(DataError, match=r"^rows\.jsonl line 1: turn 2 cannot be found"):
+    with pytest.raises(DataError, match=r"^rows\.jsonl line 1: turn 2 does not begin with"):
         encoder(shouting).learned(messages=DIALOGUE)

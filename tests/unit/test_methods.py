@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from finetune_trainer.config import TrainConfig
+from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer, new_token_ids
@@ -371,6 +371,16 @@ def test_new_tokens_are_special_and_one_id_each(folder: Path) -> None:
             r"spec\.model\.chatTemplate is not valid Jinja: line 2: unexpected '}'",
             id="a template with a slip",
         ),
+        pytest.param(
+            {"model__chat_template_arguments": {"enable_thinking": False}},
+            r"spec\.model\.chatTemplateArguments\.enable_thinking has no effect.*it reads none",
+            id="an argument that the template does not read",
+        ),
+        pytest.param(
+            {"model__chat_template_arguments": {"messages": "none"}},
+            r"spec\.model\.chatTemplateArguments\.messages has no effect",
+            id="an argument that the rows give",
+        ),
     ],
 )
 def test_a_tokenizer_setting_that_cannot_work_is_refused(
@@ -378,6 +388,19 @@ def test_a_tokenizer_setting_that_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load_tokenizer(settings(folder, **change).model)
+
+
+def test_arguments_of_the_template_hold_wherever_nobody_gives_others(folder: Path) -> None:
+    template = "\n{{ mood is defined and mood }} {{ depth + 1 }}{{ bos_token }}"
+    arguments: dict[str, Any] = {"mood": 'it\'s "fine" %}', "depth": 2}
+    change = {"model__chat_template": template, "model__chat_template_arguments": arguments}
+    tokenizer = load_tokenizer(settings(folder, **change).model)
+    tokenizer.save_pretrained(folder / "exported")
+    for one in (tokenizer, load_tokenizer(ModelConfig(path=str(folder / "exported")))):
+        said = [{"role": "user", "content": "hi"}]
+        text = one.apply_chat_template(said, tokenize=False)
+        assert text == '\nit\'s "fine" %} 3'
+        assert one.apply_chat_template(said, tokenize=False, depth=0).endswith("1")
 
 
 def test_a_chat_template_takes_the_place_of_the_tokenizers(folder: Path) -> None:

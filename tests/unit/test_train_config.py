@@ -193,13 +193,23 @@ def test_train_config_has_the_training_of_the_manifest():
 
 def test_train_config_has_the_model_and_the_control_of_the_manifest():
     config = derived(
-        model={"chatTemplate": "{{ messages }}", "addTokens": ["<call>"]},
+        model={
+            "chatTemplate": "{{ messages }}",
+            "chatTemplateArguments": {"think": "false", "depth": "2", "mood": "0.5", "who": "2 am"},
+            "addTokens": ["<call>"],
+        },
+        dataset={"allowSpecialTokens": True},
         restartPolicy={"restartsInPlace": 2},
         deadlines={"hangSeconds": 90},
     )
     assert config.model == ModelConfig(
-        path="/models/base", chat_template="{{ messages }}", add_tokens=("<call>",)
+        path="/models/base",
+        chat_template="{{ messages }}",
+        chat_template_arguments={"think": False, "depth": 2, "mood": 0.5, "who": "2 am"},
+        add_tokens=("<call>",),
     )
+    assert config.data.allow_special_tokens
+    assert config.data.special_tokens == ("<call>",)
     assert config.world.restarts_in_place == 2
     assert config.control == ControlConfig(hang_seconds=90)
 

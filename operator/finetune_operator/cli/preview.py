@@ -71,7 +71,7 @@ def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
             encoding="utf-8",
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
     for line in lines:
         if "error" in line:
             raise FineTuneError(line["error"])
@@ -90,15 +90,17 @@ def _row(line: dict[str, Any], *, is_terminal: bool) -> Text:
     elif line["sequences"] != 1:
         facts += f", {line['sequences']} sequences"
     text = Text.assemble((facts, "bold"), "\n")
-    for piece, is_label in line["pieces"]:
-        if not is_label:
-            text.append(piece, style="dim")
-        elif is_terminal:
-            text.append(piece, style="green")
-        else:
-            text.append(f"[[{piece}]]")
-    text.rstrip()
-    return text.append("\n")
+    for sequence in line["pieces"]:
+        for piece, is_label in sequence:
+            if not is_label:
+                text.append(piece, style="dim")
+            elif is_terminal:
+                text.append(piece, style="green")
+            else:
+                text.append(f"[[{piece}]]")
+        text.rstrip()
+        text.append("\n")
+    return text
 
 
 def _summary(line: dict[str, Any]) -> list[str]:

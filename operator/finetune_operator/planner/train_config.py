@@ -1,5 +1,6 @@
 """Derive the trainer's configuration from a plan; the one place where the two contracts meet."""
 
+import re
 from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1.inputs import DatasetSpec
@@ -12,6 +13,8 @@ from finetune_trainer import config as trainer
 # Seconds an attempt lasts where nothing better is known: spot nodes are taken back, others fail.
 SPOT_MEAN_TIME_BETWEEN_FAILURES = 7_200
 MEAN_TIME_BETWEEN_FAILURES = 86_400
+_WHOLE = re.compile(r"-?[0-9]{1,15}")
+_FRACTION = re.compile(r"-?[0-9]{1,15}\.[0-9]{1,15}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             revision=spec.model.revision,
             base_name=spec.model.base_name,
             chat_template=spec.model.chat_template,
+            chat_template_arguments={
+                name: _scalar(value) for name, value in spec.model.chat_template_arguments.items()
+            },
             add_tokens=tuple(spec.model.add_tokens),
         ),
         data=_data(spec, locations),
@@ -101,6 +107,15 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
     )
 
 
+def _scalar(text: str) -> str | int | float | bool:
+    """Read a template's argument: true, false and numbers as such, all else as text."""
+    if text in ("true", "false"):
+        return text == "true"
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _FRACTION.fullmatch(text) else text
+
+
 def _data(spec: FineTuneJobSpec, locations: Locations) -> trainer.DataConfig:
     return trainer.DataConfig(
         train=locations.train,
@@ -111,6 +126,8 @@ def _data(spec: FineTuneJobSpec, locations: Locations) -> trainer.DataConfig:
         max_seq_len=spec.training.max_seq_length,
         long_rows=trainer.LongRows(spec.dataset.long_rows),
         packing=spec.training.packing,
+        special_tokens=tuple(spec.model.add_tokens),
+        allow_special_tokens=spec.dataset.allow_special_tokens,
         cache_dir=locations.cache_dir,
     )
 

@@ -20,6 +20,9 @@ class ModelConfig(ContractModel):
     chat_template: str | None = Field(
         None, description="Jinja text that replaces the tokenizer's template; exported with it."
     )
+    chat_template_arguments: dict[str, str | int | float | bool] = Field(
+        {}, description="What variables of the chat template are where nobody else says it."
+    )
     add_tokens: tuple[str, ...] = Field(
         (), description="Special tokens that are added, trained and exported."
     )
@@ -79,6 +82,12 @@ class DataConfig(ContractModel):
     max_seq_len: Annotated[int, Field(ge=8)] = 2048
     long_rows: LongRows = LongRows.TRUNCATE
     packing: bool = True
+    special_tokens: tuple[str, ...] = Field(
+        (), description="Special tokens that rows may write out: those of `model.add_tokens`."
+    )
+    allow_special_tokens: bool = Field(
+        False, description="All special tokens that a row writes out are special, and not text."
+    )
     cache_dir: str = Field(description="Folder of the token cache, keyed by content.")
 
     @model_validator(mode="after")

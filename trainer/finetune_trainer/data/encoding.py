@@ -1,7 +1,8 @@
 """From rows to tokens with a label mask: what of each row the model learns to say.
 
 Called by `sequences` and the preview. A label is a token that is predicted: in a conversation the
-assistant's turns with their stop tokens, in a text all of it.
+assistant's turns with their stop tokens, in a text all of it. In front of a label stand exactly the
+tokens that the model is given when it is asked.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,18 +13,33 @@ from typing import Any
 from finetune_trainer.config import DataConfig, DataFormat
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row
-from finetune_trainer.data.template import ChatTemplate, Rendered
-from finetune_trainer.errors import ConfigError
+from finetune_trainer.data.special import ControlTokens, Offsets, OwnTokenizer
+from finetune_trainer.data.template import ChatTemplate, Span
+from finetune_trainer.data.turns import Rendered, learned_rows, refuse_reserved
+from finetune_trainer.errors import ConfigError, DataError
 
 ROWS_PER_BATCH = 512  # the tokenizer works on many texts at once, with threads where it may
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One row: its tokens (L,), and for each whether it is predicted."""
+    """Tokens (L,), and for each whether it is predicted."""
 
     tokens: list[int]
     is_label: list[bool]
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """What one row of the data set becomes.
+
+    Attributes:
+        parts: Mostly one; more where turns of a conversation need rows of their own.
+        has_special_text: The row writes out special tokens of the model, which are text here.
+    """
+
+    parts: tuple[Encoded, ...]
+    has_special_text: bool = False
 
 
 class RowEncoder:
@@ -44,63 +60,167 @@ class RowEncoder:
             self._template = ChatTemplate(tokenizer)
         # A chat template writes its special tokens itself; a plain text has none yet.
         self._begin = [] if self._template else _begin_tokens(tokenizer)
+        structural = self._template.structural_tokens if self._template else ()
+        self._control = ControlTokens(tokenizer, structural, config.special_tokens)
+        self._text_tokens = None if config.allow_special_tokens else self._control
+        # Characters that no vocabulary has give the unknown token, and are no forgery.
+        self._special = set(self._control.ids.values()) - {tokenizer.unk_token_id}
+        self._own: OwnTokenizer | None = None
 
-    def encode(self, rows: Iterable[Row]) -> Iterator[Encoded]:
+    def encode(self, rows: Iterable[Row]) -> Iterator[EncodedRow]:
         """Yield every row encoded, in order and at full length.
 
         Raises:
-            DataError: a row does not have the columns or the turns that the format needs.
+            DataError: a row does not have the columns or the turns that the format needs, or what
+                is learned of it cannot be told.
         """
         remaining = iter(rows)
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
             yield from self._encode_batch(batch)
 
-    def _encode_batch(self, rows: list[Row]) -> Iterator[Encoded]:
+    def _encode_batch(self, rows: list[Row]) -> Iterator[EncodedRow]:
         drafts = [self._draft(row) for row in rows]
         # One call for all texts of the batch: a call of its own for each costs more than its text.
-        texts = {text for draft in drafts if isinstance(draft, Rendered) for text in _cuts(draft)}
-        tokens_of = self._tokenize(texts)
-        for draft in drafts:
-            yield draft if isinstance(draft, Encoded) else self._label(draft, tokens_of)
+        tokens_of = self._tokenize(
+            text for draft in drafts for one in draft if not one.is_shielded for text in _cuts(one)
+        )
+        for row, draft in zip(rows, drafts, strict=True):
+            parts = [part for one in draft for part in self._label(one, tokens_of, row.where)]
+            yield EncodedRow(tuple(parts), any(one.is_shielded for one in draft))
 
-    def _draft(self, row: Row) -> Encoded | Rendered:
+    def _draft(self, row: Row) -> list[Rendered]:
         example = read_example(row, self._config.format, self._config.columns)
-        if isinstance(example, str):
-            return _ending_in(example, "")
-        if self._template is None:
-            return _without_template(example)
-        if self._template.has_marks and example.is_learned_whole:
-            return Encoded(*self._template.marked_tokens(example, row.where))
-        return self._template.render(example, row.where)
+        if isinstance(example, Conversation) and self._template is not None:
+            return learned_rows(self._template, self._text_tokens, example, row.where)
+        if isinstance(example, Conversation):
+            # An instruction and its answer as paragraphs, for a model that knows no turns.
+            *asked, answer = (message["content"] for message in example.messages)
+            prompt = "\n\n".join(asked) + "\n\n"
+        else:
+            prompt, answer = "", example
+        return [self._without_template(prompt, answer, row.where)]
 
-    def _tokenize(self, texts: Iterable[str]) -> dict[str, list[int]]:
+    def _without_template(self, prompt: str, answer: str, where: str) -> Rendered:
+        """Learn the answer and the end after it; nothing where it is empty, not even the end."""
+        is_shielded = self._text_tokens is not None and self._text_tokens.holds([prompt, answer])
+        refuse_reserved([prompt, answer], where)
+        says = bool(answer.strip())
+        if is_shielded:
+            prompt, answer = self._control.shield([prompt, answer])
+        text = prompt + answer
+        spans = ((len(prompt), len(text)),) if says else ()
+        return Rendered(text, spans, needs_stop=says, is_shielded=is_shielded)
+
+    def _tokenize(self, texts: Iterable[str]) -> dict[str, "_Tokens"]:
         """Return the tokens of each text, without any that the tokenizer would add."""
         unique = list(dict.fromkeys(texts))
         if not unique:
             return {}
-        encoding = self._tokenizer(
+        made = self._tokenizer(
             unique, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
-        return dict(zip(unique, encoding["input_ids"], strict=True))
+        encodings = made.encodings or [None] * len(unique)
+        return {
+            text: _Tokens(numbers, encoding)
+            for text, numbers, encoding in zip(unique, made["input_ids"], encodings, strict=True)
+        }
 
-    def _label(self, rendered: Rendered, tokens_of: dict[str, list[int]]) -> Encoded:
-        """Turn spans of characters into a mask of tokens.
+    def _label(
+        self, rendered: Rendered, tokens_of: dict[str, "_Tokens"], where: str
+    ) -> Iterator[Encoded]:
+        """Turn spans of characters into a mask of tokens."""
+        end = self._end(rendered)
+        if not rendered.is_shielded:
+            labels = self._plain_labels(rendered, tokens_of)
+            if labels is not None:
+                self._refuse_forged(rendered.text, tokens_of[rendered.text].numbers, where)
+                yield self._whole(tokens_of[rendered.text].numbers, labels, end)
+                return
+        for tokens, labels, is_last in self._careful(rendered, where):
+            yield self._whole(tokens, labels, end if is_last else [])
 
-        In front of an answer stand exactly the tokens that the model is given when it is asked:
-        where the tokenizer would join the edge of an answer with what comes before, such as two
-        line breaks and a word, the parts are tokenised one by one.
+    def _plain_labels(
+        self, rendered: Rendered, tokens_of: dict[str, "_Tokens"]
+    ) -> list[Span] | None:
+        """Return which tokens are learned; None where a turn does not follow its own prompt's."""
+        whole = tokens_of[rendered.text]
+        labels = []
+        for start, end in rendered.spans:
+            prompt = tokens_of[rendered.text[:start]].numbers
+            if whole.numbers[: len(prompt)] != prompt:
+                return None
+            until = whole.count_until(end) if end < len(rendered.text) else len(whole.numbers)
+            if until is None:
+                cut = self._tokenize([rendered.text[:end]])[rendered.text[:end]].numbers
+                if whole.numbers[: len(cut)] != cut:
+                    return None
+                until = len(cut)
+            labels.append((len(prompt), until))
+        return labels
+
+    def _careful(
+        self, rendered: Rendered, where: str
+    ) -> Iterator[tuple[list[int], list[Span], bool]]:
+        """Yield tokens, which of them are learned, and whether the text's end is among them.
+
+        Where the tokenizer joins the end of a prompt with the beginning of its answer, such as two
+        line breaks, the prompt's own tokens stand, and the rest of what it joined is tokenised by
+        itself. Such a turn has a row of its own, as later turns are given the joined tokens.
         """
-        tokens, *edges = (tokens_of[cut] for cut in _cuts(rendered))
-        if all(tokens[: len(edge)] == edge for edge in edges):
-            is_label = [False] * len(tokens)
-            for before, until in zip(edges[::2], edges[1::2], strict=True):
-                is_label[len(before) : len(until)] = [True] * (len(until) - len(before))
-        else:
-            parts = list(_parts(rendered))
-            tokens_of = self._tokenize(text for text, _ in parts)
-            tokens = [token for text, _ in parts for token in tokens_of[text]]
-            is_label = [learned for text, learned in parts for _ in tokens_of[text]]
-        begin, end = self._begin, self._end(rendered)
+        try:
+            own = self._own_tokenizer()
+            made = _Rewritten.of(rendered, self._control, own)
+            if not rendered.is_shielded:
+                [plain] = self._tokenize([rendered.text]).values()
+                if plain.numbers != made.tokens:
+                    raise ValueError("a copy of it makes other tokens")
+            kept = []
+            rows = []
+            for start, end in made.spans:
+                prompt, _ = own.encode(made.text[:start])
+                until = made.first_from(end)
+                if made.tokens[: len(prompt)] == prompt:
+                    kept.append((len(prompt), until))
+                    continue
+                edge, place = made.after_edge(start)
+                rest = own.encode_bare(made.text[start:edge])
+                is_last = end == made.spans[-1][1]
+                tail = made.tokens[place:] if is_last else made.tokens[place:until]
+                learned = (len(prompt), len(prompt) + len(rest) + until - place)
+                rows.append(([*prompt, *rest, *tail], [learned], is_last))
+        except ValueError as error:
+            raise DataError(
+                f"{where}: its tokens cannot be those of inference, as the model's tokenizer "
+                f"cannot tell special tokens from text, or an answer from its prompt ({error}); "
+                "set spec.dataset.allowSpecialTokens, or correct or delete the row"
+            ) from error
+        is_whole = len(rows) == 0 or not rows[-1][2]
+        if kept or not rows:
+            tokens = made.tokens if is_whole else made.tokens[: kept[-1][1]]
+            rows.insert(0, (tokens, kept, is_whole))
+        yield from rows
+
+    def _own_tokenizer(self) -> OwnTokenizer:
+        if self._own is None:
+            self._own = OwnTokenizer(self._tokenizer, self._control)
+        return self._own
+
+    def _refuse_forged(self, text: str, tokens: list[int], where: str) -> None:
+        """Refuse a text in which the tokenizer finds special tokens that nobody wrote."""
+        if self._text_tokens is None:
+            return
+        if sum(map(self._special.__contains__, tokens)) > self._control.count(text):
+            raise DataError(
+                f"{where}: the model's tokenizer makes a special token of plain text; set "
+                "spec.dataset.allowSpecialTokens, or correct or delete the row"
+            )
+
+    def _whole(self, tokens: list[int], labels: list[Span], end: list[int]) -> Encoded:
+        """Add begin and end tokens, and write the mask."""
+        is_label = [False] * len(tokens)
+        for start, until in labels:
+            is_label[start:until] = [True] * (until - start)
+        begin = self._begin
         return Encoded(
             [*begin, *tokens, *end], [*[False] * len(begin), *is_label, *[True] * len(end)]
         )
@@ -118,38 +238,58 @@ class RowEncoder:
         return [self._tokenizer.eos_token_id]
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of one text, with what a fast tokenizer knows of their places."""
+
+    numbers: list[int]
+    encoding: Any
+
+    def count_until(self, end: int) -> int | None:
+        """Return how many tokens there are up to a stop token that ends at character `end`."""
+        place = self.encoding.char_to_token(end - 1) if self.encoding is not None else None
+        return None if place is None else int(place) + 1
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """A text whose special tokens are characters of private use, with tokens and their places."""
+
+    text: str
+    spans: tuple[Span, ...]
+    tokens: list[int]
+    offsets: Offsets
+
+    @classmethod
+    def of(cls, rendered: Rendered, control: ControlTokens, own: OwnTokenizer) -> "_Rewritten":
+        text = control.rewrite(rendered.text)
+        spans = tuple(
+            (len(control.rewrite(rendered.text[:start])), len(control.rewrite(rendered.text[:end])))
+            for start, end in rendered.spans
+        )
+        return cls(text, spans, *own.encode(text))
+
+    def first_from(self, character: int) -> int:
+        """Return the first token that begins at `character` or later."""
+        begins = (at for at, (begin, _) in enumerate(self.offsets) if begin >= character)
+        return next(begins, len(self.tokens))
+
+    def after_edge(self, edge: int) -> tuple[int, int]:
+        """Return where the tokens across `edge` end: character, and token."""
+        end = edge
+        while across := [stop for begin, stop in self.offsets if begin < end < stop]:
+            end = max(across)
+        return end, self.first_from(end)
+
+
 def _begin_tokens(tokenizer: Any) -> list[int]:
     """Return the begin token, if it is one of those that the tokenizer adds to a plain text."""
     added = tokenizer("", add_special_tokens=True)["input_ids"]
     return [token for token in added[:1] if token == tokenizer.bos_token_id]
 
 
-def _without_template(conversation: Conversation) -> Rendered:
-    """Lay out an instruction and its answer as paragraphs, for a model that knows no turns."""
-    *asked, answer = (message["content"] for message in conversation.messages)
-    return _ending_in(answer, "\n\n".join(asked) + "\n\n")
-
-
-def _ending_in(answer: str, prompt: str) -> Rendered:
-    """Learn the answer and the end after it; nothing where it is empty, not even the end."""
-    text = prompt + answer
-    if not answer.strip():
-        return Rendered(text, (), needs_stop=False)
-    return Rendered(text, ((len(prompt), len(text)),), needs_stop=True)
-
-
 def _cuts(rendered: Rendered) -> Iterator[str]:
-    """Yield the text, and the text up to each edge of a span."""
+    """Yield the text, and the prompt of each turn that is learned."""
     yield rendered.text
-    for span in rendered.spans:
-        yield from (rendered.text[:edge] for edge in span)
-
-
-def _parts(rendered: Rendered) -> Iterator[tuple[str, bool]]:
-    """Yield the text in parts, and whether each is learned."""
-    done = 0
-    for start, end in rendered.spans:
-        yield rendered.text[done:start], False
-        yield rendered.text[start:end], True
-        done = end
-    yield rendered.text[done:], False
+    for start, _ in rendered.spans:
+        yield rendered.text[:start]

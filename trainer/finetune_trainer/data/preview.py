@@ -20,6 +20,7 @@ from finetune_trainer.data.encoding import Encoded, RowEncoder
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import Sequence, fit, prepare
 from finetune_trainer.data.source import open_rows
+from finetune_trainer.data.special import common_length
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.load import load_tokenizer
 
@@ -42,9 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
 def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     """Yield one dictionary for each of the first `num_rows` rows, then the summary.
 
-    A row has `index` (from 0), `where` (file and line), `pieces` ([text, is_label] pairs that
-    follow each other), `tokens`, `label_tokens`, `row_tokens` (before it was cut), `truncated`,
-    `sequences` (more than 1 where it was split, 0 where it has no label token and is left out).
+    A row has `index` (from 0), `where` (file and line), `pieces` (for each sequence the [text,
+    is_label] pairs that follow each other), `tokens`, `label_tokens`, `row_tokens` (before it was
+    cut), `truncated`, `sequences` (more than 1 where it was split, or turns have rows of their own;
+    0 where it has no label token and is left out).
     The summary has `report` and `eval_report`, DataReport as JSON, `total_steps` and
     `max_seq_len`. It tokenises the whole data set, into the cache that the run will use.
 
@@ -57,17 +59,19 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     rows = open_rows(data.train, name="train", cache_dir=Path(data.cache_dir))
     first = list(islice(rows, num_rows))
     for index, (row, encoded) in enumerate(zip(first, encoder.encode(first), strict=True)):
-        pieces = fit(encoded, data.max_seq_len, data.long_rows)
-        num_tokens = len(encoded.tokens)
-        shown: list[Sequence] | list[Encoded] = pieces or [encoded]
+        pieces = [
+            piece for part in encoded.parts for piece in fit(part, data.max_seq_len, data.long_rows)
+        ]
+        lengths = [len(part.tokens) for part in encoded.parts]
+        shown: list[Sequence] | list[Encoded] = pieces or list(encoded.parts)
         yield {
             "index": index,
             "where": row.where,
-            "pieces": [text for part in shown for text in _decode(part, tokenizer)],
+            "pieces": [list(_decode(part, tokenizer)) for part in shown],
             "tokens": sum(len(piece.tokens) for piece in pieces),
             "label_tokens": sum(int(piece.is_label.sum()) for piece in pieces),
-            "row_tokens": num_tokens,
-            "truncated": num_tokens > data.max_seq_len and data.long_rows == "truncate",
+            "row_tokens": sum(lengths),
+            "truncated": max(lengths) > data.max_seq_len and data.long_rows == "truncate",
             "sequences": len(pieces),
         }
     dataset = prepare(data, data.sources, tokenizer, name="train")
@@ -84,11 +88,25 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
 
 
 def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the text of each run of tokens that are, or are not, labels."""
-    pairs = zip(part.tokens, part.is_label, strict=True)
-    for is_label, run in groupby(pairs, key=lambda pair: bool(pair[1])):
-        tokens = [int(token) for token, _ in run]
-        yield tokenizer.decode(tokens, skip_special_tokens=False), is_label
+    """Yield the text of each run of tokens that are, or are not, labels.
+
+    A run is decoded after those before it: many tokenizers drop the space that a text begins with.
+    """
+    tokens: list[int] = []
+    shown = ""
+    for is_label, run in groupby(zip(part.tokens, part.is_label, strict=True), _is_label):
+        tokens += [int(token) for token, _ in run]
+        text = str(
+            tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+        # Where a character is cut in two, what stood for its first part changes.
+        same = common_length(shown, text)
+        yield text[same:], is_label
+        shown = text
+
+
+def _is_label(pair: tuple[Any, Any]) -> bool:
+    return bool(pair[1])
 
 
 def _read(path: Path) -> TrainConfig:

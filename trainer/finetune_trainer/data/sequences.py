@@ -22,8 +22,9 @@ from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
-CACHE_VERSION = 4  # raise it whenever the same rows would give other arrays
+CACHE_VERSION = 5  # raise it whenever the same rows would give other arrays
 FEW_ROWS_WITHOUT_LABELS = 0.01
+SPECIAL_TEXT = "rows_with_special_text"  # counted, but no count of the report
 
 
 class TokenDataset:
@@ -169,6 +170,7 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
             f"begins within spec.training.maxSeqLength ({config.max_seq_len}) tokens"
         )
     warnings = []
+    special_text = tally.pop(SPECIAL_TEXT, 0)
     left_out, cut = tally["rows_without_labels"], tally["truncated_rows"]
     if left_out > FEW_ROWS_WITHOUT_LABELS * tally["rows"]:
         warnings.append(
@@ -179,6 +181,12 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
         warnings.append(
             f"{what}: {cut} of {tally['rows']} rows were cut to {config.max_seq_len} tokens; raise "
             "spec.training.maxSeqLength, or set spec.dataset.longRows to split"
+        )
+    if special_text:
+        warnings.append(
+            f"{what}: {special_text} of {tally['rows']} rows write out special tokens of the "
+            "model, which are text to it; where they are meant as such, set "
+            "spec.dataset.allowSpecialTokens"
         )
     return DataReport(**tally, warnings=tuple(warnings))
 
@@ -209,20 +217,29 @@ def _sequences(
 ) -> Iterator[Sequence]:
     """Yield the sequences of all rows, and count in `tally` what became of them."""
     long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
-    for encoded in encoder.encode(rows):
+    for row in encoder.encode(rows):
         tally["rows"] += 1
-        pieces = fit(encoded, config.max_seq_len, config.long_rows, tally["rows"])
+        tally[SPECIAL_TEXT] += row.has_special_text
+        pieces = [
+            piece
+            for part in row.parts
+            for piece in fit(part, config.max_seq_len, config.long_rows, tally["rows"])
+        ]
         tally["sequences"] += len(pieces)
         tally["tokens"] += sum(len(piece.tokens) for piece in pieces)
         tally["label_tokens"] += sum(int(piece.is_label.sum()) for piece in pieces)
         tally["rows_without_labels"] += not pieces
-        tally[long] += len(encoded.tokens) > config.max_seq_len
+        tally[long] += any(len(part.tokens) > config.max_seq_len for part in row.parts)
         yield from pieces
 
 
 def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any) -> str:
     settings = config.model_dump(
-        mode="json", include={"format", "columns", "max_seq_len", "long_rows"}
+        mode="json",
+        include={
+            *("format", "columns", "max_seq_len", "long_rows"),
+            *("special_tokens", "allow_special_tokens"),
+        },
     )
     parts = [CACHE_VERSION, rows.fingerprint(), _tokenizer_content(tokenizer), settings]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -5,13 +5,14 @@ Called by `rank`. Knows nothing of strategies: it returns an unwrapped model on 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.control import is_out_of_memory
+from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.quantize import quantization_config, settle
 
@@ -36,8 +37,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     A missing padding token becomes the end token.
 
     Raises:
-        ConfigError: the tokenizer cannot be found or read, the template is no Jinja, or a token
-            to be added is there already.
+        ConfigError: the tokenizer cannot be found or read, the template is no Jinja or does not
+            read an argument, or a token to be added is there already.
     """
     from transformers import AutoTokenizer
 
@@ -52,6 +53,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     if config.chat_template is not None:
         _check_template(config.chat_template)
         tokenizer.chat_template = config.chat_template
+    if config.chat_template_arguments:
+        _set_template_arguments(tokenizer, config.chat_template_arguments)
     _add_tokens(tokenizer, config.add_tokens)
     return tokenizer
 
@@ -184,6 +187,25 @@ def _check_template(template: str) -> None:
         raise ConfigError(
             f"spec.model.chatTemplate is not valid Jinja: line {error.lineno}: {error.message}"
         ) from error
+
+
+def _set_template_arguments(
+    tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, str | int | float | bool]
+) -> None:
+    """Write the arguments into the template, so that the exported model has them, too."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise ConfigError(
+            "spec.model.chatTemplateArguments has no effect: the model has no chat template; "
+            "remove it, or give one (spec.model.chatTemplate)"
+        )
+    given = tokenizer.special_tokens_map
+    if isinstance(template, str):
+        tokenizer.chat_template = with_arguments(template, arguments, given)
+    else:
+        tokenizer.chat_template = {
+            name: with_arguments(text, arguments, given) for name, text in template.items()
+        }
 
 
 def _add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: tuple[str, ...]) -> None:

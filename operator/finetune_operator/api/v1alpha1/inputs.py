@@ -61,6 +61,14 @@ class ModelSpec(ApiModel):
         description="Jinja text that takes the place of the tokenizer's chat template; rows are "
         "written with it, and it is saved with the trained model.",
     )
+    chat_template_arguments: Annotated[
+        dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=32)
+    ] = Field(
+        {},
+        description='Variables that the chat template reads, by name: enable_thinking: "false". '
+        "true, false and numbers are taken as such. Rows and sample prompts are written with them, "
+        "and the exported template has them as its defaults.",
+    )
     add_tokens: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=256)
     ] = Field(
@@ -182,6 +190,12 @@ class DatasetSpec(ApiModel):
         LongRows.TRUNCATE,
         description="A row longer than training.maxSeqLength is cut (truncate) or becomes several "
         "sequences (split); both are counted and reported.",
+    )
+    allow_special_tokens: bool = Field(
+        False,
+        description="Special tokens that a row writes out, such as </s>, are special. Without it "
+        "they are text to the model, so that no row can forge a turn; in format text set it where "
+        "rows were written with a chat template. Those of model.addTokens are special anyway.",
     )
 
     cel_rules = (

@@ -1,0 +1,184 @@
+"""Special tokens that a row writes out are text; only those that the template writes are special.
+
+Called by `turns` and `encoding`. A row that holds the text of a special token is rendered with that
+text broken by a private-use character (`shield`). What is still whole in the rendered text is the
+template's own: `rewrite` turns each into one private-use character and mends the broken ones, and
+`OwnTokenizer`, a copy of the model's tokenizer in which only these characters are special, gives
+the tokens.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from finetune_trainer.errors import DataError
+
+# Characters of private use at the end of Unicode, which no font maker is known to use.
+SHIELD = "\U0010e000"
+FIRST_MARK = 0x10E001
+FIRST_SPECIAL = 0x10F000
+RESERVED = re.compile("[\U0010e000-\U0010fffd]")
+
+Offsets = list[tuple[int, int]]
+
+
+class ControlTokens:
+    """The texts that are special to one tokenizer.
+
+    Attributes:
+        names: Text of each, in the order of their ids.
+    """
+
+    def __init__(
+        self, tokenizer: Any, structural: Iterable[str] = (), written: Iterable[str] = ()
+    ) -> None:
+        """Take all special tokens, and `structural` ones that no flag calls special.
+
+        `written` are tokens that rows may write out, and are none of them.
+        """
+        added = tokenizer.added_tokens_decoder
+        structural, written = set(structural), set(written)
+        self.ids = {
+            str(token): number
+            for number, token in sorted(added.items())
+            if str(token).strip() and str(token) not in written
+            if token.special or str(token) in structural
+        }
+        self.names = tuple(self.ids)
+        # The longest first, as the tokenizer takes them.
+        ordered = sorted(self.names, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+        self._character = {name: chr(FIRST_SPECIAL + at) for at, name in enumerate(self.names)}
+
+    def holds(self, value: Any) -> bool:
+        """Say whether the texts of a value write out a special token."""
+        return any(self._pattern.search(text) for text in texts_of(value))
+
+    def count(self, text: str) -> int:
+        """Count the special tokens that `text` writes out."""
+        return sum(1 for _ in self._pattern.finditer(text))
+
+    def shield(self, value: Any) -> Any:
+        """Break every special token in the texts of a value, so that none is left.
+
+        Raises:
+            DataError: one is a single character, which cannot be broken.
+        """
+        return map_texts(value, self._shield)
+
+    def _shield(self, text: str) -> str:
+        while match := self._pattern.search(text):
+            if len(match[0]) == 1:
+                raise DataError(f"the special token {match[0]!r} of the model is one character")
+            text = self._pattern.sub(lambda found: found[0][0] + SHIELD + found[0][1:], text)
+        return text
+
+    def rewrite(self, text: str) -> str:
+        """Replace every special token by its private-use character, and mend the broken ones."""
+        own = self._pattern.sub(lambda found: self._character[found[0]], text)
+        return own.replace(SHIELD, "")
+
+    def character(self, name: str) -> str:
+        """Return the private-use character that stands for one."""
+        return self._character[name]
+
+
+class OwnTokenizer:
+    """A copy of a fast tokenizer in which special tokens are the characters of `ControlTokens`.
+
+    Raises:
+        ValueError: the tokenizer cannot be copied so; its rows have to do without.
+    """
+
+    def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
+        from tokenizers import Tokenizer
+
+        if not tokenizer.is_fast:
+            raise ValueError("it has no fast implementation")
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        # The post-processor would add special tokens, and trims white space off the offsets.
+        backend |= {"post_processor": None, "truncation": None, "padding": None}
+        number_of = {}
+        for token in backend["added_tokens"]:
+            if token["content"] in control.ids:
+                token["content"] = control.character(token["content"])
+            number_of[token["content"]] = token["id"]
+        self._whole = Tokenizer.from_str(json.dumps(backend))
+        bare = backend | {
+            "normalizer": _without_prefix(backend["normalizer"]),
+            "pre_tokenizer": _without_prefix(backend["pre_tokenizer"]),
+        }
+        self._bare = Tokenizer.from_str(json.dumps(bare))
+        self._number = {self._whole.token_to_id(text): number for text, number in number_of.items()}
+        known = set(self._whole.get_vocab(with_added_tokens=False).values())
+        if known & {self._whole.token_to_id(control.character(name)) for name in control.names}:
+            raise ValueError("its vocabulary has gaps")
+        unknown = tokenizer.unk_token_id
+        self._forged = {number for number in control.ids.values() if number != unknown} & known
+
+    def encode(self, text: str) -> tuple[list[int], Offsets]:
+        """Return the tokens of a rewritten text, and which characters each is made of.
+
+        Raises:
+            ValueError: the tokenizer makes a special token of plain text.
+        """
+        encoding = self._whole.encode(text, add_special_tokens=False)
+        return self._mapped(encoding.ids), encoding.offsets
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Return the tokens of what goes on within a text: no space is put before it."""
+        return self._mapped(self._bare.encode(text, add_special_tokens=False).ids)
+
+    def _mapped(self, numbers: list[int]) -> list[int]:
+        if not self._forged.isdisjoint(numbers):
+            raise ValueError("it makes a special token of plain text")
+        return [self._number.get(number, number) for number in numbers]
+
+
+def texts_of(value: Any) -> Iterable[str]:
+    """Yield every text within lists and mappings, their keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from texts_of(key)
+            yield from texts_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_of(item)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value with every text within it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map_texts(item, change) for item in value)
+    return value
+
+
+def common_length(first: str, second: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    shorter = min(len(first), len(second))
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)
+
+
+def _without_prefix(part: Any) -> Any:
+    """Take out of a normalizer or a pre-tokenizer what puts a space before a text."""
+    if not isinstance(part, dict):
+        return part
+    if part["type"] == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    if part["type"] == "Metaspace":
+        return part | {"prepend_scheme": "never"}
+    if part["type"] == "ByteLevel":
+        return part | {"add_prefix_space": False}
+    inner = {
+        key: [_without_prefix(one) for one in part[key]]
+        for key in ("normalizers", "pretokenizers")
+        if key in part
+    }
+    return part | inner
