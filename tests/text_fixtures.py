@@ -76,8 +76,9 @@ def tiny_model(
     return folder
 
 
-# How tokenizers put a space before a text: none, before the first part, before each, never.
-TOKENIZERS = ("bytes", "first", "always", "never")
+# How tokenizers put a space before a text: none (bytes), before the first part, before each, never,
+# and before each by a normalizer, as those that sentencepiece's were converted to at first.
+TOKENIZERS = ("bytes", "first", "always", "never", "prepend")
 
 
 def family_tokenizer(family: str, kind: str) -> Any:
@@ -108,13 +109,14 @@ def _metaspace(scheme: str) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    prepended = "always" if scheme == "prepend" else scheme
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepended)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=prepended)]
     )
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<unk>"],
+        special_tokens=["<unk>", "<s>", "</s>"],
         initial_alphabet=[chr(code) for code in range(32, 127)],
         show_progress=False,
     )
@@ -123,6 +125,10 @@ def _metaspace(scheme: str) -> str:
     known = made["model"]["vocab"]
     known |= {f"<0x{byte:02X}>": len(known) + byte for byte in range(256)}
     made["model"] |= {"byte_fallback": True, "fuse_unk": True}
+    if scheme == "prepend":
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        parts = [{"type": "Prepend", "prepend": "▁"}, spaces]
+        made |= {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": parts}}
     return json.dumps(made)
 
 

@@ -7,6 +7,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from finetune_trainer.config import DataConfig, DatasetSource
 from finetune_trainer.data.encoding import Encoded, RowEncoder
@@ -216,6 +218,38 @@ def test_what_a_template_drops_or_changes_is_refused(
         messages[1]["reasoning_content"] = thoughts
     with pytest.raises(DataError, match=sentence):
         learner(family, "bytes").encode(messages)
+
+
+def encoder_of(tokenizer: Any) -> RowEncoder:
+    config = DataConfig(train=DatasetSource(path="rows.jsonl"), cache_dir="unused")
+    tokenizer.chat_template = FAMILIES["chatml"].template
+    return RowEncoder(config, tokenizer)
+
+
+def test_a_tokenizer_without_a_fast_form_refuses_the_row_that_needs_it_and_no_other() -> None:
+    tokenizer = ByT5Tokenizer()
+    made = encoder_of(tokenizer)
+    rows = [Row(f"line {at}", {"prompt": text, "completion": "Ho"}) for at, text in enumerate("ab")]
+    for row, [encoded] in zip(rows, (one.parts for one in made.encode(rows)), strict=True):
+        asked = [{"role": "user", "content": row.values["prompt"]}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+        assert encoded.tokens[: encoded.is_label.index(True)] == prompt
+    with pytest.raises(DataError, match=r"^line 9: its tokens cannot be .* no fast implementation"):
+        list(made.encode([Row("line 9", {"prompt": "Hi</s>", "completion": "Ho"})]))
+
+
+def test_a_tokenizer_that_makes_special_tokens_of_plain_text_refuses_the_row() -> None:
+    letters = [(chr(code), -5.0) for code in range(10, 127)]
+    words = [("<unk>", 0.0), ("<s>", -1.0), ("</s>", -1.0), *letters]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.Unigram(words, unk_id=0)),
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    made = encoder_of(tokenizer)
+    list(made.encode([Row("line 1", {"prompt": "Hi", "completion": "Ho"})]))
+    with pytest.raises(DataError, match=r"^line 2: .*makes a special token of plain text"):
+        list(made.encode([Row("line 2", {"prompt": "Hi</s>", "completion": "Ho"})]))
 
 
 SHOUTING = "{% set content = message['content'] | upper %}"

@@ -38,12 +38,14 @@ class ControlTokens:
         `written` are tokens that rows may write out, and are none of them.
         """
         added = tokenizer.added_tokens_decoder
-        structural, written = set(structural), set(written)
+        # Not every tokenizer flags the tokens that it names as its end or its padding.
+        named = {*structural, *tokenizer.all_special_tokens}
+        written = set(written)
         self.ids = {
             str(token): number
             for number, token in sorted(added.items())
             if str(token).strip() and str(token) not in written
-            if token.special or str(token) in structural
+            if token.special or str(token) in named
         }
         self.names = tuple(self.ids)
         # The longest first, as the tokenizer takes them.

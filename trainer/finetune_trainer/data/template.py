@@ -42,7 +42,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._dated: dict[str, str] = {}
         added = tokenizer.added_tokens_decoder.values()
-        special = {str(one) for one in added if one.special} | {tokenizer.eos_token or ""}
+        special = {str(one) for one in added if one.special} | set(tokenizer.all_special_tokens)
         plain = {str(one) for one in added} - special
         surely, perhaps = _one_of(special), _one_of(plain)
         # An added token that is not special may close a block within a turn.
