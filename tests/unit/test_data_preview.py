@@ -75,6 +75,7 @@ def test_rows_are_shown_in_pieces_and_the_report_follows(
         "tokens": first["row_tokens"],
         "label_tokens": first["label_tokens"],
         "row_tokens": first["row_tokens"],
+        "is_cut": False,
         "truncated": False,
         "sequences": 1,
     }

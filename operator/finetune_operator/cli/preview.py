@@ -86,7 +86,7 @@ def _row(line: dict[str, Any], *, is_terminal: bool) -> Text:
     facts = f"{line['where']}: {show_count(line['tokens'], 'token')}, "
     facts += show_count(line["label_tokens"], "label")
     if line["truncated"]:
-        facts += f", truncated from {line['row_tokens']}"
+        facts += f", truncated from {'more than ' * line['is_cut']}{line['row_tokens']}"
     elif line["sequences"] != 1:
         facts += f", {line['sequences']} sequences"
     text = Text.assemble((facts, "bold"), "\n")

@@ -7,10 +7,13 @@ tokens that the model is given when it is asked.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from operator import is_not
 from typing import Any
 
-from finetune_trainer.config import DataConfig, DataFormat
+from finetune_trainer.config import DataConfig, DataFormat, LongRows
+from finetune_trainer.data.cutting import Cutter
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import ControlTokens, Offsets, OwnTokenizer
@@ -36,10 +39,12 @@ class EncodedRow:
     Attributes:
         parts: Mostly one; more where turns of a conversation need rows of their own.
         has_special_text: The row writes out special tokens of the model, which are text here.
+        is_cut: Parts have more tokens than are kept, but not all that the row would have.
     """
 
     parts: tuple[Encoded, ...]
     has_special_text: bool = False
+    is_cut: bool = False
 
 
 class RowEncoder:
@@ -66,9 +71,11 @@ class RowEncoder:
         # Characters that no vocabulary has give the unknown token, and are no forgery.
         self._special = set(self._control.ids.values()) - {tokenizer.unk_token_id}
         self._own: OwnTokenizer | None = None
+        is_truncated = config.long_rows is LongRows.TRUNCATE
+        self._cutter = Cutter(tokenizer, config.max_seq_len) if is_truncated else None
 
     def encode(self, rows: Iterable[Row]) -> Iterator[EncodedRow]:
-        """Yield every row encoded, in order and at full length.
+        """Yield every row encoded, in order and longer than it may be where it is.
 
         Raises:
             DataError: a row does not have the columns or the turns that the format needs, or what
@@ -79,14 +86,38 @@ class RowEncoder:
             yield from self._encode_batch(batch)
 
     def _encode_batch(self, rows: list[Row]) -> Iterator[EncodedRow]:
-        drafts = [self._draft(row) for row in rows]
+        whole = [self._draft(row) for row in rows]
+        drafts = [[self._cut(one) for one in draft] for draft in whole]
         # One call for all texts of the batch: a call of its own for each costs more than its text.
         tokens_of = self._tokenize(
             text for draft in drafts for one in draft if not one.is_shielded for text in _cuts(one)
         )
-        for row, draft in zip(rows, drafts, strict=True):
-            parts = [part for one in draft for part in self._label(one, tokens_of, row.where)]
-            yield EncodedRow(tuple(parts), any(one.is_shielded for one in draft))
+        for row, draft, all_of_it in zip(rows, drafts, whole, strict=True):
+            kept = list(map(partial(self._unless_it_matters, tokens_of), draft, all_of_it))
+            parts = [part for one in kept for part in self._label(one, tokens_of, row.where)]
+            is_cut = any(map(is_not, kept, all_of_it))
+            yield EncodedRow(tuple(parts), any(one.is_shielded for one in draft), is_cut)
+
+    def _cut(self, rendered: Rendered) -> Rendered:
+        """Leave out what is behind the tokens that are kept for sure."""
+        is_plain = self._cutter is not None and not rendered.is_shielded
+        end = self._cutter.end(rendered.text) if self._cutter and is_plain else None
+        if end is None:
+            return rendered
+        spans = tuple((start, min(until, end)) for start, until in rendered.spans if start < end)
+        return Rendered(rendered.text[:end], spans, needs_stop=False)
+
+    def _unless_it_matters(
+        self, tokens_of: dict[str, "_Tokens"], cut: Rendered, whole: Rendered
+    ) -> Rendered:
+        """Take the whole text, and tokenise it, where what was cut has too few tokens for sure."""
+        if cut is whole or self._cutter is None:
+            return whole
+        is_enough = len(tokens_of[cut.text].numbers) > self._cutter.max_tokens
+        if is_enough and self._plain_labels(cut, tokens_of) is not None:
+            return cut
+        tokens_of |= self._tokenize(_cuts(whole))
+        return whole
 
     def _draft(self, row: Row) -> list[Rendered]:
         example = read_example(row, self._config.format, self._config.columns)

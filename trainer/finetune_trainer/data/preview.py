@@ -45,10 +45,10 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
 
     A row has `index` (from 0), `where` (file and line), `pieces` (for each sequence the [text,
     is_label] pairs that follow each other), `tokens`, `label_tokens`, `row_tokens` (before it was
-    cut), `truncated`, `sequences` (more than 1 where it was split, or turns have rows of their own;
-    0 where it has no label token and is left out).
-    The summary has `report` and `eval_report`, DataReport as JSON, `total_steps` and
-    `max_seq_len`. It tokenises the whole data set, into the cache that the run will use.
+    cut), `is_cut` (it has even more), `truncated`, `sequences` (more than 1 where it was split, or
+    turns have rows of their own; 0 where it has no label token and is left out). The summary has
+    `report` and `eval_report`, DataReport as JSON, `total_steps` and `max_seq_len`. It tokenises
+    the whole data set, into the cache that the run will use.
 
     Raises:
         TrainerError: what the run itself would stop with.
@@ -71,6 +71,7 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
             "tokens": sum(len(piece.tokens) for piece in pieces),
             "label_tokens": sum(int(piece.is_label.sum()) for piece in pieces),
             "row_tokens": sum(lengths),
+            "is_cut": encoded.is_cut,
             "truncated": max(lengths) > data.max_seq_len and data.long_rows == "truncate",
             "sequences": len(pieces),
         }

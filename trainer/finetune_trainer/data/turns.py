@@ -364,7 +364,9 @@ def _legible(shown: str, marks: list[str]) -> str:
 
 
 def _without(text: str, marks: list[str]) -> str:
-    return text.translate(dict.fromkeys(map(ord, marks)))
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
 
 
 def _mended(value: Any) -> Any:
