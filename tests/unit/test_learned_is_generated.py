@@ -220,6 +220,27 @@ def test_what_a_template_drops_or_changes_is_refused(
         learner(family, "bytes").encode(messages)
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        pytest.param("Ho \ud83d", r"holds U\+D83D, half of a character", id="half a character"),
+        pytest.param("Ho \U0010f000", r"private-use character U\+10F000", id="a mark"),
+    ],
+)
+def test_characters_that_cannot_be_learned_are_refused(
+    learner: Any, text: str, sentence: str
+) -> None:
+    with pytest.raises(DataError, match=sentence):
+        learner("chatml", "bytes").encode(dialogue("Hi", text))
+
+
+def test_a_call_whose_function_is_no_object_is_refused(learner: Any) -> None:
+    messages = dialogue("Hi", "")
+    messages[1]["tool_calls"] = [{"function": "weather"}]
+    with pytest.raises(DataError, match="refuses the conversation"):
+        learner("mistral-v3", "bytes").encode(messages)
+
+
 def encoder_of(tokenizer: Any) -> RowEncoder:
     config = DataConfig(train=DatasetSource(path="rows.jsonl"), cache_dir="unused")
     tokenizer.chat_template = FAMILIES["chatml"].template

@@ -6,6 +6,7 @@ that text ends a character of private use shows, rendered with it. The definitio
 docs/decisions/0050-what-is-learned.md.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -26,6 +27,7 @@ from finetune_trainer.errors import DataError
 
 # Names under which a turn's thoughts are given; transformers fills in the others with the first.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # no tokenizer takes it
 SHOWN = 40  # characters of a text that a sentence quotes
 
 
@@ -284,17 +286,26 @@ class _Finder:
 
 
 def refuse_reserved(value: Any, where: str) -> None:
-    """Refuse a row whose texts hold one of the characters that stand for something else here.
+    """Refuse a row whose texts hold what stands for something else here, or is no character.
 
     Raises:
         DataError: they do.
     """
-    found = (RESERVED.search(text) for text in texts_of(value))
-    if held := next((match for match in found if match), None):
+    texts = list(texts_of(value))
+    if held := _first(HALF_A_CHARACTER, texts):
+        raise DataError(
+            f"{where} holds U+{ord(held[0]):X}, half of a character whose other half is missing; "
+            "correct or delete the row"
+        )
+    if held := _first(RESERVED, texts):
         raise DataError(
             f"{where} holds the private-use character U+{ord(held[0]):X}, which marks places for "
             "the trainer; delete it"
         )
+
+
+def _first(pattern: re.Pattern[str], texts: list[str]) -> re.Match[str] | None:
+    return next((match for text in texts if (match := pattern.search(text))), None)
 
 
 def _without_thoughts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -336,6 +347,9 @@ def _mark_calls(calls: Any, marks: Iterator[str]) -> tuple[Any, list[str]]:
     marked = []
     for call in calls:
         inner = call.get("function", call)
+        if not isinstance(inner, dict):
+            marked.append(call)
+            continue
         changed = dict(inner)
         if isinstance(inner.get("name"), str):
             changed["name"] = mark(inner["name"])
