@@ -54,7 +54,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
         _check_template(config.chat_template)
         tokenizer.chat_template = config.chat_template
     if config.chat_template_arguments:
-        _set_template_arguments(tokenizer, config.chat_template_arguments)
+        with explained(f"spec.model.source: the chat template of {config.path}"):
+            _set_template_arguments(tokenizer, config.chat_template_arguments)
     _add_tokens(tokenizer, config.add_tokens)
     return tokenizer
 
