@@ -10,6 +10,7 @@ the tokens.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from finetune_trainer.errors import DataError
@@ -107,17 +108,22 @@ class OwnTokenizer:
                 token["content"] = control.character(token["content"])
             number_of[token["content"]] = token["id"]
         self._whole = Tokenizer.from_str(json.dumps(backend))
-        bare = backend | {
-            "normalizer": _without_prefix(backend["normalizer"]),
-            "pre_tokenizer": _without_prefix(backend["pre_tokenizer"]),
-        }
-        self._bare = Tokenizer.from_str(json.dumps(bare))
         self._number = {self._whole.token_to_id(text): number for text, number in number_of.items()}
         known = set(self._whole.get_vocab(with_added_tokens=False).values())
         if known & {self._whole.token_to_id(control.character(name)) for name in control.names}:
             raise ValueError("its vocabulary has gaps")
         unknown = tokenizer.unk_token_id
         self._forged = {number for number in control.ids.values() if number != unknown} & known
+
+    @cached_property
+    def _bare(self) -> Any:
+        """The same without a space before a text; a second copy that few data sets need."""
+        from tokenizers import Tokenizer
+
+        backend = json.loads(self._whole.to_str())
+        for part in ("normalizer", "pre_tokenizer"):
+            backend[part] = _without_prefix(backend[part])
+        return Tokenizer.from_str(json.dumps(backend))
 
     def encode(self, text: str) -> tuple[list[int], Offsets]:
         """Return the tokens of a rewritten text, and which characters each is made of.
