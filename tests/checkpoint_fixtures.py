@@ -49,7 +49,9 @@ def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) 
     own = {"rank": 0, "world_size": 1, "group": None, "warn": warn}
     own |= {"job": JOB, "fingerprint": FINGERPRINT}
     arguments = {name: changes.pop(name, value) for name, value in own.items()}
-    fence = claimed(folder, arguments["job"]) if arguments["rank"] == 0 else None
+    take_over = changes.pop("take_over", False)
+    is_first = arguments["rank"] == 0
+    fence = claimed(folder, arguments["job"], take_over=take_over) if is_first else None
     return CheckpointStore(
         CheckpointConfig(dir=str(folder), **changes),
         clock=lambda: 1000.0,
@@ -58,9 +60,9 @@ def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) 
     )
 
 
-def claimed(folder: Path, job: JobRef = JOB) -> Fence:
+def claimed(folder: Path, job: JobRef = JOB, *, take_over: bool = False) -> Fence:
     """Claim a folder for checkpoints as rank 0 does before it trains."""
-    wanted = Wanted(folder, "spec.checkpoint.uri", job, left_by=job_of_checkpoints)
+    wanted = Wanted(folder, "spec.checkpoint.uri", job, take_over, left_by=job_of_checkpoints)
     return take([wanted], lambda _: Pace())
 
 

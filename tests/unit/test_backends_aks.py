@@ -78,6 +78,31 @@ def test_the_configuration_reaches_the_trainer_as_it_reads_it() -> None:
     assert config.control.scheduled_events_url is not None
 
 
+def test_the_profile_alone_says_whether_another_jobs_checkpoint_is_loaded() -> None:
+    resumed = {**JOB, "checkpoint__resumeFrom": "pvc://checkpoints/old/step-9"}
+    asked = {**resumed, "checkpoint__allowForeign": True}
+    for allowed in (True, False):
+        made = backend(profile(allow={"foreignCheckpoints": allowed}))
+        for spec in (resumed, asked) if allowed else (resumed,):
+            (*_, batch_job) = made.render(planned(**spec), Attempt(1)).objects
+            annotations = batch_job["spec"]["template"]["metadata"]["annotations"]
+            config = TrainConfig.model_validate_json(annotations["finetune.dev/config"])
+            assert config.checkpoint.allow_foreign is allowed
+        said = [str(problem) for problem in made.validate(job(**asked))]
+        refusal = (
+            "spec.checkpoint.allowForeign true is not allowed by profile default; remove it, or "
+            "have the profile's allow.foreignCheckpoints set"
+        )
+        assert said == ([] if allowed else [refusal])
+        assert made.validate(job(**resumed)) == []
+
+
+def test_no_python_of_a_pod_imports_from_the_images_working_directory() -> None:
+    for name in CASES:
+        (container,) = pod_of(name)["spec"]["containers"]
+        assert {"name": "PYTHONSAFEPATH", "value": "1"} in container["env"]
+
+
 def test_no_pod_holds_a_token_of_the_cluster_or_may_become_root() -> None:
     for name in CASES:
         spec = pod_of(name)["spec"]

@@ -308,7 +308,8 @@ def test_checkpoints_of_another_job_that_were_put_there_are_refused(tmp_path: Pa
     assert str(caught.value) == (
         f"spec.checkpoint.uri {own} holds step-2 of the job default/other (uid uid-2), not of "
         "this one (uid uid-1); set another spec.checkpoint.uri, and to start from that "
-        f"checkpoint on purpose also spec.checkpoint.resumeFrom file://{own}/step-2"
+        f"checkpoint on purpose also spec.checkpoint.resumeFrom file://{own}/step-2 and "
+        "spec.checkpoint.allowForeign true"
     )
     assert steps_in(own) == ["step-2"]
 
@@ -316,7 +317,7 @@ def test_checkpoints_of_another_job_that_were_put_there_are_refused(tmp_path: Pa
 def test_a_checkpoint_that_is_pruned_while_another_job_reads_it_is_said_so(tmp_path: Path) -> None:
     save(tmp_path / "other", 2, job=OTHER)
     path = step_path(tmp_path / "other", 2)
-    store = open_store(tmp_path / "own", resume_from=str(path))
+    store = open_store(tmp_path / "own", resume_from=str(path), allow_foreign=True)
     (path / "manifest.json").unlink()  # it goes first, when a checkpoint is deleted
     (path / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"step-2.* was deleted while it was read"):
@@ -325,13 +326,43 @@ def test_a_checkpoint_that_is_pruned_while_another_job_reads_it_is_said_so(tmp_p
         store.restore(make_state(0))
 
 
-def test_a_job_may_start_from_a_checkpoint_of_another_one_that_it_names(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_job_is_loaded_only_where_that_is_allowed(tmp_path: Path) -> None:
     save(tmp_path / "other", 3)
     resume_from = str(step_path(tmp_path / "other", 3))
-    job = OTHER
     state = make_state(0)
-    open_store(tmp_path / "own", job=job, resume_from=resume_from).restore(state)
+    with pytest.raises(ConfigError) as caught:
+        open_store(tmp_path / "own", job=OTHER, resume_from=resume_from).restore(state)
+    assert str(caught.value) == (
+        f"spec.checkpoint.resumeFrom {resume_from} was written by the job default/tiny (uid "
+        "uid-1), not by this one (uid uid-2); to load it all the same set "
+        "spec.checkpoint.allowForeign true on this machine, and in a cluster have the profile's "
+        "allow.foreignCheckpoints set"
+    )
+    assert tensors_differ(state, make_state(0)) == []
+
+    open_store(tmp_path / "own", job=OTHER, resume_from=resume_from, allow_foreign=True).restore(
+        state
+    )
     assert tensors_differ(state, make_state(3)) == []
+
+
+@pytest.mark.parametrize("takes_over", [True, False])
+def test_a_predecessor_that_is_taken_over_is_no_other_job(tmp_path: Path, takes_over: bool) -> None:
+    save(tmp_path / "other", 3)
+    heir = JOB.model_copy(update={"uid": "uid-9"})
+    store = open_store(
+        tmp_path / "own",
+        job=heir,
+        take_over=takes_over,
+        resume_from=str(step_path(tmp_path / "other", 3)),
+    )
+    state = make_state(0)
+    if takes_over:
+        store.restore(state)
+        assert tensors_differ(state, make_state(3)) == []
+    else:
+        with pytest.raises(ConfigError, match=r"\(spec\.takeOver true makes that job's work this"):
+            store.restore(state)
 
 
 def test_a_later_attempt_of_the_same_job_is_no_other_job(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class Locations:
         also: The same of `dataset.also`, in its order.
         adapter: Folder of the adapter that training begins with, or None.
         resume_from: `auto`, `none` or the folder of one checkpoint.
+        allow_foreign: That checkpoint may be another job's; it is the backend that knows.
         scheduled_events_url: Where the machine announces evictions; None where it does not.
         listing_lag_seconds: As in the trainer's configuration.
     """
@@ -43,6 +44,7 @@ class Locations:
     also: tuple[trainer.DatasetSource, ...] = ()
     adapter: str | None = None
     resume_from: str = "auto"
+    allow_foreign: bool = False
     threads_per_process: int = 1
     metrics_host: str = "127.0.0.1"
     scheduled_events_url: str | None = None
@@ -87,6 +89,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             mean_time_between_failures=_mean_time_between_failures(spec),
             keep=spec.checkpoint.keep,
             resume_from=locations.resume_from,
+            allow_foreign=locations.allow_foreign,
             is_continued=attempt > 1 or (spec.take_over and locations.resume_from != "none"),
         ),
         output=trainer.OutputConfig(dir=locations.output_dir, format=_output_format(plan)),

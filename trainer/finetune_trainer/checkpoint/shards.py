@@ -11,9 +11,12 @@ import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Protocol
 
-from finetune_trainer.checkpoint.agreement import RankError, describe
+from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank
+from finetune_trainer.checkpoint.unpickling import METADATA_FILE, read_metadata
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.failpoints import reach
 
 if TYPE_CHECKING:
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
-METADATA_FILE = ".metadata"  # which tensor lies where; DCP's name
 LOSS_SCALE = "scaler"  # the section that only runs in fp16 have
 
 
@@ -161,21 +163,29 @@ def read_shards(state: State, folder: Path, group: "ProcessGroup | None") -> Non
 
     Raises:
         RankError: what is in the folder does not fit `state`; raised on all ranks alike.
+        ConfigError: a file in it holds other objects than tensors; raised on all ranks alike.
     """
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     _expect_single_process(group)
+    reader = _reader(folder, group)
     try:
         load(
             state,
-            storage_reader=FileSystemReader(folder),
+            storage_reader=reader,
             planner=_exact_planner(),
             process_group=group,
             no_dist=group is None,
         )
     except CheckpointException as error:
+        refused = [why for why, _ in error.failures.values() if isinstance(why, UnpicklingError)]
+        if refused:  # by torch, which builds tensors alone
+            raise ConfigError(
+                f"{folder} holds other objects than tensors, so nothing of it is loaded "
+                f"({describe(refused[0]).splitlines()[0]}); name another checkpoint in "
+                "spec.checkpoint.resumeFrom"
+            ) from error
         raise RankError(_failures(error)) from error
 
 
@@ -238,6 +248,30 @@ def _cause(error: BaseException) -> BaseException:
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
     return error if behind is None else behind
+
+
+def _reader(folder: Path, group: "ProcessGroup | None") -> Any:
+    """Return DCP's reader, with the record that it would unpickle itself."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    read: list[Metadata] = []
+
+    def try_it() -> ConfigError | None:
+        try:
+            read.append(read_metadata(folder))
+        except ConfigError as error:
+            return error  # keeps its class, and with it the exit code, on every rank
+        return None
+
+    if refusals := [one for one in on_every_rank(group, try_it) if one is not None]:
+        raise refusals[0]
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+            return read[0]
+
+    return Reader(folder)
 
 
 def _exact_planner() -> Any:

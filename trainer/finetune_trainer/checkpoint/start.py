@@ -4,6 +4,7 @@ The store calls it on rank 0 before the first step; nothing is written into the 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from finetune_trainer.checkpoint.retention import best
 from finetune_trainer.claims.enter import Wanted
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
-from finetune_trainer.errors import ConfigError
+from finetune_trainer.errors import CheckpointError, ConfigError
 
 
 class Start(NamedTuple):
@@ -48,6 +49,7 @@ def prepare_start(
     commit.remove_leftovers(root, claim)
     source = _choose(root, config, warn)
     if source is not None:
+        _refuse_foreign(*source, wanted, config)
         _refuse_other_training(*source, wanted, fingerprint)
     step = source[1].step if source else 0
     course, beyond = commit.begin_course(root, claim, step)
@@ -59,6 +61,22 @@ def prepare_start(
     refs = commit.ledger(root, course)
     last = next((ref for ref in refs if ref.step == step), None)
     return Start(course, source, last, best(refs))
+
+
+def recorded(config: CheckpointConfig) -> Fingerprint | None:
+    """Return what the checkpoint that training will go on from was made of; None without any.
+
+    Its files are not read, so that it is known before anything is loaded.
+    """
+    found = []
+    if config.resume_from == "auto" or config.is_continued:
+        found = commit.manifests(Path(config.dir).absolute())[:1]
+    if config.resume_from not in ("auto", "none"):
+        folder = Path(config.resume_from).absolute()
+        with suppress(CheckpointError):  # `prepare_start` will say it
+            found.append((folder, commit.read_manifest(folder)))
+    newest = max(found, key=lambda one: one[1].step, default=None)
+    return newest[1].fingerprint if newest else None
 
 
 def job_of_checkpoints(root: Path) -> JobRef | None:
@@ -79,8 +97,26 @@ def _refuse_another_job(root: Path, wanted: Wanted) -> None:
                 f"spec.checkpoint.uri {root} holds {folder.name} of the job "
                 f"{owner.namespace}/{owner.name} (uid {owner.uid}), not of this one (uid "
                 f"{job.uid}); set another spec.checkpoint.uri, and to start from that checkpoint "
-                f"on purpose also spec.checkpoint.resumeFrom file://{folder}"
+                f"on purpose also spec.checkpoint.resumeFrom file://{folder} and "
+                "spec.checkpoint.allowForeign true"
             )
+
+
+def _refuse_foreign(
+    folder: Path, manifest: Manifest, wanted: Wanted, config: CheckpointConfig
+) -> None:
+    """Refuse to load what another job has written, unless somebody who may has said so."""
+    owner = manifest.job
+    if wanted.may_follow(owner) or config.allow_foreign:
+        return
+    is_namesake = (owner.namespace, owner.name) == (wanted.job.namespace, wanted.job.name)
+    take_over = " (spec.takeOver true makes that job's work this one's)" if is_namesake else ""
+    raise ConfigError(
+        f"spec.checkpoint.resumeFrom {folder} was written by the job {owner.namespace}/"
+        f"{owner.name} (uid {owner.uid}), not by this one (uid {wanted.job.uid}){take_over}; to "
+        "load it all the same set spec.checkpoint.allowForeign true on this machine, and in a "
+        "cluster have the profile's allow.foreignCheckpoints set"
+    )
 
 
 def _refuse_other_training(

@@ -219,6 +219,11 @@ class CheckpointConfig(ContractModel):
         description="A later attempt of the same job: what it has committed itself counts too, "
         "whatever resumeFrom says.",
     )
+    allow_foreign: bool = Field(
+        False,
+        description="resumeFrom may name a checkpoint that another job has written; a job that "
+        "this one takes over is no other one.",
+    )
 
 
 class OutputConfig(ContractModel):

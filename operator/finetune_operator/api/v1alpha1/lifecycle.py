@@ -53,8 +53,19 @@ class CheckpointSpec(ApiModel):
         "auto",
         description="auto (newest committed checkpoint), none, or the URI of one checkpoint.",
     )
+    allow_foreign: bool = Field(
+        False,
+        description="Load the checkpoint that resumeFrom names though another job has written it; "
+        "the job that takeOver goes on with is no other one. In a cluster the profile's "
+        "allow.foreignCheckpoints has to allow it, and is enough.",
+    )
 
     cel_rules = (
+        Rule(
+            "!self.allowForeign || !(self.resumeFrom in ['auto', 'none'])",
+            "has no effect without the URI of a checkpoint in resumeFrom; set that or remove it",
+            field="allowForeign",
+        ),
         Rule(
             "!has(self.meanTimeBetweenFailures) || "
             "!(has(self.everySteps) || has(self.everySeconds))",

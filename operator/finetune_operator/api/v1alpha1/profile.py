@@ -187,6 +187,11 @@ class Allowances(ApiModel):
         description="Most cpu, memory and ephemeral-storage that a job's podTemplate may ask for "
         "in each pod; what is not listed it may not ask for, nor what the profile sets itself.",
     )
+    foreign_checkpoints: bool = Field(
+        False,
+        description="Whether checkpoint.resumeFrom may name a checkpoint that another job has "
+        "written, as far as its volume may be named; else such a job ends with exit code 78.",
+    )
     scheduling: bool = Field(
         False,
         description="Whether a job's podTemplate may set nodeSelector, tolerations and affinity.",

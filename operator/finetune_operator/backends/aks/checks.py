@@ -33,6 +33,7 @@ def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
         *_namespace(job, profile),
         *_sizes(job, profile),
         *_names(job, profile.spec),
+        *_foreign(job, profile),
         *_kept(job, profile),
         *_queue(job, profile.spec),
         *_nodes(job, profile),
@@ -154,6 +155,16 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
                 yield from refused(path, "a claim", claim, allow.claims)
             else:
                 yield from refused(path, "a volume", claim, allow.volumes)
+
+
+def _foreign(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
+    """Whose a checkpoint is stands in it, where only the trainer reads; here, what was asked."""
+    if job.spec.checkpoint.allow_foreign and not profile.spec.allow.foreign_checkpoints:
+        text = (
+            f"true is not allowed by profile {profile.name}; remove it, or have the profile's "
+            "allow.foreignCheckpoints set"
+        )
+        yield Problem("spec.checkpoint.allowForeign", text)
 
 
 def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:

@@ -192,6 +192,7 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
         cache_dir=str(PurePosixPath(profile.cache_directory) / "tokens"),
         termination_path=TERMINATION_PATH,
         resume_from=resume if resume in ("auto", "none") else place(resume),
+        allow_foreign=profile.allow.foreign_checkpoints,
         threads_per_process=threads,
         metrics_host="0.0.0.0",
         scheduled_events_url=None if spec.capacity == "onDemand" else SCHEDULED_EVENTS,

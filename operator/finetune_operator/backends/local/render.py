@@ -122,5 +122,6 @@ def _locations(
         cache_dir=str(layout.cache_dir(context.environ)),
         termination_path=str(folder.termination(0)),
         resume_from=resume,
+        allow_foreign=spec.checkpoint.allow_foreign,
         threads_per_process=threads or max(1, cores // plan.world_size),
     )
