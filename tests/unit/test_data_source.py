@@ -1,6 +1,7 @@
 """Rows from files and the hub: the same rows from each, and a sentence for each fault."""
 
 import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,70 @@ def write_parquet(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
 def write_json(path: Path) -> Path:
     path.write_text(json.dumps(ROWS, indent=2))
     return path
+
+
+def pack(path: Path) -> Path:
+    """Compress a file, in two parts, as its new name asks for; the plain one is gone."""
+    content = path.with_suffix("").read_bytes()
+    path.with_suffix("").unlink()
+    halves = content[:20], content[20:]
+    if path.suffix == ".gz":
+        path.write_bytes(b"".join(map(gzip.compress, halves)))
+    else:
+        import pyarrow
+
+        codec = pyarrow.Codec("zstd")
+        path.write_bytes(b"".join(codec.compress(half, asbytes=True) for half in halves))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("rows.jsonl", write_jsonl),
+        ("lines.json", write_jsonl),
+        ("rows.json", write_json),
+        ("rows.csv", write_csv),
+    ],
+)
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_a_compressed_file_gives_the_rows_of_the_plain_one(
+    tmp_path: Path, name: str, write: Any, packed: str
+) -> None:
+    write(tmp_path / name)
+    path = pack(tmp_path / f"{name}{packed}")
+    assert values(path) == ROWS
+    assert values(tmp_path) == ROWS, "in a folder as well"
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: content[:-9], id="cut off"),
+        pytest.param(lambda content: b"no such thing", id="another kind"),
+        pytest.param(
+            lambda content: content[:22] + bytes(8) + content[30:], id="changed in the middle"
+        ),
+    ],
+)
+def test_a_damaged_compressed_file_is_a_sentence(tmp_path: Path, packed: str, damage: Any) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS * 20)
+    path = pack(tmp_path / f"rows.jsonl{packed}")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError) as error:
+        list(opened(path))
+    said = str(error.value)
+    assert said.startswith(f"spec.dataset.source {path} cannot be unpacked (")
+    assert said.endswith("); pack it again, or unpack it yourself")
+
+
+def test_hidden_files_of_a_folder_are_no_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl")
+    (folder / "._a.jsonl").write_bytes(b"\x00\x05\x16\x07 of a Mac")
+    assert values(folder) == ROWS
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,16 @@ Keys are camelCase in JSON and snake_case in Python; unknown keys are refused.
 
 from finetune_trainer.config.base import ContractModel as ContractModel
 from finetune_trainer.config.base import JobRef as JobRef
+from finetune_trainer.config.inputs import COMPRESSIONS as COMPRESSIONS
+from finetune_trainer.config.inputs import DATA_SUFFIXES as DATA_SUFFIXES
 from finetune_trainer.config.inputs import ColumnMap as ColumnMap
 from finetune_trainer.config.inputs import DataConfig as DataConfig
 from finetune_trainer.config.inputs import DataFormat as DataFormat
 from finetune_trainer.config.inputs import DatasetSource as DatasetSource
 from finetune_trainer.config.inputs import LongRows as LongRows
 from finetune_trainer.config.inputs import ModelConfig as ModelConfig
+from finetune_trainer.config.inputs import data_suffix as data_suffix
+from finetune_trainer.config.inputs import is_data_file as is_data_file
 from finetune_trainer.config.report import CheckpointRef as CheckpointRef
 from finetune_trainer.config.report import DataReport as DataReport
 from finetune_trainer.config.report import ExitCode as ExitCode

@@ -43,10 +43,43 @@ class LongRows(StrEnum):
     SPLIT = "split"
 
 
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+"""Kinds of files that rows are read from, by the end of their names."""
+
+COMPRESSIONS = (".gz", ".zst")
+"""What may follow, but after `.parquet`, which is compressed inside."""
+
+
+def data_suffix(name: str) -> str | None:
+    """Return the end of a file's name that says how its rows are read; None if they are not.
+
+    `rows.jsonl.gz` has `.jsonl.gz`.
+    """
+    plain, packed = name, ""
+    for ending in COMPRESSIONS:
+        if name.endswith(ending):
+            plain, packed = name.removesuffix(ending), ending
+    for suffix in DATA_SUFFIXES:
+        if plain.endswith(suffix) and not (packed and suffix == ".parquet"):
+            return suffix + packed
+    return None
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file that is found in a folder of rows, not named itself, is one of them.
+
+    Hidden files are notes of other programs, such as the `._a.jsonl` of a Mac.
+    """
+    return not name.startswith(".") and data_suffix(name) is not None
+
+
 class DatasetSource(ContractModel):
     """Where rows come from: a local file or folder, or a data set on the hub."""
 
-    path: str = Field(description="A .jsonl, .json, .parquet or .csv file, or a hub data set name.")
+    path: str = Field(
+        description="A .jsonl, .json or .csv file, perhaps compressed (.gz, .zst), a .parquet "
+        "file, a folder of them, or a hub data set name."
+    )
     split: str = Field("train", description="Split to read; files have only 'train'.")
     is_hub: bool = Field(False, description="The path is a hub data set name.")
     weight: Annotated[float, Field(gt=0)] = Field(

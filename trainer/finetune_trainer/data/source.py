@@ -6,22 +6,31 @@ one array.
 """
 
 import csv
+import gzip
 import hashlib
+import io
 import json
 import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from finetune_trainer.config import DatasetSource
+from finetune_trainer.config import (
+    COMPRESSIONS,
+    DATA_SUFFIXES,
+    DatasetSource,
+    data_suffix,
+    is_data_file,
+)
 from finetune_trainer.errors import ConfigError, DataError, TrainerError
 
 FIELDS = {
     "train": ("spec.dataset.source", "spec.dataset.split"),
     "eval": ("spec.dataset.evalSource", "spec.dataset.evalSplit"),
 }
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,11 @@ def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> "Rows":
         raise DataError(f"{field} {path} does not exist; check the path")
     files = sorted(_data_files(path)) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"{field} {path} holds no {', '.join(SUFFIXES)} file; add one")
-    unknown = [file for file in files if file.suffix not in SUFFIXES]
+        raise DataError(f"{field} {path} holds no {', '.join(DATA_SUFFIXES)} file; add one")
+    unknown = [file for file in files if data_suffix(file.name) is None]
     if unknown:
-        raise DataError(
-            f"{field} {unknown[0]} is not a {', '.join(SUFFIXES)} file; convert it to one of them"
-        )
+        kinds = ", ".join(DATA_SUFFIXES)
+        raise DataError(f"{field} {unknown[0]} is not a {kinds} file; convert it to one of them")
     return FileRows(str(path), field, tuple(files))
 
 
@@ -113,7 +121,7 @@ class FileRows:
                     part = hashlib.file_digest(content, "sha256").digest()
             except OSError as error:
                 raise DataError(f"{self.field} {file} cannot be read: {error.strerror}") from error
-            digest.update(file.suffix.encode() + part)
+            digest.update((data_suffix(file.name) or "").encode() + part)
         return digest.hexdigest()
 
 
@@ -159,28 +167,62 @@ Rows = FileRows | HubRows
 
 
 def _data_files(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file()]
+    return [file for file in folder.iterdir() if is_data_file(file.name) and file.is_file()]
 
 
 def _read(file: Path) -> Iterator[Row]:
-    if file.suffix == ".parquet":
+    kind = data_suffix(file.name) or ""
+    if kind == ".parquet":
         return _parquet_rows(file)
-    if file.suffix == ".csv":
+    if kind.startswith(".csv"):
         return _csv_rows(file)
-    if file.suffix == ".json" and _is_array(file):
+    if kind.startswith(".json") and not kind.startswith(".jsonl") and _is_array(file):
         return _array_rows(file)
     return _line_rows(file)
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """Open the bytes of a file, unpacked where its name says that they are packed."""
+    try:
+        with ExitStack() as stack:
+            content: Any
+            if file.suffix == ".gz":
+                content = stack.enter_context(gzip.open(file))
+            elif file.suffix == ".zst":
+                import pyarrow
+
+                stack.enter_context(file.open("rb"))  # whose errors say more than pyarrow's
+                packed = stack.enter_context(pyarrow.input_stream(str(file), compression="zstd"))
+                content = stack.enter_context(io.BufferedReader(packed))
+            else:
+                content = stack.enter_context(file.open("rb"))
+            yield content
+    except (EOFError, zlib.error) as error:
+        raise _damaged(file, error) from error
+    except OSError as error:
+        if file.suffix not in COMPRESSIONS or error.strerror:
+            raise
+        raise _damaged(file, error) from error  # what both libraries raise for a damaged file
+
+
+def _damaged(file: Path, error: Exception) -> _MalformedError:
+    return _MalformedError(
+        f"{file} cannot be unpacked ({_first_line(error)}); pack it again, or unpack it yourself"
+    )
+
+
 def _line_rows(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:
+    with _opened(file) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _json_row(f"{file} line {number}", _parse(line.rstrip(), file, number))
 
 
 def _array_rows(file: Path) -> Iterator[Row]:
-    for number, values in enumerate(_parse(file.read_bytes(), file, 1), start=1):
+    with _opened(file) as content:
+        text = content.read()
+    for number, values in enumerate(_parse(text, file, 1), start=1):
         yield _json_row(f"{file} row {number}", values)
 
 
@@ -225,7 +267,7 @@ def _unreadable(where: str, error: Exception) -> _MalformedError:
 
 
 def _is_array(file: Path) -> bool:
-    with file.open("rb") as content:
+    with _opened(file) as content:
         return content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
@@ -233,7 +275,10 @@ def _csv_rows(file: Path) -> Iterator[Row]:
     # Every value stays the text it is: a reader that infers types turns 3.10 into 3.1.
     csv.field_size_limit(sys.maxsize)  # the default refuses values over 128 KiB
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
+        with (
+            _opened(file) as content,
+            io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as lines,
+        ):
             reader = csv.DictReader(lines, strict=True)
             for values in reader:
                 where = f"{file} line {reader.line_num}"

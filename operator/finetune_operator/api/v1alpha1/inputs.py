@@ -157,7 +157,8 @@ class DatasetSpec(ApiModel):
 
     source: Source = Field(
         description="Training rows: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, https://…blob…, "
-        "or file://PATH of a .jsonl, .parquet or .csv file."
+        "or file://PATH of a .jsonl, .json or .csv file, perhaps compressed (.gz, .zst), of a "
+        ".parquet file, or of a folder of them."
     )
     format: DatasetFormat = Field(
         DatasetFormat.CHAT,

@@ -17,8 +17,8 @@ from finetune_operator.backends.local import layout
 from finetune_operator.backends.local.layout import BadUriError
 from finetune_operator.backends.local.overlaps import overlaps
 from finetune_operator.backends.local.render import visible_gpus
+from finetune_trainer.config import DATA_SUFFIXES, data_suffix, is_data_file
 
-_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _NO_EFFECT = (
     unset("model.tokenSecretRef", "remove it, and set HF_TOKEN"),
     unset("topology.instanceType"),
@@ -122,14 +122,14 @@ def _data(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
 
 
 def _complaint_about_data(place: Path) -> str:
-    types = ", ".join(_DATA_SUFFIXES)
+    types = ", ".join(DATA_SUFFIXES)
     if not place.exists():
         return "does not exist; correct the path"
     if place.is_dir():
-        if not any(entry.suffix in _DATA_SUFFIXES for entry in place.iterdir()):
+        if not any(is_data_file(entry.name) for entry in place.iterdir()):
             return f"holds no {types} file; add one or name another folder"
         return ""
-    if place.suffix not in _DATA_SUFFIXES:
+    if data_suffix(place.name) is None:
         return f"is not one of {types}; convert it"
     if place.stat().st_size == 0:
         return "is empty; it needs at least one row"
