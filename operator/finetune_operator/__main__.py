@@ -1,6 +1,11 @@
 """`python -m finetune_operator` is `ftctl`."""
 
-from finetune_operator.cli.app import main
+import os
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and os.path.isdir(sys.path[0]) and sys.path[0] == os.getcwd():
+        del sys.path[0]  # a yaml.py beside a manifest is none of ours to run
+    from finetune_operator.cli.app import main
+
     main()

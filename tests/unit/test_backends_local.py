@@ -11,6 +11,7 @@ from fake_api import FakeApi
 from finetune_operator.api.problems import Severity
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local.backend import LocalBackend
+from finetune_operator.backends.local.environment import passed_on
 from finetune_operator.backends.local.layout import BadUriError, file_path
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -167,6 +168,32 @@ def test_missing_inputs_are_named_with_field_and_path(tmp_path: Path) -> None:
         f"spec.method.lora.startFrom file://./adapter: {tmp_path}/adapter has no "
         "adapter_config.json; name the folder of an adapter",
     ]
+
+
+def test_compressed_rows_are_rows_and_hidden_files_are_none(inputs: Path) -> None:
+    (inputs / "rows.jsonl.zst").write_bytes(b"packed")
+    (inputs / "rows").mkdir()
+    (inputs / "rows" / "._a.jsonl").write_text("of a Mac")
+    manifest = job(dataset__source="file://./rows.jsonl.zst", dataset__evalSource="file://./rows")
+    (problem,) = backend(inputs).check_inputs(manifest)
+    assert problem.path == "spec.dataset.evalSource"
+    (inputs / "rows" / "a.csv.gz").write_bytes(b"packed")
+    assert backend(inputs).check_inputs(manifest) == []
+
+
+def test_the_manifest_alone_says_whether_another_jobs_checkpoint_is_loaded() -> None:
+    for allowed in (True, False):
+        plan = planned(
+            checkpoint={"resumeFrom": "file:///old/step-3", "allowForeign": allowed},
+        )
+        made = backend(Path("/m")).render(plan, Attempt(1))
+        config = TrainConfig.model_validate(made.objects[1]["content"])
+        assert config.checkpoint.allow_foreign is allowed
+
+
+def test_no_python_of_an_attempt_imports_from_its_folder() -> None:
+    taken = passed_on({"PYTHONPATH": ":/src:", "PYTHONSAFEPATH": "", "HOME": "/tmp/ada"})
+    assert taken == {"PYTHONPATH": "/src", "PYTHONSAFEPATH": "1", "HOME": "/tmp/ada"}
 
 
 def test_a_file_in_the_way_of_a_folder_is_found_before_anything_starts(inputs: Path) -> None:

@@ -22,7 +22,8 @@ from finetune_operator.errors import FineTuneError
 from finetune_trainer.config import DataReport, TrainConfig
 
 _READ = ("spec.backend.type", "spec.model", "spec.dataset")
-PREVIEW_COMMAND = (sys.executable, "-m", "finetune_trainer.data.preview")
+# -P: a torch.py beside the manifest is a file like any other, and none of ours to run.
+PREVIEW_COMMAND = (sys.executable, "-P", "-m", "finetune_trainer.data.preview")
 
 
 def preview(
@@ -69,7 +70,7 @@ def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            env={**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
     lines = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
     for line in lines:

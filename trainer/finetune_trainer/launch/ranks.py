@@ -90,7 +90,7 @@ def start_ranks(
             if inherited:
                 place[ENV_STORE_FD] = str(inherited[0])
             processes[rank] = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, "-P", *arguments],  # nothing is imported from this folder
                 env={**environ, **place},
                 pass_fds=inherited,
                 start_new_session=True,

@@ -92,6 +92,7 @@ class Supervisor:
             # torch and the BLAS libraries read it when they are loaded, so it cannot wait.
             "OMP_NUM_THREADS": str(config.world.threads_per_process),
             "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONSAFEPATH": "1",  # for what torch and the ranks start in turn
             ENV_REPORT_DIR: str(reports),
             ENV_STARTED: str(started),
             ENV_SUPERVISOR_PID: str(os.getpid()),

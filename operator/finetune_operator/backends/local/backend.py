@@ -1,6 +1,6 @@
 """The local backend: runs an attempt as processes of this machine; the default of `ftctl run`.
 
-One process group a node: `python -m finetune_trainer CONFIG`, which starts and supervises the
+One process group a node: `python -P -m finetune_trainer CONFIG`, which starts and supervises the
 node's ranks. Everything that must outlive `ftctl` is in the attempt's folder (see `layout`), so a
 killed `ftctl` finds again what it started. This file only connects the verbs to their modules.
 """
@@ -37,7 +37,7 @@ from finetune_operator.errors import BackendError
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Termination
 
-TRAINER = (sys.executable, "-m", "finetune_trainer")
+TRAINER = (sys.executable, "-P", "-m", "finetune_trainer")
 
 # Whoever may create a job would run programs as the operator, with its token.
 _IN_A_CLUSTER = (

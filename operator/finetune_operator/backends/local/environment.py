@@ -45,6 +45,8 @@ _PREFIXES = (
     "TRANSFORMERS_",
 )
 _OURS = frozenset({ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH, ENV_MARK})
+# No Python of an attempt imports what lies in the folder that it runs in.
+_ALWAYS = {"PYTHONSAFEPATH": "1"}
 
 
 def mark(uid: str, node: int | None = None) -> str:
@@ -60,8 +62,13 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
 
     A launcher's RANK or WORLD_SIZE is not among it: the trainer would take itself for a rank.
     """
-    return {
+    taken = {
         name: value
         for name, value in environ.items()
         if (name in _NAMES or name.startswith(_PREFIXES)) and name not in _OURS
     }
+    if "PYTHONPATH" in taken:
+        # An empty part, as in `export PYTHONPATH=$PYTHONPATH:/x`, means the current folder.
+        parts = [part for part in taken["PYTHONPATH"].split(":") if part]
+        taken["PYTHONPATH"] = ":".join(parts)
+    return taken | _ALWAYS

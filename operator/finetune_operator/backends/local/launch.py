@@ -1,6 +1,6 @@
 """Become the main process of a node, after writing down who that is.
 
-`start` runs it as `python -m ...launch RECORD DIRECTORY COMMAND...`.
+`start` runs it as `python -P -m ...launch RECORD DIRECTORY COMMAND...`.
 The record is written by the process it is about: whoever started it may be killed at any moment.
 """
 

@@ -93,7 +93,8 @@ def _start_node(
             return  # it was, and has ended
         # Inherited by the launcher and kept over its exec; the ranks' launcher closes it.
         os.set_inheritable(lock, True)
-        command = [sys.executable, "-m", LAUNCHER, str(folder.node(rank)), str(folder.run_dir)]
+        launcher = [sys.executable, "-P", "-m", LAUNCHER]
+        command = [*launcher, str(folder.node(rank)), str(folder.run_dir)]
         os.posix_spawn(
             sys.executable,
             [*command, *node["command"]],
