@@ -1,6 +1,8 @@
 """What is exported loads elsewhere and answers as the trained model does, or nothing is."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,13 @@ import yaml
 
 from export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from finetune_trainer.claims.names import CLAIMS
-from finetune_trainer.config import TrainConfig
-from finetune_trainer.errors import TrainerError
-from finetune_trainer.export import export
+from finetune_trainer.config import ExitCode, TrainConfig
+from finetune_trainer.errors import ConfigError, ExportError, TrainerError
+from finetune_trainer.export import export, try_export
 from finetune_trainer.export.merge import probe_logits
+from finetune_trainer.export.publish import ExportRecord
 from finetune_trainer.model.load import load_tokenizer
-from text_fixtures import CHATML_TEMPLATE, tiny_model
+from text_fixtures import CHATML_TEMPLATE, VOCAB_SIZE, tiny_model
 
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors"}
@@ -47,6 +50,33 @@ def load_merged(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def tiny_of_family(name: str, base: Path, folder: Path) -> Path:
+    """Save a random model of another family with the tokenizer of `base`; return its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if name != "falcon":
+        settings |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+    if name == "gpt_oss":
+        settings |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    shutil.copytree(base, folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).save_pretrained(
+            folder
+        )
+    return folder
 
 
 def test_a_loaded_adapter_gives_the_trained_models_logits_bit_for_bit(
@@ -155,9 +185,62 @@ def test_a_merge_that_changes_the_answers_is_not_exported(base: Path, tmp_path: 
     # Merging replaces the adapted layer, and with it this part of what it computes.
     adapted = model.base_model.model.model.layers[0].mlp.up_proj
     adapted.register_forward_hook(lambda module, inputs, output: output * 1.01)
-    with pytest.raises(TrainerError, match="the merged model's answers differ"):
+    with pytest.raises(ExportError, match="the merged model's answers differ") as caught:
         run_export(model, config)
-    assert names(tmp_path / "output") == set()
+    adapter = tmp_path / "output" / "adapter"
+    assert f"; the adapter is in {adapter}, and the last checkpoint is" in str(caught.value)
+    assert caught.value.exit_code is ExitCode.DO_NOT_RESTART
+    assert names(adapter) == ADAPTER_FILES | BESIDE
+    assert names(tmp_path / "output") == {"adapter"} | RECORD
+
+
+def test_the_adapter_is_there_before_anything_is_merged(base: Path, tmp_path: Path) -> None:
+    """And nothing of an older export lies beside it, nor is it called whole."""
+    config = export_config(base, tmp_path / "output", format="both")
+    run_export(trained_model(config), config)
+    model = trained_model(config, seed=1)
+    base_model = model.get_base_model()
+    kept, base_model.generation_config = base_model.generation_config, None  # it cannot be saved
+    with pytest.raises(ExportError, match=r"^the adapters cannot be merged \(AttributeError: "):
+        run_export(model, config)
+    adapter = tmp_path / "output" / "adapter"
+    assert names(tmp_path / "output") - {"merged"} == {"adapter"} | RECORD
+    assert not list((tmp_path / "output").glob("merged/*"))
+    record = ExportRecord.read(tmp_path / "output" / "finetune-export.json")
+    assert not record.is_whole
+    assert set(record.files) == {f"adapter/{name}" for name in names(adapter)}
+
+    base_model.generation_config = kept
+    run_export(model, config)
+    assert ExportRecord.read(tmp_path / "output" / "finetune-export.json").is_whole
+    assert names(tmp_path / "output" / "merged") == MODEL_FILES | BESIDE
+
+
+def test_whoever_may_read_other_new_files_may_read_an_export(base: Path, tmp_path: Path) -> None:
+    config = export_config(base, tmp_path / "output", format="both")
+    before = os.umask(0o027)
+    try:
+        run_export(trained_model(config), config)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "output").rglob("*") if path.is_file()]
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in files}
+    assert set(modes) >= ADAPTER_FILES | MODEL_FILES
+    assert set(modes.values()) == {"0o640"}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "falcon"])
+def test_a_family_that_cannot_attend_as_others_do_is_merged(
+    name: str, base: Path, tmp_path: Path
+) -> None:
+    other = tiny_of_family(name, base, tmp_path / "base")
+    config = export_config(other, tmp_path / "output", format="both")
+    model = trained_model(config, strength=0.2)
+    try_export(model, load_tokenizer(config.model), config)
+    _, folder = run_export(model, config)
+    loaded = load_merged(folder)
+    assert type(loaded) is type(model.get_base_model())
+    torch.testing.assert_close(probe_logits(loaded), probe_logits(model), rtol=0, atol=1e-4)
 
 
 def test_an_adapter_without_tensors_is_not_exported(tmp_path: Path) -> None:
@@ -237,3 +320,70 @@ def test_a_missing_data_file_costs_the_card_its_hash_and_nothing_else(
     (folder,) = run_export(trained_model(config), config, warnings)
     assert "| content hash | - | - |" in (folder / "README.md").read_text()
     assert "the model card lacks the hash" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "method"),
+    [("adapter", "lora"), ("merged", "lora"), ("both", "lora"), ("merged", "full")],
+)
+def test_a_tried_export_changes_neither_the_model_nor_a_random_number_nor_the_output(
+    base: Path, tmp_path: Path, wanted: str, method: str
+) -> None:
+    config = export_config(base, tmp_path / "output", format=wanted, method=method)
+    model = trained_model(config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    try_export(model, load_tokenizer(config.model), config)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert all(module.training for module in model.modules())
+    assert not (tmp_path / "output").exists()
+
+
+def spoil_generation(model: Any) -> None:
+    model.get_base_model().generation_config = None
+
+
+def spoil_adapters(model: Any) -> None:
+    model.peft_config["default"].target_modules = {"no_such_layer"}
+
+
+def spoil_shapes(model: Any) -> None:
+    model.get_base_model().config.intermediate_size += 1
+
+
+def spoil_class(model: Any) -> None:
+    model.get_base_model().config.hidden_act = "no_such_function"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "wanted", "says"),
+    [
+        pytest.param(spoil_generation, "both", "the whole model of Llama", id="what is saved"),
+        pytest.param(spoil_adapters, "adapter", "the adapter of LlamaForCausalLM", id="adapters"),
+        pytest.param(spoil_shapes, "merged", "in one built from its configuration", id="shapes"),
+        pytest.param(spoil_class, "merged", "KeyError", id="the class"),
+    ],
+)
+def test_what_could_not_be_exported_is_refused_before_training(
+    base: Path, tmp_path: Path, spoil: Any, wanted: str, says: str
+) -> None:
+    config = export_config(base, tmp_path / "output", format=wanted)
+    model = trained_model(config)
+    spoil(model)
+    with pytest.raises(ConfigError, match=rf"^spec\.output\.format {wanted}: ") as caught:
+        try_export(model, load_tokenizer(config.model), config)
+    assert says in str(caught.value)
+    assert "could not be exported after the training (" in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_found_before_training(
+    base: Path, tmp_path: Path
+) -> None:
+    config = export_config(base, tmp_path / "output")
+    tokenizer = load_tokenizer(config.model)
+    tokenizer.chat_template = {"default": 1}  # no text
+    with pytest.raises(ConfigError, match=r"could not be exported .*the tokenizer: "):
+        try_export(trained_model(config), tokenizer, config)

@@ -9,6 +9,7 @@
     ├── CheckpointError               1    a save or a restore failed
     ├── ClaimLostError                1    a folder was moved or emptied under the run
     ├── OvertakenError               93    a later attempt writes here by now; never retried
+    ├── ExportError                  93    what was trained cannot be exported so; never retried
     ├── WorldSizeError               93    the ranks that came up are not the ranks asked for
     └── NonFiniteLossError           93    the loss is not a number; it would be so again
 
@@ -70,6 +71,13 @@ class OvertakenError(TrainerError):
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.OVERTAKEN
+
+
+class ExportError(TrainerError):
+    """The trained weights, or their merge, are not what they must be; the same would come again."""
+
+    exit_code = ExitCode.DO_NOT_RESTART
+    failure_class = FailureClass.DO_NOT_RESTART
 
 
 class WorldSizeError(TrainerError):

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 _CANNOT_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
@@ -31,6 +32,21 @@ def move_file(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         sync(target)
         source.unlink()
+
+
+def share_as(path: Path, other: Path) -> None:
+    """Let those read a file who may read `other`, a file made by opening it: the umask's choice.
+
+    Some libraries make files that their owner alone may read. A layer without modes is left alone.
+    """
+    mode = stat.S_IMODE(other.stat().st_mode)
+    if stat.S_IMODE(path.stat().st_mode) == mode:
+        return
+    try:
+        path.chmod(mode)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def make_anew(folder: Path) -> Path:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from finetune_trainer.errors import TrainerError
+from finetune_trainer.errors import ExportError
 from finetune_trainer.evaluation import in_evaluation_mode
 from finetune_trainer.model.adapters import adapt, in_format_of_base
+from finetune_trainer.model.attention import NAME as DOCUMENTS
 from finetune_trainer.model.quantize import full_weight
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def merged_copy(model: "PeftModel", warn: Callable[[str], None]) -> "PreTrainedM
     coarse for what the adapters learnt.
 
     Raises:
-        TrainerError: the merged model answers differently from base and adapters together.
+        ExportError: the merged model answers differently from base and adapters together.
     """
     base = cast("PreTrainedModel", model.get_base_model())
     dtype, wide_dtype = base.dtype, torch.promote_types(base.dtype, torch.float32)
@@ -62,10 +63,7 @@ def merged_copy(model: "PeftModel", warn: Callable[[str], None]) -> "PreTrainedM
     _require(_relative(probe_logits(model).cpu(), adapted), copied, dtype)
     with wide.disable_adapter():
         effect = _relative(probe_logits(wide), adapted)
-    try:
-        merged = cast("PreTrainedModel", wide.merge_and_unload(safe_merge=True))
-    except ValueError as error:
-        raise TrainerError(f"the adapters cannot be merged: {error}") from error
+    merged = cast("PreTrainedModel", wide.merge_and_unload(safe_merge=True))
     _require(_relative(probe_logits(merged), adapted), MERGE_TOLERANCE[wide_dtype], wide_dtype)
     if dtype != wide_dtype:
         _cast_parameters(merged, dtype)
@@ -86,7 +84,7 @@ def probe_logits(model: "nn.Module") -> "Tensor":
     """Return logits (T, V) in fp32 of one fixed row of tokens, without dropout; syncs.
 
     Raises:
-        TrainerError: they are not finite, so the model is broken.
+        ExportError: they are not finite, so the model is broken.
     """
     weight = next(model.parameters())
     vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -94,7 +92,7 @@ def probe_logits(model: "nn.Module") -> "Tensor":
     with torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
         logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
     if not bool(torch.isfinite(logits).all()):
-        raise TrainerError(
+        raise ExportError(
             "the trained model gives answers that are not finite, so it is not exported; lower "
             "spec.training.learningRate or use spec.training.precision fp32"
         )
@@ -103,7 +101,7 @@ def probe_logits(model: "nn.Module") -> "Tensor":
 
 def _require(gap: float, limit: float, dtype: torch.dtype) -> None:
     if not gap <= limit:
-        raise TrainerError(
+        raise ExportError(
             f"the merged model's answers differ from those of base and adapter by {gap:.1e}, more "
             f"than {limit:.0e} for {dtype}, so it is not exported; use spec.output.format adapter"
         )
@@ -114,23 +112,35 @@ def _wide_copy(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
 
     Built anew, the copy has none of the layers that quantisation or speed put into the model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    base = cast("PreTrainedModel", model.get_base_model())
-    settings = copy.deepcopy(base.config)
-    if hasattr(settings, "quantization_config"):
-        del settings.quantization_config
     with no_init_weights():
-        plain = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
-    plain.tie_weights()
-    plain.generation_config = base.generation_config
+        plain = built_anew(cast("PreTrainedModel", model.get_base_model()), dtype)
     wide = adapt(plain, copy.deepcopy(model.peft_config["default"]))
     with torch.no_grad():
         for name, tensor in chain(wide.named_parameters(), wide.named_buffers()):
             owner, _, leaf = name.rpartition(".")
             tensor.copy_(full_weight(model.get_submodule(owner), leaf))
     return wide
+
+
+def built_anew(base: "PreTrainedModel", dtype: torch.dtype) -> "PreTrainedModel":
+    """Return another model of the same class and configuration, whatever its weights.
+
+    It attends as `base` does, as not every family can in every way; in place of our own attention
+    and of kernels for GPUs alone it has the one of transformers that computes the same.
+    """
+    settings = copy.deepcopy(base.config)
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    own = base.config._attn_implementation
+    attention = "sdpa" if own == DOCUMENTS else own if own in ("sdpa", "eager") else "eager"
+    plain: PreTrainedModel = type(base)._from_config(
+        settings, dtype=dtype, attn_implementation=attention
+    )
+    plain.tie_weights()  # undone where it was built on the meta device
+    plain.generation_config = base.generation_config
+    return plain
 
 
 def _cast_parameters(model: "nn.Module", dtype: torch.dtype) -> None:

@@ -1,20 +1,30 @@
 """Write the trained model for others to load, and refuse to call a broken one finished.
 
-`rank` calls `check_replaceable` before anything starts and `export` on rank 0 after the last step.
-What is written passes its gates in a staging folder; only then does it become the output.
+`rank` calls `check_replaceable` before anything starts and `export` on rank 0 after the last step;
+`tryout` has shown by then that the model can be exported. What is written passes its gates in a
+staging folder; only then does it become the output.
 """
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Progress, TrainConfig
-from finetune_trainer.errors import TrainerError
-from finetune_trainer.export.model_card import CardFacts, Kind, model_card, notes
-from finetune_trainer.export.publish import open_staging, publish, refuse_foreign
+from finetune_trainer.control import is_out_of_memory
+from finetune_trainer.errors import ExportError, OutputNotWritableError, TrainerError
+from finetune_trainer.export.beside import Beside
+from finetune_trainer.export.model_card import Kind, notes
+from finetune_trainer.export.publish import (
+    files_of_export,
+    open_staging,
+    publish,
+    refuse_foreign,
+)
 from finetune_trainer.model.load import base_name
 
 if TYPE_CHECKING:
@@ -52,7 +62,7 @@ def check_replaceable(config: TrainConfig) -> None:
     output = Path(config.output.dir).absolute()
     found = (
         path
-        for kind, folder in _layout(config)
+        for kind, folder in layout(config)
         for pattern in _PATTERNS[kind]
         for path in (output / folder).glob(pattern)
         if not path.is_dir()
@@ -72,57 +82,96 @@ def export(
 ) -> tuple[str, ...]:
     """Write the formats of `output.format` to `output.dir` and return their folders.
 
-    One format lies directly in `output.dir`, two in `adapter/` and `merged/` below it. Weights
-    keep the type they were trained in. `model` is not changed; merging takes a second copy of it.
+    One format lies directly in `output.dir`, two in `adapter/` and `merged/` below it; the adapter
+    is there before anything is merged, and where merging alone was asked for and fails, it is put
+    into `adapter/`. Weights keep the type they were trained in. `model` is not changed; merging
+    takes a second copy of it.
 
     A whole model of more than `max_shard_bytes` is written as several files. `fence` has the output
     folder. The card tells of `progress`; `warn` receives a sentence for what is worth knowing but
     no failure.
 
     Raises:
-        TrainerError: the adapter is empty, the merged model answers differently, or the output
-            cannot be written.
+        ExportError: the adapter is empty, or cannot be merged so that it answers alike.
+        TrainerError: the output cannot be written.
         OutputNotWritableError: a file of somebody else would be replaced.
         OvertakenError: a later attempt has the output folder.
     """
     from safetensors import SafetensorError
 
     output = Path(config.output.dir).absolute()
-    public_name = base_name(config.model)
-    if public_name is None:
+    if base_name(config.model) is None:
         warn(
             f"the base model's name is not known, so what is exported names {config.model.path}, "
             "which another machine cannot load; set spec.model.baseName"
         )
-    base = public_name or config.model.path
-    layout, data_hash = _layout(config), _data_hash(config, warn)
+    beside = Beside(tokenizer, config, progress, _data_hash(config, warn))
+    write = _Write(model, beside, fence, warn, max_shard_bytes)
+    parts = layout(config)
     try:
-        staged = open_staging(output, fence.holding(output).claim)
-        try:
-            for kind, below in layout:
-                folder = staged / below
-                folder.mkdir(exist_ok=True)
-                if kind == "adapter":
-                    _write_adapter(cast("PeftModel", model), folder, base)
-                else:
-                    _write_model(model, folder, max_shard_bytes, warn)
-                _write_tokenizer(tokenizer, folder)
-                for note in notes(config, kind):
-                    warn(note)
-                facts = CardFacts(kind, base, public_name is not None, data_hash)
-                (folder / "README.md").write_text(model_card(config, progress, facts))
-            publish(staged, output, progress.step, fence)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)  # gone already when it was published
+        for number, (kind, below) in enumerate(parts):
+            earlier = files_of_export(output) if number else ()
+            write(kind, below, beside_files=earlier, is_last=number == len(parts) - 1)
+    except MergeFailedError as error:
+        is_kept = len(parts) == 2
+        if not is_kept:
+            with suppress(ExportError, OutputNotWritableError, OSError, SafetensorError):
+                earlier = files_of_export(output)
+                write("adapter", "adapter", beside_files=earlier, is_last=False)
+                is_kept = True
+        where = f"the adapter is in {output / 'adapter'}, and" if is_kept else "but"
+        raise ExportError(
+            f"{error}; {where} the last checkpoint is committed: with spec.output.format adapter "
+            "nothing is merged, and nothing trained again"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise TrainerError(
             f"spec.output.uri {output} could not be written ({error}); the last checkpoint is "
             "committed, so make room and start the job again"
         ) from error
-    return tuple(str(output / below) for _, below in layout)
+    except TrainerError:
+        raise
+    except Exception as error:  # of a library, and of the same model it would come again
+        raise ExportError(
+            f"the trained model cannot be exported ({_reason(error)}); the last checkpoint is "
+            "committed"
+        ) from error
+    return tuple(str(output / below) for _, below in parts)
 
 
-def _layout(config: TrainConfig) -> list[tuple[Kind, str]]:
+@dataclass(frozen=True)
+class _Write:
+    """Writes one kind of export and publishes it."""
+
+    model: "nn.Module"
+    beside: Beside
+    fence: Fence
+    warn: Callable[[str], None]
+    max_shard_bytes: int
+
+    def __call__(
+        self, kind: Kind, below: str, *, beside_files: Iterable[str], is_last: bool
+    ) -> None:
+        config = self.beside.config
+        output = Path(config.output.dir).absolute()
+        staged = open_staging(output, self.fence.holding(output).claim)
+        try:
+            folder = staged / below
+            folder.mkdir(exist_ok=True)
+            if kind == "adapter":
+                _write_adapter(cast("PeftModel", self.model), folder, config)
+            else:
+                _write_model(self.model, folder, self.max_shard_bytes, self.warn)
+            self.beside.write(kind, folder)
+            for note in notes(config, kind):
+                self.warn(note)
+            step = self.beside.progress.step
+            publish(staged, output, step, self.fence, beside=beside_files, is_last=is_last)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)  # gone already when it was published
+
+
+def layout(config: TrainConfig) -> list[tuple[Kind, str]]:
     """Say which kinds are exported, and to which folders below `output.dir`."""
     if config.output.format == "both":
         return [("adapter", "adapter"), ("model", "merged")]
@@ -132,55 +181,78 @@ def _layout(config: TrainConfig) -> list[tuple[Kind, str]]:
 def _write_model(
     model: "nn.Module", folder: Path, max_shard_bytes: int, warn: Callable[[str], None]
 ) -> None:
+    from safetensors import SafetensorError
+
     from finetune_trainer.export.merge import merged_copy, probe_logits
 
-    whole = cast("PreTrainedModel", model)
-    if hasattr(model, "peft_config"):
-        whole = merged_copy(cast("PeftModel", model), warn)
-    else:
-        probe_logits(model)  # refuses a model that has broken down
-    whole.save_pretrained(folder, max_shard_size=max_shard_bytes)
-
-
-def _write_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    is_adapted = hasattr(model, "peft_config")
     try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # a full disk is no OSError there, but a bare Exception
-        raise OSError(f"the tokenizer: {error}") from error
+        if is_adapted:
+            whole = merged_copy(cast("PeftModel", model), warn)
+        else:
+            whole = cast("PreTrainedModel", model)
+            probe_logits(model)  # refuses a model that has broken down
+        whole.save_pretrained(folder, max_shard_size=max_shard_bytes)
+    except (OSError, SafetensorError):
+        raise  # the disk's fault, which another attempt may not meet
+    except Exception as error:  # of peft, of the model's own code, or for want of memory
+        if not is_adapted:
+            raise
+        if isinstance(error, ExportError):
+            raise MergeFailedError(str(error)) from error
+        why = f"the adapters cannot be merged ({_reason(error)})"
+        if is_out_of_memory(error):
+            why += ", which takes 4 bytes of this host's memory for each parameter of the model"
+        raise MergeFailedError(why) from error
 
 
-def _write_adapter(model: "PeftModel", folder: Path, base: str) -> None:
+class MergeFailedError(Exception):
+    """The merged model could not be made; the message says why."""
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _write_adapter(model: "PeftModel", folder: Path, config: TrainConfig) -> None:
     # Rows of added tokens are written with the adapters; "auto" would ask the hub for the base.
     model.save_pretrained(str(folder), save_embedding_layers=False)
+    name_base(folder, config)
+    check_adapter(folder)
+
+
+def name_base(folder: Path, config: TrainConfig) -> None:
+    """Write the base model's name, as another machine knows it, into a written adapter."""
     path = folder / ADAPTER_CONFIG
+    base = base_name(config.model) or config.model.path
     settings = json.loads(path.read_text()) | {"base_model_name_or_path": base}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    check_adapter(folder)
 
 
 def check_adapter(folder: Path) -> None:
     """Read a written adapter back and refuse one that would change nothing.
 
     Raises:
-        TrainerError: it has no tensors, its B matrices are all zero, or a value is not finite.
+        ExportError: it has no tensors, its B matrices are all zero, or a value is not finite.
     """
     from safetensors.torch import load_file
 
     tensors = load_file(folder / ADAPTER_FILE)
     if not any(tensor.numel() for tensor in tensors.values()):
-        raise TrainerError(
-            "the adapter has no weights, so it is not exported; start the job again, it goes on "
-            "from the last checkpoint"
+        raise ExportError(
+            "the adapter has no weights, so it is not exported; check "
+            "spec.method.lora.targetModules"
         )
     broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if broken:
-        raise TrainerError(
+        raise ExportError(
             f"{len(broken)} tensors of the adapter are not finite (first {broken[0]}), so it is "
             "not exported; lower spec.training.learningRate or use spec.training.precision fp32"
         )
     up = [tensor for name, tensor in tensors.items() if "lora_B" in name]
     if not any(bool(tensor.any()) for tensor in up):
-        raise TrainerError(
+        raise ExportError(
             "the adapter is all zero: training changed nothing, so it is not exported; check "
             "spec.training.learningRate and that the rows have labels"
         )

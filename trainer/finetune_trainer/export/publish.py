@@ -19,7 +19,7 @@ from finetune_trainer.claims.names import TAG, Claim
 from finetune_trainer.config import ContractModel, JobRef
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.failpoints import reach
-from finetune_trainer.files import make_anew, move_file, remove_tree, sync, sync_tree
+from finetune_trainer.files import make_anew, move_file, remove_tree, share_as, sync, sync_tree
 
 RECORD = "finetune-export.json"
 _STAGING = re.compile(rf"\.export-{TAG}")
@@ -31,7 +31,9 @@ class ExportRecord(ContractModel):
     job: JobRef
     step: int
     files: tuple[str, ...]
-    is_whole: bool = Field(True, description="False while files are moved in one by one.")
+    is_whole: bool = Field(
+        True, description="False while files are moved in, and where a part never came."
+    )
 
 
 def refuse_foreign(output: Path, names: Iterable[str]) -> None:
@@ -72,11 +74,27 @@ def open_staging(output: Path, claim: Claim) -> Path:
     return make_anew(output / f".export-{claim.tag}")
 
 
-def publish(staged: Path, output: Path, step: int, fence: Fence) -> None:
+def files_of_export(output: Path) -> tuple[str, ...]:
+    """Return what exports have written into `output`, by paths relative to it."""
+    record = _record(output)
+    return record.files if record else ()
+
+
+def publish(
+    staged: Path,
+    output: Path,
+    step: int,
+    fence: Fence,
+    *,
+    beside: Iterable[str] = (),
+    is_last: bool = True,
+) -> None:
     """Make `staged` durable and move its files to `output`; `staged` is gone afterwards.
 
-    Of an older export nothing stays, and files that are nobody's export do. Killed on the way, the
-    folder holds files of both, which its record says: the next attempt completes it.
+    Of an older export nothing stays but what `beside` names, and files that are nobody's export do.
+    Killed on the way, the folder holds files of both, which its record says: the next attempt
+    completes it. The record says so, too, until the last part of an export is there. Whoever may
+    read a file that this process makes may read these.
 
     Raises:
         OvertakenError: `fence` says before one of the files that this process must leave.
@@ -87,14 +105,17 @@ def publish(staged: Path, output: Path, step: int, fence: Fence) -> None:
     time.sleep(2 * holding.pace.lag_seconds)  # a stop breaks it off, as the whole export
     files = _files_in(staged)
     refuse_foreign(output, files)
-    old = _record(output)
-    stale = set(old.files if old else ()) - set(files)
-    whole = ExportRecord(job=holding.wanted.job, step=step, files=files)
+    kept = sorted({*files, *beside})
+    stale = set(files_of_export(output)) - set(kept)
+    job = holding.wanted.job
+    done = ExportRecord(job=job, step=step, files=tuple(kept), is_whole=is_last)
     # Killed on the way, all that lies there by then is still known as ours by the next attempt.
-    half = whole.model_copy(update={"files": (*files, *sorted(stale)), "is_whole": False})
+    half = done.model_copy(update={"files": (*kept, *sorted(stale)), "is_whole": False})
     records = staged / ".half", staged / ".whole"
-    for path, record in zip(records, (half, whole), strict=True):
+    for path, record in zip(records, (half, done), strict=True):
         path.write_text(record.to_json())
+    for name in files:
+        share_as(staged / name, records[0])
     sync_tree(staged)
     reach("before-publish", step)
     fence.check()

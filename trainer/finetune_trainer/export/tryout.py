@@ -1,0 +1,128 @@
+"""Try the export before training: build all of it but the numbers.
+
+`rank` calls it on rank 0 once the model is loaded and adapted. Class, attention, adapters, names
+and shapes, the form in which weights are saved, configuration, tokenizer and card are those of the
+end; nothing of them depends on what is learned, so what fails here would fail after the training.
+"""
+
+import copy
+import warnings
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from finetune_trainer.config import Progress, TrainConfig
+from finetune_trainer.control import is_out_of_memory
+from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.export.beside import Beside
+from finetune_trainer.export.merge import built_anew
+from finetune_trainer.export.output import layout, name_base
+from finetune_trainer.model.adapters import adapt
+from finetune_trainer.model.loss import base_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def try_export(
+    model: "nn.Module", tokenizer: "PreTrainedTokenizerBase", config: TrainConfig
+) -> None:
+    """Build what `export` would write of `model`, without weights, in a folder that is deleted.
+
+    Neither the model nor any random number of the run changes.
+
+    Raises:
+        ConfigError: it cannot be built; the sentence says of which format and why.
+        TrainerError: there is no room for temporary files.
+    """
+    beside = Beside(tokenizer, config, Progress(), None)
+    for kind, _ in layout(config):
+        try:
+            with (
+                TemporaryDirectory(prefix="finetune-export-") as folder,
+                torch.random.fork_rng(devices=[]),
+                torch.no_grad(),
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore")  # the real one will say it
+                if kind == "adapter":
+                    _try_adapter(cast("PeftModel", model), Path(folder), config)
+                else:
+                    _try_model(model, Path(folder))
+                beside.write(kind, Path(folder))
+        except TrainerError:
+            raise
+        except Exception as error:  # of any library: it would come again, after the training
+            if isinstance(error, OSError) and error.errno is not None:
+                raise TrainerError(
+                    f"the export cannot be tried out ({error}); make room for temporary files, or "
+                    "set TMPDIR to a folder that has some"
+                ) from error
+            if is_out_of_memory(error):
+                raise
+            raise ConfigError(_sentence(kind, base_of(model), config, error)) from error
+
+
+def _try_adapter(model: "PeftModel", folder: Path, config: TrainConfig) -> None:
+    from peft import get_peft_model_state_dict
+
+    empty = _empty_copy(model)
+    if not get_peft_model_state_dict(empty, save_embedding_layers=False):
+        raise ValueError("it would have no weights")
+    empty.create_or_update_model_card(str(folder))
+    empty.peft_config["default"].save_pretrained(str(folder))
+    name_base(folder, config)
+
+
+def _try_model(model: "nn.Module", folder: Path) -> None:
+    whole: PreTrainedModel
+    if hasattr(model, "peft_config"):
+        whole = _empty_copy(cast("PeftModel", model)).merge_and_unload()
+    else:
+        whole = _empty(cast("PreTrainedModel", model))
+    # Of a process that is not the main one every step is made but the files.
+    whole.save_pretrained(folder, is_main_process=False)
+    whole.config.save_pretrained(folder)
+    whole.generation_config.save_pretrained(folder)
+
+
+def _empty_copy(model: "PeftModel") -> "PeftModel":
+    """Build base and adapters anew without weights, as merging does with them."""
+    with torch.device("meta"):
+        plain = _empty(cast("PreTrainedModel", model.get_base_model()))
+        empty = adapt(plain, copy.deepcopy(model.peft_config["default"]))
+    is_quantised = hasattr(base_of(model).config, "quantization_config")
+    for name, tensor in chain(empty.named_parameters(), empty.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        trained: Any = getattr(model.get_submodule(owner), leaf)
+        if not is_quantised and trained.shape != tensor.shape:
+            raise ValueError(
+                f"{name} is {tuple(trained.shape)} in the model that is trained, and "
+                f"{tuple(tensor.shape)} in one built from its configuration"
+            )
+    return empty
+
+
+def _empty(base: "PreTrainedModel") -> "PreTrainedModel":
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=True):
+        return built_anew(base, base.dtype).to("meta")
+
+
+def _sentence(kind: str, base: Any, config: TrainConfig, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    what = "the adapter" if kind == "adapter" else "the whole model"
+    advice = "export with spec.output.format adapter, or train another base model"
+    if kind == "adapter" or config.method.type == "full":
+        advice = "correct spec.model, or train another base model"
+    return (
+        f"spec.output.format {config.output.format}: {what} of {type(base).__name__} could not be "
+        f"exported after the training ({reason}); {advice}"
+    )
