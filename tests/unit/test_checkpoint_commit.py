@@ -122,6 +122,25 @@ def test_the_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert (manifest.step, manifest.eval_loss, manifest.is_intact()) == (2, 1.25, True)
 
 
+def test_a_record_of_a_version_that_knew_no_content_of_weights_is_intact() -> None:
+    made = Manifest.model_validate(
+        {
+            "job": {"namespace": "default", "name": "tiny", "uid": "uid-1", "attempt": 1},
+            "step": 3,
+            "worldSize": 1,
+            "time": 1000.0,
+            "fingerprint": {"model": "m", "method": "lora", "data": "d", "order": "o"},
+            "files": {"a": {"size": 1, "sha256": "00"}},
+            "digest": "d20ad0ad4c671fe6359358f41b9893a4fbab1d179088964d111bdb48adc5576e",
+        }
+    )
+    assert made.is_intact()
+    known = made.fingerprint.model_copy(update={"weights": "w"})
+    other = made.model_copy(update={"fingerprint": known})
+    assert not other.is_intact()
+    assert Manifest.model_validate_json(other.sealed().to_json()).fingerprint == known
+
+
 @pytest.mark.parametrize(
     ("losses", "keep", "left"),
     [

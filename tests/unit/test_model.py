@@ -26,7 +26,8 @@ from finetune_trainer.control import judge
 from finetune_trainer.data.batch import MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
-from finetune_trainer.model.load import base_name, load_model, load_tokenizer, model_fingerprint
+from finetune_trainer.model.identity import model_fingerprint
+from finetune_trainer.model.load import base_name, load_model, load_tokenizer
 from finetune_trainer.model.loss import IGNORE, CausalLoss, loss_inputs
 from text_fixtures import tiny_model
 

@@ -20,6 +20,7 @@ from finetune_trainer.config import (
     ContractModel,
     ExitCode,
     FailureClass,
+    ModelConfig,
     Phase,
     SampleAnswer,
     Termination,
@@ -31,11 +32,12 @@ from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.evaluation import held_out_loss
-from finetune_trainer.export import check_replaceable, export
+from finetune_trainer.export import check_replaceable, export, try_export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
-from finetune_trainer.model.load import load_device, load_model, load_tokenizer, model_fingerprint
+from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
+from finetune_trainer.model.load import load_device, load_model, load_tokenizer
 from finetune_trainer.model.loss import CausalLoss, base_of
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
@@ -72,6 +74,8 @@ def run(
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
     strategy = create(config, world)
+    asked = config.model
+    config = pinned(config, world)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
@@ -80,6 +84,8 @@ def run(
     _tell_data(config, telemetry, plan, dataset, held_out)
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
+    if world.is_main:
+        try_export(module.model, tokenizer, config)
     _tell_model(telemetry, dataset, module)
     strategy.prepare(module)
     # Compiled kernels and a GPU want one length; a CPU saves the padding.
@@ -102,7 +108,7 @@ def run(
             world_size=world.world_size,
             group=world.checkpoint_group,
             job=config.job,
-            fingerprint=_fingerprint(config, dataset, plan),
+            fingerprint=_fingerprint(asked, config, world, dataset, plan),
             fence=fence,
             warn=telemetry.warn,
         ),
@@ -237,14 +243,20 @@ def _load(
     return prepare_model(model, config, world.device, first_batch)
 
 
-def _fingerprint(config: TrainConfig, dataset: TokenDataset, plan: DataPlan) -> Fingerprint:
-    """Identify what a checkpoint can be continued as: model, method, data and their order."""
+def _fingerprint(
+    asked: ModelConfig, config: TrainConfig, world: World, dataset: TokenDataset, plan: DataPlan
+) -> Fingerprint:
+    """Identify what a checkpoint can be continued as: model, method, data and their order.
+
+    Rank 0 alone compares, and writes.
+    """
     method = config.method.model_dump_json()
     return Fingerprint(
-        model=model_fingerprint(config.model),
+        model=model_fingerprint(asked),
         method=hashlib.sha256(method.encode()).hexdigest(),
         data=dataset.fingerprint,
         order=plan.fingerprint,
+        weights=weights_fingerprint(config.model) if world.is_main else "",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from finetune_trainer.claims.names import TAG, Claim, Listing, Mark
 from finetune_trainer.config import CheckpointRef, ContractModel, JobRef
@@ -38,9 +38,22 @@ class Fingerprint(ContractModel):
     method: str = Field(description="Identifies the trained parameters.")
     data: str = Field(description="Identifies all tokens and labels.")
     order: str = Field(description="Identifies which of the data each step trains on.")
+    weights: str = Field(
+        "", description="Identifies the base weights by content; empty where it is not known."
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_known(
+        self, handler: SerializerFunctionWrapHandler
+    ) -> dict[str, object]:
+        """Write an older version's record as it was: its hash is over that text."""
+        values: dict[str, object] = handler(self)
+        return {name: value for name, value in values.items() if name != "weights" or value}
 
     def difference(self, other: "Fingerprint") -> str:
         """Name what differs, and the fields that decide it; empty where nothing does.
+
+        Of the weights nothing is known in checkpoints of earlier versions.
 
         The tokens follow from the model's tokenizer, and the order from the tokens: of these the
         first that differs is named, as the others differ with it.
@@ -50,6 +63,8 @@ class Fingerprint(ContractModel):
             parts.append("method (spec.method)")
         if self.model != other.model:
             parts.append("model (spec.model)")
+        elif self.weights and other.weights and self.weights != other.weights:
+            parts.append("content of the base weights (spec.model.source)")
         elif self.data != other.data:
             parts.append("data set (spec.dataset, spec.training.maxSeqLength)")
         elif self.order != other.order:

@@ -3,7 +3,6 @@
 Called by `rank`. Knows nothing of strategies: it returns an unwrapped model on the CPU or GPU.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -150,21 +149,6 @@ def base_name(config: ModelConfig) -> str | None:
         return config.path
     recorded = json.loads((folder / "config.json").read_text()).get("_name_or_path")
     return recorded if recorded and not Path(recorded).is_absolute() else None
-
-
-def model_fingerprint(config: ModelConfig) -> str:
-    """Identify the base model: hub name and revision, or a folder's configuration and weights.
-
-    Weights count by name and size: hashing gigabytes at every start would cost more than the
-    mistake it guards against, as another model differs in its configuration too.
-    """
-    folder = Path(config.path)
-    if not folder.is_dir():
-        return f"{config.path}@{config.revision or 'main'}"
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name}:{file.stat().st_size}".encode())
-    return digest.hexdigest()
 
 
 def _base_dtype(config: TrainConfig) -> "torch.dtype":

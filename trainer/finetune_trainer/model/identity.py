@@ -1,0 +1,131 @@
+"""Which base model this is: by its name, and by what is in it.
+
+`rank` asks before it loads anything, and writes the answers into each checkpoint. A name says
+little: weights of the same sizes may take each other's place in a folder, as those of Base and
+Instruct do, and a branch of the hub moves.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune_trainer.checkpoint import start
+from finetune_trainer.config import ModelConfig, TrainConfig
+from finetune_trainer.model.load import explained
+from finetune_trainer.world import World, gather_objects
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PINNED = "commit:"
+# Of each tensor so many pieces of so many bytes, evenly spread: 256 numbers in bf16. Other weights
+# of the same shape differ in nearly all of them.
+_PIECES, _PIECE_BYTES = 8, 64
+
+
+def model_fingerprint(config: ModelConfig) -> str:
+    """Identify what is asked for: hub name and revision, or a folder's configuration and sizes."""
+    folder = Path(config.path)
+    if not folder.is_dir():
+        return f"{config.path}@{config.revision or 'main'}"
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    return digest.hexdigest()
+
+
+def weights_fingerprint(config: ModelConfig) -> str:
+    """Identify the base weights by content: the hub's commit, or a sample of every tensor.
+
+    The sample is of the files, so it is the same in every precision, on any number of ranks and
+    however the tensors are divided over files. It reads half a KiB of each tensor.
+
+    Args:
+        config: As `pinned` returned it.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    folder = Path(config.path)
+    if not folder.is_dir():
+        revision = config.revision or ""
+        return _PINNED + revision if _COMMIT.fullmatch(revision) else ""
+    digest = hashlib.sha256()
+    with explained(f"spec.model.source: the weights of {folder}"):
+        samples = (sample for file in _weight_files(folder) for sample in _samples(file))
+        for description, content in sorted(samples):
+            digest.update(description.encode() + b"\0" + content)
+    return digest.hexdigest()
+
+
+def pinned(config: TrainConfig, world: World) -> TrainConfig:
+    """Return the configuration with the commit that the hub's revision means; a collective.
+
+    A branch may move between two attempts, and while the ranks of one are loading: what the first
+    attempt found stands in its checkpoints, and every later one that goes on from there takes it.
+
+    Raises:
+        ConfigError: the hub does not have the model, or cannot be reached.
+    """
+    path = Path(config.model.path)
+    if path.is_absolute() or path.is_dir():
+        return config
+    found = gather_objects(world.control_group, _commit(config) if world.is_main else None)
+    if found[0] is None:
+        return config
+    model = config.model.model_copy(update={"revision": found[0]})
+    return config.model_copy(update={"model": model})
+
+
+def _commit(config: TrainConfig) -> str | None:
+    model = config.model
+    recorded = start.recorded(config.checkpoint)
+    if recorded is not None and recorded.model == model_fingerprint(model):
+        kind, _, commit = recorded.weights.partition(":")
+        if f"{kind}:" == _PINNED:
+            return commit
+    if _COMMIT.fullmatch(model.revision or ""):
+        return model.revision
+    from transformers.utils.hub import cached_file
+
+    with explained(f"spec.model.source: the model of {model.path}"):
+        file = cached_file(model.path, "config.json", revision=model.revision or "main")
+    parts = Path(file or "").parts  # …/snapshots/COMMIT/config.json
+    commit = parts[-2] if len(parts) > 1 else ""
+    return commit if _COMMIT.fullmatch(commit) else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would load."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _samples(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield a description and some bytes of each tensor in a file of safetensors."""
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        header: dict[str, Any] = json.loads(content.read(length))
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = tensor["data_offsets"]
+            description = f"{name} {tensor['dtype']} {tensor['shape']}"
+            yield description, _pieces(content.fileno(), 8 + length + begin, end - begin)
+
+
+def _pieces(descriptor: int, begin: int, size: int) -> bytes:
+    if size <= _PIECES * _PIECE_BYTES:
+        return os.pread(descriptor, size, begin)
+    last = size - _PIECE_BYTES
+    return b"".join(
+        os.pread(descriptor, _PIECE_BYTES, begin + last * piece // (_PIECES - 1))
+        for piece in range(_PIECES)
+    )
