@@ -350,6 +350,10 @@ def spoil_adapters(model: Any) -> None:
     model.peft_config["default"].target_modules = {"no_such_layer"}
 
 
+def spoil_what_is_written_of_adapters(model: Any) -> None:
+    model.peft_config["default"].r = object()  # no JSON
+
+
 def spoil_shapes(model: Any) -> None:
     model.get_base_model().config.intermediate_size += 1
 
@@ -362,7 +366,13 @@ def spoil_class(model: Any) -> None:
     ("spoil", "wanted", "says"),
     [
         pytest.param(spoil_generation, "both", "the whole model of Llama", id="what is saved"),
-        pytest.param(spoil_adapters, "adapter", "the adapter of LlamaForCausalLM", id="adapters"),
+        pytest.param(spoil_adapters, "merged", "the whole model of Llama", id="adapters"),
+        pytest.param(
+            spoil_what_is_written_of_adapters,
+            "adapter",
+            "the adapter of LlamaForCausalLM",
+            id="settings of adapters",
+        ),
         pytest.param(spoil_shapes, "merged", "in one built from its configuration", id="shapes"),
         pytest.param(spoil_class, "merged", "KeyError", id="the class"),
     ],

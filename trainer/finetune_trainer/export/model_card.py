@@ -6,8 +6,9 @@ a path of this machine, is left out.
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import yaml
@@ -157,8 +158,11 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _versions() -> list[tuple[str, str]]:
-    installed = {found.name: found.version for found in distributions()}
-    return [(name, installed[name]) for name in _PACKAGES if name in installed]
+    found = []
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append((name, version(name)))
+    return found
 
 
 def _number(value: float | None) -> str:

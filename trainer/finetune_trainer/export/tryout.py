@@ -71,24 +71,29 @@ def try_export(
 def _try_adapter(model: "PeftModel", folder: Path, config: TrainConfig) -> None:
     from peft import get_peft_model_state_dict
 
-    empty = _empty_copy(model)
-    if not get_peft_model_state_dict(empty, save_embedding_layers=False):
+    if not get_peft_model_state_dict(model, save_embedding_layers=False):
         raise ValueError("it would have no weights")
-    empty.create_or_update_model_card(str(folder))
-    empty.peft_config["default"].save_pretrained(str(folder))
+    model.create_or_update_model_card(str(folder))
+    model.peft_config["default"].save_pretrained(str(folder))
     name_base(folder, config)
 
 
 def _try_model(model: "nn.Module", folder: Path) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
     whole: PreTrainedModel
     if hasattr(model, "peft_config"):
         whole = _empty_copy(cast("PeftModel", model)).merge_and_unload()
     else:
         whole = _empty(cast("PreTrainedModel", model))
-    # Of a process that is not the main one every step is made but the files.
-    whole.save_pretrained(folder, is_main_process=False)
     whole.config.save_pretrained(folder)
     whole.generation_config.save_pretrained(folder)
+    # What `save_pretrained` makes of the weights before it writes them; as a whole it would import
+    # DeepSpeed, for a second and for good.
+    state = remove_tied_weights_from_state_dict(whole.state_dict(), whole)
+    if not revert_weight_conversion(whole, state):
+        raise ValueError("it would have no weights")
 
 
 def _empty_copy(model: "PeftModel") -> "PeftModel":
