@@ -4,29 +4,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from builders import manifest
-from launches import clean_environment
+from launches import clean_environment, train_config
 from tiny_run import write_inputs
 
 NAMES = ("datasets", "h2", "numpy", "psutil", "pydantic", "torch", "transformers", "yaml")
-FTCTL = (str(Path(sys.executable).with_name("ftctl")),)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tiny job whose folder holds Python files that leave a mark."""
     write_inputs(tmp_path)
-    settings: dict[str, Any] = {
-        "training": {"maxSeqLength": 64, "maxSteps": 1, "learningRate": 1e-3},
-        "backend": {"local": {"runDirectory": "run"}},
-        "output__format": "both",
-    }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest(**settings)))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest()))
     text = f"open({str(tmp_path / 'mark')!r}, 'a').write(__file__)\nraise SystemExit(0)\n"
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(text)
@@ -47,15 +40,13 @@ def test_a_preview_runs_nothing_that_lies_beside_the_manifest(folder: Path) -> N
     assert "[[" in done.stdout
 
 
-def test_a_job_runs_nothing_that_lies_beside_its_manifest(folder: Path) -> None:
-    done = run(*FTCTL, "run", "job.yaml", folder=folder)
+def test_a_trainer_and_its_ranks_run_nothing_of_the_folder_they_start_in(folder: Path) -> None:
+    """However it is started: torchrun and Azure ML know nothing of `-P`."""
+    training = {"global_batch_size": 1, "max_steps": 1, "learning_rate": 1e-3}
+    config = train_config(folder, world={"nproc_per_node": 1}, training=training)
+    (folder / "config.json").write_text(config.to_json())
+    done = run(sys.executable, "-m", "finetune_trainer", "config.json", folder=folder)
     assert not (folder / "mark").exists()
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((folder / "run" / "output" / "finetune-export.json").read_text())
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "output" / "finetune-export.json").read_text())
     assert record["isWhole"]
-
-
-def test_a_trainer_that_another_launcher_starts_runs_nothing_of_its_folder(folder: Path) -> None:
-    done = run(sys.executable, "-m", "finetune_trainer", folder=folder)
-    assert not (folder / "mark").exists()
-    assert (done.returncode, done.stderr) == (78, "usage: python -m finetune_trainer CONFIG\n")
