@@ -17,6 +17,7 @@ from rich.text import Text
 
 from finetune_operator.api.paths import show_count
 from finetune_operator.backends.base import Attempt, Request
+from finetune_operator.backends.local.environment import without_current_folder
 from finetune_operator.cli.target import BackendOption, FileArgument, open_target
 from finetune_operator.errors import FineTuneError
 from finetune_trainer.config import DataReport, TrainConfig
@@ -70,7 +71,7 @@ def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=without_current_folder({**os.environ, "TOKENIZERS_PARALLELISM": "false"}),
         )
     lines = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
     for line in lines:

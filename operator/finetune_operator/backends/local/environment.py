@@ -45,8 +45,6 @@ _PREFIXES = (
     "TRANSFORMERS_",
 )
 _OURS = frozenset({ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH, ENV_MARK})
-# No Python of an attempt imports what lies in the folder that it runs in.
-_ALWAYS = {"PYTHONSAFEPATH": "1"}
 
 
 def mark(uid: str, node: int | None = None) -> str:
@@ -67,8 +65,13 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if (name in _NAMES or name.startswith(_PREFIXES)) and name not in _OURS
     }
-    if "PYTHONPATH" in taken:
+    return without_current_folder(taken)
+
+
+def without_current_folder(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of Python that imports nothing from the folder that it runs in."""
+    made = {**environ, "PYTHONSAFEPATH": "1"}
+    if "PYTHONPATH" in made:
         # An empty part, as in `export PYTHONPATH=$PYTHONPATH:/x`, means the current folder.
-        parts = [part for part in taken["PYTHONPATH"].split(":") if part]
-        taken["PYTHONPATH"] = ":".join(parts)
-    return taken | _ALWAYS
+        made["PYTHONPATH"] = ":".join(part for part in made["PYTHONPATH"].split(":") if part)
+    return made
