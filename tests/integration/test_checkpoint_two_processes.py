@@ -1,6 +1,8 @@
 """Two connected processes: one checkpoint, the same one for both, and no rank fails alone."""
 
 import os
+import pickle
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +62,32 @@ def save_and_restore(group: "ProcessGroup", root: Path) -> None:
     assert torch.equal(local, torch.full((4, 3), float(rank)))
     assert tensors_differ(state, make_state(1, size=SIZE)) == []
     assert state["trainer"] == make_state(1)["trainer"]
+
+
+def load_what_is_refused(group: "ProcessGroup", root: Path) -> None:
+    """Both come to the next collective, so neither waits for the other."""
+    store = open_store(root, rank=int(os.environ["RANK"]), world_size=2, group=group)
+    for folder, says in (
+        ("record", r"names builtins\.print, which"),
+        ("shard", "holds other objects than tensors"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            store.load(root.parent / folder, make_state(0))
+    group.barrier().wait()
+
+
+def test_a_program_in_a_checkpoint_is_refused_by_both_ranks_alike(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "made")
+    store.save(1, make_state(1))
+    store.wait()
+    for name in ("record", "shard"):
+        shutil.copytree(step_path(tmp_path / "made", 1), tmp_path / name)
+    (tmp_path / "record" / ".metadata").write_bytes(pickle.dumps(print))
+    (shard,) = (tmp_path / "shard").glob("*.distcp")
+    size = shard.stat().st_size
+    shard.write_bytes(pickle.dumps(print).ljust(size, b"."))
+    (tmp_path / "checkpoints").mkdir()
+    assert run_processes(load_what_is_refused, tmp_path / "checkpoints", world_size=2) == [0, 0]
 
 
 def test_two_ranks_restore_bit_for_bit_and_one_can_take_it_over(tmp_path: Path) -> None:
