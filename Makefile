@@ -12,13 +12,14 @@ PYTEST_ARGS ?=
 N ?= 50
 SEED ?=
 COUNT ?= 200
+SECONDS ?= 60
 BENCH_ARGS ?=
 # Tests and the quickstart need no network and must not wait for one; users' own runs are left alone.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test e2e kill-series interleavings check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
+.PHONY: help install run test e2e kill-series interleavings fuzz check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -42,6 +43,9 @@ kill-series: install  ## Kill ranks at random and compare what is resumed (N=50,
 
 interleavings: install  ## Let two jobs and their attempts meet in one folder at random (COUNT=200, SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/writers.py "$(or $(SEED),0)" $(COUNT)
+
+fuzz: install  ## Look for tracebacks with random manifests, rows and templates (SECONDS=60, SEED=7)
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(SECONDS) --seed "$(or $(SEED),0)"
 
 check: install  ## Lint, types, import contracts, dependencies, generated files up to date
 	$(BIN)/ruff check
