@@ -24,7 +24,10 @@ from finetune_trainer.config import Termination, TrainConfig
 from launches import clean_environment, train_config, until
 from tiny_run import write_inputs
 
-CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+CONTAINER = (
+    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("env", "--default-signal"),  # as a container runtime starts it: no signal is ignored
+)
 MOMENTS = [0.005 * (3.0 / 0.005) ** (at / 39) for at in range(40)]
 AT_ONCE = 3
 """How many run side by side; more only wait for each other."""
@@ -89,7 +92,7 @@ def first_process(container: "subprocess.Popen[str]") -> int:
     outside = psutil.Process(container.pid)
     while True:
         inside = outside.children()
-        if inside and inside[0].name() != "unshare":
+        if inside and inside[0].name() not in ("unshare", "env"):
             return inside[0].pid
         assert container.poll() is None, container.communicate()[1]
 

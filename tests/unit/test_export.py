@@ -14,9 +14,10 @@ from export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from finetune_trainer.claims.names import CLAIMS
 from finetune_trainer.config import ExitCode, TrainConfig
 from finetune_trainer.errors import ConfigError, ExportError, TrainerError
-from finetune_trainer.export import export, try_export
+from finetune_trainer.export import export
 from finetune_trainer.export.merge import probe_logits
 from finetune_trainer.export.publish import ExportRecord
+from finetune_trainer.export.tryout import try_export
 from finetune_trainer.model.load import load_tokenizer
 from text_fixtures import CHATML_TEMPLATE, VOCAB_SIZE, tiny_model
 

@@ -32,7 +32,8 @@ from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.evaluation import held_out_loss
-from finetune_trainer.export import check_replaceable, export, try_export
+from finetune_trainer.export import check_replaceable, export
+from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
