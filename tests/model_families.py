@@ -97,3 +97,30 @@ def pack(
         positions[index, start:] = torch.arange(width - start)
     labels = int((targets != NO_TARGET).sum())
     return MicroBatch(ids, positions, targets, tokens=sum(map(sum, rows)), label_tokens=labels)
+
+
+def sequences(batch: MicroBatch, lengths: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+    """Return each document of a batch of one row as (ids, positions, targets)."""
+    fields = zip(
+        *(
+            field[0].split(lengths)
+            for field in (batch.input_ids, batch.position_ids, batch.targets)
+        ),
+        strict=True,
+    )
+    return list(fields)
+
+
+def joined(batch: MicroBatch, rows: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> MicroBatch:
+    """Return the same documents in other rows, padded at the end."""
+    width = max(sum(len(ids) for ids, _, _ in row) for row in rows)
+    fields = [torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3)]
+    fields[2].fill_(-100)
+    for index, row in enumerate(rows):
+        start = 0
+        for document in row:
+            for field, values in zip(fields, document, strict=True):
+                field[index, start : start + len(values)] = values
+            start += len(document[0])
+        fields[1][index, start:] = torch.arange(width - start)
+    return MicroBatch(*fields, tokens=batch.tokens, label_tokens=batch.label_tokens)

@@ -5,37 +5,10 @@ import torch
 
 from finetune_trainer.model.attention import isolate_documents
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
-from model_families import FAMILIES, family, pack
+from model_families import FAMILIES, family, joined, pack, sequences
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 2, 7, 5, 6)
-
-
-def sequences(batch, lengths):
-    """Return each document of a batch of one row as (ids, positions, targets)."""
-    fields = zip(
-        *(
-            field[0].split(lengths)
-            for field in (batch.input_ids, batch.position_ids, batch.targets)
-        ),
-        strict=True,
-    )
-    return list(fields)
-
-
-def joined(batch, rows):
-    """Return the same documents in other rows, padded at the end."""
-    width = max(sum(len(ids) for ids, _, _ in row) for row in rows)
-    fields = [torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3)]
-    fields[2].fill_(-100)
-    for index, row in enumerate(rows):
-        start = 0
-        for document in row:
-            for field, values in zip(fields, document, strict=True):
-                field[index, start : start + len(values)] = values
-            start += len(document[0])
-        fields[1][index, start:] = torch.arange(width - start)
-    return type(batch)(*fields, tokens=batch.tokens, label_tokens=batch.label_tokens)
 
 
 def gradients(model, batches):

@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import bounds_as_mask, isolate_documents
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
-from finetune_trainer.model.prepare import prepare_model
-from launches import train_config
 from model_families import FAMILIES, family, pack
 
 CPU = torch.device("cpu")
@@ -52,26 +49,6 @@ def test_the_attention_is_not_written_into_a_saved_model(tmp_path):
     isolate_documents(model, CPU, torch.float32)
     model.save_pretrained(tmp_path)
     assert "documents" not in (tmp_path / "config.json").read_text()
-
-
-def test_a_wrapper_that_turns_the_cache_on_is_caught_at_the_first_step():
-    model = family("llama")
-    module = CausalLoss(model)
-
-    def with_cache(body, args, kwargs):
-        return args, {**kwargs, "use_cache": True}
-
-    model.model.register_forward_pre_hook(with_cache, with_kwargs=True, prepend=True)
-    with pytest.raises(AssertionError, match="cache makes documents see each other"):
-        module(**loss_inputs(pack([(9, 7)]), CPU))
-
-
-def test_packing_is_refused_where_layers_carry_state_across_documents(tmp_path):
-    from transformers import MambaConfig, MambaForCausalLM
-
-    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(ConfigError, match=r"^spec.training.packing .* carry state .* to false$"):
-        prepare_model(model, train_config(tmp_path), CPU, lambda: pack([(9, 7)]))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
+from finetune_trainer.model.families import settle_family
 from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
+from finetune_trainer.model.isolation import settle_isolation
 from finetune_trainer.model.load import load_device, load_model, load_tokenizer
 from finetune_trainer.model.loss import CausalLoss, base_of
 from finetune_trainer.model.prepare import prepare_model
@@ -74,9 +76,9 @@ def run(
     if world.rank == 0:
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
-    strategy = create(config, world)
     asked = config.model
-    config = pinned(config, world)
+    config = settle_family(pinned(config, world), telemetry.warn)
+    strategy = create(config, world)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
@@ -89,6 +91,17 @@ def run(
         try_export(module.model, tokenizer, config)
     _tell_model(telemetry, dataset, module)
     strategy.prepare(module)
+    settled = settle_isolation(
+        config,
+        module,
+        strategy.evaluate,
+        device=world.device,
+        any_rank=agreement.any,
+        warn=telemetry.warn,
+    )
+    if settled is not config:
+        config, plan = settled, DataPlan.of(dataset, settled)
+        _tell_data(config, telemetry, plan, dataset, held_out)
     # Compiled kernels and a GPU want one length; a CPU saves the padding.
     pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
     patience = Patience(config.training.early_stopping)

@@ -106,7 +106,7 @@ def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: lis
         )
     if training.micro_batch_size != "auto":
         return training.micro_batch_size
-    if training.packing:
+    if training.packing is not False:
         reasons.append("micro-batch 1: a pack already fills maxSeqLength")
         return 1
     share = training.global_batch_size // step

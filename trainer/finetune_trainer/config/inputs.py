@@ -115,6 +115,11 @@ class DataConfig(ContractModel):
     max_seq_len: Annotated[int, Field(ge=8)] = 2048
     long_rows: LongRows = LongRows.TRUNCATE
     packing: bool = True
+    is_packing_asked: bool = Field(
+        False,
+        description="A model that does not keep the rows of a pack apart is refused; else each row "
+        "becomes a sequence of its own, with a warning.",
+    )
     special_tokens: tuple[str, ...] = Field(
         (), description="Special tokens that rows may write out: those of `model.add_tokens`."
     )
@@ -129,6 +134,12 @@ class DataConfig(ContractModel):
             raise ValueError(
                 "the weight of held-out rows has no effect, as each is evaluated once; remove it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _packing_is_asked_for_with_packing(self) -> Self:
+        if self.is_packing_asked and not self.packing:
+            raise ValueError("packing cannot be asked for and turned off")
         return self
 
     @property

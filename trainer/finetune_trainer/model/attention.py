@@ -20,8 +20,8 @@ NAME = "documents"
 def isolate_documents(base: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Register and choose the attention for a transformers model, where it is known to be right.
 
-    Everywhere else the model keeps SDPA with the mask that transformers makes, which is as right
-    and slower.
+    Everywhere else the model keeps its own attention with the mask that it makes, which is slower;
+    whether that mask keeps documents apart is for `isolation` to find out.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

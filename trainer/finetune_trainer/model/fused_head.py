@@ -95,7 +95,9 @@ def fuse_head(base: Any) -> FusedHead | None:
     model that does something unknown to the head's output.
     """
     head = base.get_output_embeddings()
-    form = _output_form(base, head.out_features) if type(head) is nn.Linear else None
+    # A head deeper inside is shared with the copy that stand-ins are put into.
+    is_plain = type(head) is nn.Linear and any(head is child for child in base.children())
+    form = _output_form(base, head.out_features) if is_plain else None
     if form is None:
         return None
     fused = FusedHead(head, form)

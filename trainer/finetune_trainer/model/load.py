@@ -85,6 +85,21 @@ def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torc
     return torch.device("cpu" if rank == 0 else "meta")
 
 
+def load_settings(config: ModelConfig) -> "PretrainedConfig":
+    """Read the model's `config.json`, as transformers understands it.
+
+    Raises:
+        ConfigError: it cannot be found or read, or names a family that transformers lacks.
+    """
+    from transformers import AutoConfig
+
+    with explained(f"spec.model.source: the model of {config.path}"):
+        settings: PretrainedConfig = AutoConfig.from_pretrained(
+            config.path, revision=config.revision or "main", trust_remote_code=False
+        )
+    return settings
+
+
 def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel":
     """Load the base model for training: parameters that are trained in fp32, frozen ones narrow.
 
@@ -96,16 +111,14 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
         ConfigError: the model cannot be found or read, `training.dropout` has no effect on it, or
             it cannot be quantised as asked.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one bar a rank would be interleaved with what the run tells
     source, dtype = config.model, _base_dtype(config)
     quantization = quantization_config(config, dtype)
+    settings = load_settings(source)
     with explained(f"spec.model.source: the model of {source.path}"):
-        settings = AutoConfig.from_pretrained(
-            source.path, revision=source.revision or "main", trust_remote_code=False
-        )
         _set_dropout(settings, config.training.dropout)
         if device.type == "meta":
             model = _without_weights(settings, dtype)

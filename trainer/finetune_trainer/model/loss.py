@@ -6,7 +6,6 @@ divides by the label tokens of the whole optimizer step, which makes the result 
 number of ranks and of accumulation steps (transformers #34191 tells what happens otherwise).
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import bounds_as_mask, is_isolating
+from finetune_trainer.model.families import takes_positions
 from finetune_trainer.model.fused_head import FusedHead, fuse_head
 
 if TYPE_CHECKING:
@@ -25,17 +26,28 @@ IGNORE = -100  # no token is to be predicted here
 
 
 class CausalLoss(nn.Module):
-    """Wrap a causal language model so that calling it returns the sum of its token losses."""
+    """Wrap a causal language model so that calling it returns the sum of its token losses.
+
+    Attributes:
+        gives_positions: Whether the model is told where documents begin. Without it, it numbers
+            the tokens of each row as inference does, and a row must hold one document.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self._kept: Tensor | None = None
+        self._seen: list[Tensor] | None = None
         base = base_of(model)
+        self.gives_positions = takes_positions(type(base))
         fuse_head(base)
-        base.get_output_embeddings().register_forward_pre_hook(self._select)
-        body = getattr(base, base.base_model_prefix)  # peft calls the model past its hooks
-        self._first_call = body.register_forward_pre_hook(self._refuse_leaks, with_kwargs=True)
+        head = base.get_output_embeddings()
+        if head is None:
+            raise ConfigError(
+                f"spec.model.source: {type(base).__name__} shows no head for the next token; use "
+                "a causal language model"
+            )
+        head.register_forward_pre_hook(self._select)
 
     @property
     def is_fused(self) -> bool:
@@ -56,8 +68,11 @@ class CausalLoss(nn.Module):
         still depends on every parameter, as collectives of the backward pass need.
         """
         base = base_of(self.model)
-        bounds = bounds_as_mask(cu_seq_lens) if is_isolating(base) else None
-        call = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": bounds}
+        call = {"input_ids": input_ids}
+        if self.gives_positions:
+            call["position_ids"] = position_ids
+            if is_isolating(base):
+                call["attention_mask"] = bounds_as_mask(cu_seq_lens)
         head = base.get_output_embeddings()
         if isinstance(head, FusedHead):
             with self._head_of(kept), head.summing(targets):
@@ -77,22 +92,22 @@ class CausalLoss(nn.Module):
         finally:
             self._kept = None
 
+    @contextmanager
+    def head_seen(self) -> Iterator[list[Tensor]]:
+        """Meanwhile collect what reaches the head, (1, K, D) for each pass."""
+        self._seen = []
+        try:
+            yield self._seen
+        finally:
+            self._seen = None
+
     def _select(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        return None if self._kept is None else (args[0].flatten(0, 1)[self._kept][None],)
-
-    def _refuse_leaks(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Assert at the first call what isolates documents: wrappers may change it on its way.
-
-        A cache, or a mask that is not the documents' bounds, lets them see each other.
-        """
         if self._kept is None:
-            return
-        call = inspect.signature(body.forward).bind(*args, **kwargs).arguments
-        is_bounded = call.get("attention_mask") is not None
-        assert call["use_cache"] is False, "a cache makes documents see each other"
-        assert call["position_ids"] is not None, "positions tell documents apart"
-        assert is_bounded == is_isolating(base_of(self.model)), "a mask makes them see each other"
-        self._first_call.remove()
+            return None
+        selected = args[0].flatten(0, 1)[self._kept][None]
+        if self._seen is not None:
+            self._seen.append(selected.detach())
+        return (selected,)
 
 
 def base_of(model: nn.Module) -> Any:

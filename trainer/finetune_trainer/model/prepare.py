@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from finetune_trainer.data.batch import MicroBatch
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-# Layers that carry state from token to token, past any document's end.
-_RECURRENT = {"linear_attention", "mamba", "recurrent", "conv", "hybrid"}
 _FLOAT8_TOLERANCE = 0.01  # share of the bf16 loss
 
 
@@ -45,8 +43,6 @@ def prepare_model(
         ConfigError: an option cannot work with this model or on this device.
     """
     base, training = base_of(model), config.training
-    if config.data.packing:
-        _refuse_recurrent(base)
     if training.liger:
         _use_liger(base, device)
     if not (training.compile and device.type == "cpu"):  # lengths as numbers would recompile it
@@ -130,15 +126,6 @@ def decoder_layers(base: Any) -> list[nn.Module]:
         f"spec.training.compile cannot find the decoder layers of {type(base).__name__}; set it "
         "to false"
     )
-
-
-def _refuse_recurrent(base: Any) -> None:
-    kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
-    if getattr(base, "_is_stateful", False) or kinds & _RECURRENT:
-        raise ConfigError(
-            f"spec.training.packing true lets documents of a pack see each other in "
-            f"{type(base).__name__}, whose layers carry state from token to token; set it to false"
-        )
 
 
 def _use_liger(base: Any, device: torch.device) -> None:

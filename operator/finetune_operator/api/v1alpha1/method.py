@@ -25,6 +25,9 @@ class Quantization(StrEnum):
     INT8 = "int8"
 
 
+_NAME_ENDING = r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$"  # of a module; a pattern would match none
+
+
 class LoraSpec(ApiModel):
     """Low-rank adapters (arXiv:2106.09685)."""
 
@@ -36,9 +39,12 @@ class LoraSpec(ApiModel):
         0.0, description="Dropout probability on the adapters' input."
     )
     target_modules: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)
+        list[Annotated[str, Field(min_length=1, max_length=256, pattern=_NAME_ENDING)]],
+        Field(max_length=64),
     ] = Field(
-        [], description="Module name endings to adapt; empty means every linear layer but the head."
+        [],
+        description="Module name endings to adapt, such as q_proj or mlp.down_proj, no patterns; "
+        "empty means every linear layer but the head.",
     )
     rslora: bool = Field(
         False,

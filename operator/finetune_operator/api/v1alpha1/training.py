@@ -101,8 +101,10 @@ class TrainingSpec(ApiModel):
     seed: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(
         42, description="Seed of order, initialisation and dropout."
     )
-    packing: bool = Field(
-        True, description="Put several rows into one sequence, isolated from each other."
+    packing: bool | None = Field(
+        None,
+        description="Put several rows into one sequence, isolated from each other; absent does so "
+        "where the model keeps them apart, true refuses a model that does not.",
     )
     eval_every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="Evaluate every so many steps; absent means before and after training."

@@ -1,0 +1,205 @@
+"""What class and configuration say of a model, before its weights or any row are read.
+
+Called by `rank` first of all. A model that cannot be trained on text is refused here; one that is
+known not to keep the documents of a pack apart gets a row for each. `isolation` measures the rest.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.load import load_settings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Families that need more than token ids, or compute something else than the next token.
+_NOT_TEXT_ALONE = {
+    "blt": "reads bytes, cut into patches by a second model",
+    "cpmant": "reads all that it is given at once",
+    "gemma4_assistant": "drafts for another model, whose states it needs",
+    "gemma4_unified_assistant": "drafts for another model, whose states it needs",
+    "moshi": "speaks and writes at once",
+    "moss_transcribe_diarize": "writes down what it hears",
+    "musicgen": "continues codes of sounds, several a step",
+    "musicgen_melody": "continues codes of sounds, several a step",
+    "reformer": "numbers tokens on a grid that each row must fill",
+    "rwkv": "cannot be trained without a kernel of its own",
+    "trocr": "reads images through an encoder that is another model",
+    "xmod": "must be told the language of each row",
+    "xlnet": "predicts tokens in any order, and sees both sides of each",
+}
+# Packages without which a family cannot be built.
+_PACKAGES = {"gemma3n": "timm"}
+# Families that look ahead unless their configuration says otherwise: bidirectional encoders.
+ENCODERS = frozenset(
+    {
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    }
+)
+# Layers that look at one token alone, or at tokens that a mask lets through. All others carry a
+# state, choose among tokens or sum up several of them, past any document's end.
+_MASKED_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+)
+
+
+def settle_family(config: TrainConfig, warn: Callable[[str], None]) -> TrainConfig:
+    """Return the configuration with which this model can be trained: perhaps without packing.
+
+    Raises:
+        ConfigError: the model cannot be trained, or not as it is asked.
+    """
+    settings = load_settings(config.model)
+    _refuse(config, settings)
+    fault = _packing_fault(config, settings) if config.data.packing else None
+    return config if fault is None else without_packing(config, fault, warn)
+
+
+def without_packing(config: TrainConfig, fault: str, warn: Callable[[str], None]) -> TrainConfig:
+    """Give each row a sequence of its own, and say so; `fault` says what packing would do.
+
+    Raises:
+        ConfigError: the job asks for packing.
+    """
+    if config.data.is_packing_asked:
+        raise ConfigError(f"spec.training.packing true: {fault}; set it to false, or remove it")
+    warn(
+        f"rows are not packed: {fault}. Each row is a sequence of its own, and "
+        "spec.training.globalBatchSize counts rows; set spec.training.packing to false to say so"
+    )
+    data = config.data.model_copy(update={"packing": False})
+    return config.model_copy(update={"data": data})
+
+
+def takes_positions(model_class: type) -> bool:
+    """Say whether a model's forward can be told where documents begin."""
+    names = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return "position_ids" in names or "input_ids" not in names  # it hands on whatever it is given
+
+
+def _class_of(settings: "PretrainedConfig") -> Any:
+    """Return the class of causal language model for these settings, or None."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+
+
+def _refuse(config: TrainConfig, settings: "PretrainedConfig") -> None:
+    kind = settings.model_type
+    field = f"spec.model.source {config.model.path} is of the family {kind}"
+    if _class_of(settings) is None:
+        raise ConfigError(
+            f"{field}, of which transformers has no causal language model; use a decoder-only model"
+        )
+    if settings.is_encoder_decoder:
+        raise ConfigError(
+            f"{field}, an encoder with a decoder, and the decoder alone answers nothing; use a "
+            "decoder-only model"
+        )
+    if kind in _NOT_TEXT_ALONE:
+        raise ConfigError(
+            f"{field}, which {_NOT_TEXT_ALONE[kind]}; use a model that continues text alone"
+        )
+    if kind in _PACKAGES and find_spec(_PACKAGES[kind]) is None:
+        raise ConfigError(f"{field}, which needs the package {_PACKAGES[kind]}; install it")
+    text = settings.get_text_config()
+    if looks := _looks_ahead(settings):
+        raise ConfigError(
+            f"{field}, and its config.json has {looks}: every token sees those that it is to "
+            "predict; use a decoder-only model, or a config.json of one"
+        )
+    if getattr(text, "output_router_logits", False):
+        raise ConfigError(
+            f"{field}, and its config.json has output_router_logits true: the router's own loss is "
+            "not computed here, as no sum over micro-batches and ranks gives it; set it to false"
+        )
+    _refuse_rotary(config, text)
+
+
+def _looks_ahead(settings: "PretrainedConfig") -> str:
+    """Name the setting by which tokens see later ones; empty where there is none."""
+    text = settings.get_text_config()
+    if settings.model_type in ENCODERS and not settings.is_decoder:
+        return "is_decoder false"
+    if settings.model_type == "xlm" and not settings.causal:
+        return "causal false"
+    if not getattr(text, "is_causal", True):
+        return "is_causal false"
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "use_bidirectional_attention"
+    return ""
+
+
+def _packing_fault(config: TrainConfig, settings: "PretrainedConfig") -> str | None:
+    """Say why rows cannot share a sequence; None where nothing speaks against it yet."""
+    model_class, text = _class_of(settings), settings.get_text_config()
+    name = model_class.__name__
+    kinds = set(getattr(text, "layer_types", None) or ()) - _MASKED_LAYERS
+    if model_class._is_stateful or kinds:
+        what = f"layers ({', '.join(sorted(kinds))})" if kinds else "layers"
+        return f"{name} has {what} that reach past the end of a document"
+    if not takes_positions(model_class):
+        return f"{name} cannot be told where documents begin"
+    for form in _rotary(text):
+        if form["rope_type"] == "longrope" and config.data.max_seq_len > _known(form, text):
+            return (
+                f"beyond {_known(form, text)} tokens the rotary scaling of {name} follows the "
+                f"longest document (spec.training.maxSeqLength {config.data.max_seq_len})"
+            )
+    return None
+
+
+def _refuse_rotary(config: TrainConfig, text: "PretrainedConfig") -> None:
+    """Refuse rotary scaling by which a row would depend on others, packed or not."""
+    longest = config.data.max_seq_len
+    for form in _rotary(text):
+        kind, known = form["rope_type"], _known(form, text)
+        if longest <= known:
+            continue
+        field = f"spec.training.maxSeqLength {longest} goes beyond {known}, from where"
+        if "dynamic" in kind:
+            raise ConfigError(
+                f"{field} the model's rotary scaling ({kind}) follows the longest row that it has "
+                f"ever seen; lower it to {known}"
+            )
+        if kind == "longrope" and config.training.micro_batch_size > 1:
+            raise ConfigError(
+                f"{field} the model's rotary scaling (longrope) follows the longest row of a "
+                f"micro-batch; lower it to {known}, or set spec.training.microBatchSize to 1"
+            )
+
+
+def _rotary(text: "PretrainedConfig") -> Iterator[Mapping[str, Any]]:
+    """Yield the forms of rotary positions: one, or one for each kind of layer."""
+    found = getattr(text, "rope_parameters", None) or {}
+    for form in [found, *(value for value in found.values() if isinstance(value, dict))]:
+        if "rope_type" in form:
+            yield form
+
+
+def _known(form: Mapping[str, Any], text: "PretrainedConfig") -> int:
+    """Return the length up to which scaling is the same for every row."""
+    lengths = (
+        form.get("original_max_position_embeddings"),
+        getattr(text, "original_max_position_embeddings", None),
+        getattr(text, "max_position_embeddings", None),
+    )
+    return min((length for length in lengths if length), default=0)
