@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+from every_family import tiny_model as tiny_family
+from every_family import tiny_settings
 from finetune_trainer.config import (
     CheckpointConfig,
     DataConfig,
@@ -29,6 +31,8 @@ from finetune_trainer.model.adapters import attach_lora
 from finetune_trainer.model.identity import model_fingerprint
 from finetune_trainer.model.load import base_name, load_model, load_tokenizer
 from finetune_trainer.model.loss import IGNORE, CausalLoss, loss_inputs
+from finetune_trainer.strategies.optimizer import make_adamw
+from model_families import family
 from text_fixtures import tiny_model
 
 CPU = torch.device("cpu")
@@ -139,6 +143,29 @@ def test_lora_refuses_a_target_that_matches_nothing_and_lists_what_there_is(fold
     model = load_model(config(folder), CPU)
     with pytest.raises(ConfigError, match=r"targetModules wqkv match no linear layer.*q_proj"):
         attach_lora(model, LoraSettings(target_modules=("q_proj", "wqkv")))
+
+
+@pytest.mark.parametrize("targets", [(), ("c_attn", "c_proj", "c_fc")], ids=["default", "named"])
+def test_lora_adapts_the_linear_layers_of_gpt2(targets):
+    model = attach_lora(family("gpt2"), LoraSettings(target_modules=targets))
+    adapted = {name.split(".lora_A")[0] for name in model.state_dict() if "lora_A" in name}
+    assert {name.rsplit(".", 1)[-1] for name in adapted} == {"c_attn", "c_proj", "c_fc"}
+
+
+def test_matrices_alone_are_decayed():
+    model = tiny_family(tiny_settings("gpt_oss"))
+    trained = dict(model.named_parameters())
+    training = TrainingConfig(
+        global_batch_size=1, max_steps=1, learning_rate=1e-3, weight_decay=0.1
+    )
+    decayed, left = make_adamw(trained, training).param_groups
+    names = {parameter: name for name, parameter in trained.items()}
+    assert all(names[p].endswith(("weight", "_proj")) for p in decayed["params"])
+    biases = [names[p] for p in left["params"] if p.ndim == 2]
+    assert {name.rsplit(".", 1)[-1] for name in biases} == {
+        "gate_up_proj_bias",
+        "down_proj_bias",
+    }
 
 
 def test_dropout_is_set_where_the_model_has_it(folder):

@@ -64,8 +64,10 @@ def attach_lora(
     """
     from peft import LoraConfig
     from torch import nn
+    from transformers.pytorch_utils import Conv1D
 
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kinds = (nn.Linear, Conv1D)  # what peft, too, means by all linear layers
+    linear = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     ends = settings.target_modules
     missing = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in linear)]
     if missing:
@@ -100,6 +102,8 @@ def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":
     with warnings.catch_warnings():
         # peft 0.21 asks transformers by a name that 5.23 calls deprecated; nobody can mend it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # It sees for itself that Conv1D stores its weight the other way round, and says so.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         return get_peft_model(model, lora, autocast_adapter_dtype=True)
 
 

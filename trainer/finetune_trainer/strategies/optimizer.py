@@ -4,7 +4,7 @@ One kernel unscales, clips and updates, or leaves everything as it is when a gra
 is not finite. Every rank computes the same norm, so every rank decides alike.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class NativeOptimizer:
         self._scale = torch.tensor(FIRST_LOSS_SCALE if self._is_scaled else 1.0, device=device)
         self._good_steps = torch.tensor(0.0, device=device)
         _expect_wide(self._trained, training)
-        self._adamw = make_adamw(self._trained.values(), training)
+        self._adamw = make_adamw(self._trained, training)
         for parameter in self._trained.values():
             self._adamw.state[parameter] = fresh_state(parameter)
 
@@ -136,16 +136,30 @@ class NativeStrategy:
         return self._module.model
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
-    """Make AdamW (arXiv:1711.05101), as yet without state; vectors are not decayed."""
-    trained = list(parameters)
+def make_adamw(trained: Mapping[str, nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
+    """Make AdamW (arXiv:1711.05101), as yet without state; vectors and biases are not decayed."""
+    decayed = {name for name, parameter in trained.items() if _is_decayed(name, parameter)}
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for name, parameter in trained.items() if name in decayed],
+            "weight_decay": training.weight_decay,
+        },
+        {
+            "params": [parameter for name, parameter in trained.items() if name not in decayed],
+            "weight_decay": 0.0,
+        },
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=training.learning_rate, fused=True
     )
+
+
+def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Say whether a parameter is a matrix of weights.
+
+    Experts stack their biases, which makes them two-dimensional: only the name tells.
+    """
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def fresh_state(parameter: Tensor) -> dict[str, Tensor]:

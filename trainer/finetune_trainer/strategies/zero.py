@@ -60,7 +60,7 @@ class ZeroStrategy:
         with redirect_stdout(None):  # it prints how much memory each group of weights takes
             self._engine, *_ = self._deepspeed.initialize(
                 model=module,
-                optimizer=make_adamw(self._trained().values(), self._config.training),
+                optimizer=make_adamw(self._trained(), self._config.training),
                 config=settings,
                 dist_init_required=False,
             )
