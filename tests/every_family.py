@@ -130,7 +130,13 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _ROTARY, "full_attention": _ROTARY},
     },
-    "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"]}},
+    "dots3_note": {
+        "vision_config": {
+            "mlp_layer_types": ["dense", "dense"],
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        }
+    },
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },

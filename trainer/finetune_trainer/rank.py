@@ -91,14 +91,8 @@ def run(
         try_export(module.model, tokenizer, config)
     _tell_model(telemetry, dataset, module)
     strategy.prepare(module)
-    settled = settle_isolation(
-        config,
-        module,
-        strategy.evaluate,
-        device=world.device,
-        any_rank=agreement.any,
-        warn=telemetry.warn,
-    )
+    measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
+    settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)
     if settled is not config:
         config, plan = settled, DataPlan.of(dataset, settled)
         _tell_data(config, telemetry, plan, dataset, held_out)
