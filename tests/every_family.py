@@ -135,7 +135,8 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
             "mlp_layer_types": ["dense", "dense"],
             "adapter_in_dim": 32,
             "adapter_out_dim": 32,
-        }
+        },
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
