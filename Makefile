@@ -19,7 +19,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test e2e kill-series interleavings fuzz check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
+.PHONY: help install run test e2e kill-series interleavings fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -46,6 +46,9 @@ interleavings: install  ## Let two jobs and their attempts meet in one folder at
 
 fuzz: install  ## Look for tracebacks with random manifests, rows and templates (SECONDS=60, SEED=7)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(SECONDS) --seed "$(or $(SEED),0)"
+
+parity-families: install  ## Train ten model families beside a plain loop (5 min; FAMILIES="llama gpt2")
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/parity_families.py $(FAMILIES)
 
 check: install  ## Lint, types, import contracts, dependencies, generated files up to date
 	$(BIN)/ruff check

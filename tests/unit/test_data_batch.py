@@ -46,11 +46,11 @@ def test_targets_are_shifted_and_never_cross_documents() -> None:
     assert (batch.tokens, batch.label_tokens) == (9, 4)
 
 
-def test_padding_is_a_document_of_its_own() -> None:
-    batch = collate(THREE, [(1,)], pad_to=6, pad_id=PAD)
-    assert batch.input_ids.tolist() == [[21, 22, PAD, PAD, PAD, PAD]]
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3]]
-    assert batch.targets.tolist() == [[22, -100, -100, -100, -100, -100]]
+def test_padding_is_apart_and_no_longer_than_a_document_of_the_batch() -> None:
+    batch = collate(THREE, [(0,)], pad_to=8, pad_id=PAD)
+    assert batch.input_ids.tolist() == [[11, 12, 13, PAD, PAD, PAD, PAD, PAD]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]]
+    assert batch.targets.tolist() == [[12, 13, *[-100] * 6]]
 
 
 def test_an_empty_micro_batch_is_a_batch_without_labels() -> None:

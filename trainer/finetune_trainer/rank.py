@@ -42,6 +42,7 @@ from finetune_trainer.model.identity import model_fingerprint, pinned, weights_f
 from finetune_trainer.model.isolation import settle_isolation
 from finetune_trainer.model.load import load_device, load_model, load_tokenizer
 from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.schedule import warmup_warning
@@ -89,7 +90,7 @@ def run(
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
     if world.is_main:
         try_export(module.model, tokenizer, config)
-    _tell_model(telemetry, dataset, module)
+    _tell_model(telemetry, dataset, held_out, module)
     strategy.prepare(module)
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
     settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)
@@ -213,7 +214,12 @@ def _tell_data(
         telemetry.warn(sentence)
 
 
-def _tell_model(telemetry: Telemetry, dataset: TokenDataset, module: CausalLoss) -> None:
+def _tell_model(
+    telemetry: Telemetry,
+    dataset: TokenDataset,
+    held_out: TokenDataset | None,
+    module: CausalLoss,
+) -> None:
     """Say where the loss costs more memory, and where rows are longer than the base has seen."""
     if not module.is_fused:
         telemetry.warn(
@@ -222,13 +228,10 @@ def _tell_model(telemetry: Telemetry, dataset: TokenDataset, module: CausalLoss)
             "micro-batch are held at once; keep lm_head out of "
             "spec.method.lora.targetModules, or lower spec.training.maxSeqLength if memory is short"
         )
-    longest = int(dataset.lengths.max())
-    known = getattr(base_of(module.model).config.get_text_config(), "max_position_embeddings", None)
-    if known is not None and longest > known:
-        telemetry.warn(
-            f"the longest row has {longest} tokens, and the model was made for {known}; lower "
-            f"spec.training.maxSeqLength to {known}, or set spec.dataset.longRows to split as well"
-        )
+    longest = max(int(rows.lengths.max()) for rows in (dataset, held_out) if rows is not None)
+    sentence = refuse_long_rows(base_of(module.model), longest)
+    if sentence is not None:
+        telemetry.warn(sentence)
 
 
 def _first_batch(

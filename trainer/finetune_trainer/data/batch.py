@@ -27,7 +27,8 @@ class MicroBatch:
 
     Attributes:
         input_ids: (B, T) int64.
-        position_ids: (B, T) int64; 0 begins a document. Padding is a document of its own.
+        position_ids: (B, T) int64; 0 begins a document. Padding is documents of its own, none
+            longer than the longest of the batch, as a table of positions may end there.
         targets: (B, T) int64, the token that position t must predict, so already shifted;
             -100 where there is none.
         tokens: Positions that are not padding.
@@ -61,6 +62,7 @@ def collate(
     if max(num_tokens) > width:
         raise ValueError(f"a pack of {max(num_tokens)} tokens is longer than pad_to {width}")
     shape = (len(packs), width)
+    longest = max((int(dataset.lengths[index]) for pack in packs for index in pack), default=0)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
     targets = np.full(shape, NO_TARGET, dtype=np.int64)
@@ -75,7 +77,7 @@ def collate(
                 sequence.is_label[1:], sequence.tokens[1:], NO_TARGET
             )
             start = end
-        position_ids[row, start:] = np.arange(width - start)
+        position_ids[row, start:] = np.arange(width - start) % max(MIN_LENGTH, longest)
     return MicroBatch(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),

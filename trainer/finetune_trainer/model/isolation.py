@@ -73,7 +73,14 @@ def settle_isolation(
     name = type(base_of(module.model)).__name__
     try:
         found = measure(module, evaluate, config, device)
-    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ConfigError(
             f"spec.model.source {config.model.path}: {name} cannot be trained on token ids alone "
             f"({type(error).__name__}: {error}); use another family"
@@ -167,8 +174,8 @@ def _lay_out(rows: Sequence[Row], width: int, vocabulary: int) -> MicroBatch:
         tokens = [vocabulary // 4 + 11 * place % (vocabulary // 2) for place in places]
         last, padding = len(documents[-1]), width - len(tokens)
         ids.append(functional.pad(torch.tensor(tokens, dtype=torch.long), (0, padding)))
-        lengths = [*map(len, documents), padding]
-        positions.append(torch.cat([torch.arange(length) for length in lengths]))
+        starts = [torch.arange(len(document)) for document in documents]
+        positions.append(torch.cat([*starts, torch.arange(padding) % len(_LAST)]))
         wanted = torch.full((width,), NO_TARGET)
         wanted[len(tokens) - last : len(tokens)] = ids[-1][len(tokens) - last : len(tokens)]
         targets.append(wanted)
