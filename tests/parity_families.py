@@ -57,7 +57,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
     },
-    "falcon": {**_SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon": {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+    },
     "gpt_oss": {**_SIZES, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # Their packs would leak: the trainer gives each row a sequence of its own.
