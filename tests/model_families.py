@@ -9,7 +9,7 @@ from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 
 VOCAB = 96
 
-_SMALL = {
+SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -22,7 +22,7 @@ _SMALL = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
-_GPT2 = {
+SMALL_GPT2 = {
     "vocab_size": VOCAB,
     "n_embd": 32,
     "n_layer": 2,
@@ -60,7 +60,7 @@ def family(name: str, *, seed: int = 0, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = FAMILIES[name]
-    values = _GPT2 if model_type == "gpt2" else _SMALL
+    values = SMALL_GPT2 if model_type == "gpt2" else SMALL
     config = AutoConfig.for_model(model_type, **{**values, **settings, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

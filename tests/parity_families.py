@@ -24,21 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from launches import clean_environment
+from model_families import SMALL, SMALL_GPT2
 from text_fixtures import VOCAB_SIZE, tiny_tokenizer
 
 STEPS, ROWS, ROW_TOKENS, RATE, DECAY, MAX_NORM, RANK = 10, 6, 33, 1e-3, 0.01, 1.0, 4
 PER_PACK = 2
 LOSS_LIMIT, WEIGHTS_LIMIT = 1e-6, 1e-3
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
+_SIZES = {**SMALL, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "qwen2": {**_SIZES, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -47,16 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**_SIZES, "sliding_window": 8, "query_pre_attn_scalar": 8},
     "gemma3_text": {**_SIZES, "sliding_window": 8, "query_pre_attn_scalar": 8},
     "phi3": _SIZES,
-    "gpt2": {
-        "vocab_size": VOCAB_SIZE,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-    },
+    "gpt2": {**SMALL_GPT2, "vocab_size": VOCAB_SIZE, "n_positions": 128},
     "falcon": {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -86,7 +69,7 @@ def write_model(family: str, folder: Path) -> None:
     tokenizer = tiny_tokenizer(folder, template=None)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id
-    config = AutoConfig.for_model(family, **FAMILIES[family], **ids)
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **ids})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
