@@ -29,6 +29,7 @@ class Task:
         rows_per_step: Rows of one optimizer step without packing.
         pack_tokens: Length of a pack, and of a uniform row.
         device: `cpu` or `cuda`.
+        precision: `bf16` or `fp32`.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Task:
     learning_rate: float
     threads: int
     device: str
+    precision: str
     method: str = "lora"
 
     @classmethod
@@ -76,7 +78,7 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
             "epochs": 1,
             "learning_rate": task.learning_rate,
             "schedule": "constant",
-            "precision": "bf16",
+            "precision": task.precision,
             "seed": task.seed,
         },
         "checkpoint": {"dir": str(folder / "checkpoints"), "every_steps": 1_000_000, "keep": 1},
@@ -116,7 +118,7 @@ def _run_main(config: Path) -> None:
 
 
 def train_trl(task: Task, folder: Path, *, is_tuned: bool) -> dict[str, Any]:
-    """Run `SFTTrainer`: all of its defaults, or packed, unrecomputed and on a bf16 base."""
+    """Run `SFTTrainer`: all of its defaults, or packed, unrecomputed and on a base like ours."""
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
@@ -155,7 +157,7 @@ def train_trl(task: Task, folder: Path, *, is_tuned: bool) -> dict[str, Any]:
 
 
 def train_hf(task: Task, folder: Path) -> dict[str, Any]:
-    """Run `transformers.Trainer` on uniform rows, on the same bf16 base as ours."""
+    """Run `transformers.Trainer` on uniform rows, on the same base as ours."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
@@ -189,7 +191,7 @@ def _arguments(task: Task, folder: Path) -> dict[str, Any]:
         "num_train_epochs": 1,
         "learning_rate": task.learning_rate,
         "lr_scheduler_type": "constant",
-        "bf16": True,
+        "bf16": task.precision == "bf16",
         "use_cpu": task.device == "cpu",
         "seed": task.seed,
         "save_strategy": "no",
@@ -200,11 +202,12 @@ def _arguments(task: Task, folder: Path) -> dict[str, Any]:
 
 
 def _base(task: Task) -> Any:
-    """Load the base as ours does: frozen in bf16 or NF4, in fp32 where all of it is trained."""
+    """Load the base as ours does: frozen in `precision` or NF4, in fp32 where all is trained."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    options: dict[str, Any] = {"dtype": torch.float32 if task.method == "full" else torch.bfloat16}
+    is_narrow = task.method != "full" and task.precision == "bf16"
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if is_narrow else torch.float32}
     if task.method == "qlora":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--uniform-pairs", type=int, default=UNIFORM_PAIRS)
     parser.add_argument("--checkpoint-mib", type=int, default=768)
     parser.add_argument("--model", type=Path, default=QUICKSTART / "model")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default=_native_precision())
     parser.add_argument("--out", type=Path, default=HERE.parent.parent / "docs" / "benchmarks")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -66,6 +67,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Result:
         learning_rate=1e-3,
         threads=min(2, os.cpu_count() or 1),
         device=device,
+        precision=options.precision,
     )
     chat = measure_chat(task, options.seeds, folder)
     uniform = measure_uniform(task, options.uniform_pairs, folder)
@@ -78,10 +80,19 @@ def measure(options: argparse.Namespace, folder: Path) -> Result:
         "runs": {"chat": chat, "uniform": uniform},
         "table_8b": measure_table(task, train, folder, options.seeds) if device == "cuda" else [],
         "checkpoint_mib": options.checkpoint_mib,
+        "precision": options.precision,
         "versions": {name: version(name) for name in PACKAGES},
         "commit": _output("git", "-C", str(HERE), "rev-parse", "HEAD"),
         "machine": machine(device),
     }
+
+
+def _native_precision() -> str:
+    """Return bf16 where it is computed as such: a CPU that emulates it compares the emulations."""
+    if torch.cuda.is_available():
+        return "bf16"
+    features = torch.cpu.get_capabilities()
+    return "bf16" if features.get("avx512_bf16") or features.get("amx_bf16") else "fp32"
 
 
 def measure_chat(task: Task, seeds: int, folder: Path) -> list[Result]:
@@ -220,10 +231,10 @@ def page(measured: Result) -> str:
         "",
         "## Dialogues",
         "",
-        f"{len(chat)} seeds, SmolLM2-135M-Instruct, LoRA r {LORA['r']} on all linear layers, bf16, "
-        "AdamW at a constant 1e-3, one epoch. TRL's defaults pad 8 rows and recompute "
-        "activations; tuned, TRL packs (`bfd`), recomputes nothing and keeps the base in bf16. "
-        "A useful token is one of a row, never padding.",
+        f"{len(chat)} seeds, SmolLM2-135M-Instruct, LoRA r {LORA['r']} on all linear layers, "
+        f"{measured['precision']}, AdamW at a constant 1e-3, one epoch. TRL's defaults pad 8 rows "
+        "and recompute activations; tuned, TRL packs (`bfd`), recomputes nothing and keeps the "
+        "base in that precision. A useful token is one of a row, never padding.",
         "",
         "| seed | system | steps | useful tokens/s | peak memory, MiB | held-out loss | isolates |",
         "|---:|---|---:|---:|---:|---:|---|",

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies import create, single_process_warning
+from finetune_trainer.strategies import create, emulation_warning, single_process_warning
 from finetune_trainer.strategies.ddp import DdpStrategy
 from finetune_trainer.strategies.fsdp import FsdpStrategy
 from finetune_trainer.world import World
@@ -151,3 +151,15 @@ def test_replicas_that_leave_nothing_to_shard_are_refused(replicas: int) -> None
         pytest.raises(ConfigError, match=rf"spec\.strategy\.replicas {replicas}"),
     ):
         create(case_config(case, FOLDER, 4), world)
+
+
+@pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", None])
+def test_bf16_on_a_cpu_that_emulates_it_is_warned_of(feature: str | None) -> None:
+    features = {"avx2": True, "avx512_bf16": False, "amx_bf16": False}
+    if feature:
+        features[feature] = True
+    asked = train_config(FOLDER, training={"precision": "bf16"})
+    assert (emulation_warning(asked, features) is not None) == (feature is None)
+    assert emulation_warning(asked, {"sve": True}) is None
+    wide = train_config(FOLDER, training={"precision": "fp32"})
+    assert emulation_warning(wide, features) is None

@@ -131,6 +131,15 @@ def test_compiled_layers_meet_no_shape_but_that_of_training(tmp_path: Path) -> N
     assert set(shapes) == {(2, 32)}
 
 
+def test_compiled_layers_are_measured_where_a_table_ends_before_the_width_of_training(
+    tmp_path: Path,
+) -> None:
+    """Packed, no document is longer than the table, though the batch is wider."""
+    config = train_config(tmp_path, training={"compile": True}, data={"max_seq_len": 32})
+    found = measure(*wrapped(family("gpt2", n_positions=16)), config, CPU)
+    assert max(found.neighbours, found.alone) <= 1e-5
+
+
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt_oss")

@@ -47,7 +47,7 @@ from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
-from finetune_trainer.strategies import create, single_process_warning
+from finetune_trainer.strategies import create, emulation_warning, single_process_warning
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
 
@@ -209,7 +209,11 @@ def _tell_data(
     telemetry.data(*reports)
     telemetry.plan(plan.total_steps)
     of_rows = [sentence for report in reports if report for sentence in report.warnings]
-    of_run = (warmup_warning(config.training, plan.total_steps), single_process_warning(config))
+    of_run = (
+        warmup_warning(config.training, plan.total_steps),
+        single_process_warning(config),
+        emulation_warning(config, torch.cpu.get_capabilities()),
+    )
     for sentence in (*of_rows, *filter(None, of_run)):
         telemetry.warn(sentence)
 

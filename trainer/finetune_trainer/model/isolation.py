@@ -5,6 +5,7 @@ gradients over a few dozen tokens. Whatever makes documents see each other (a ma
 positions, a state, a cache that a wrapper turned on) shows here, as only the result is looked at.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -116,16 +117,20 @@ def measure(
         rows.append((*_OTHERS, _LAST))
     generators = [device] if device.type == "cuda" else []
 
-    vocabulary = base_of(module.model).config.get_text_config().vocab_size
+    settings = base_of(module.model).config.get_text_config()
+    full_width = config.data.max_seq_len if config.training.compile else None
 
-    def states_of(*rows: Row) -> Tensor:
-        return _last_documents(module, evaluate, _batches(rows, config, vocabulary), device)
+    def states_of(*rows: Row, width: int | None = full_width) -> Tensor:
+        batches = _batches(rows, config.training.micro_batch_size, width, settings.vocab_size)
+        return _last_documents(module, evaluate, batches, device)
 
     with torch.random.fork_rng(generators), in_evaluation_mode(module):
         states = states_of(*rows)
         gives_positions, module.gives_positions = module.gives_positions, False
         try:  # as inference sees it
-            states = torch.cat([states, states_of((_LAST,))])
+            known = getattr(settings, "max_position_embeddings", None) or math.inf
+            width = full_width if full_width and full_width <= known else None  # a table may end
+            states = torch.cat([states, states_of((_LAST,), width=width)])
         finally:
             module.gives_positions = gives_positions
     own, other_start, other_end = states[:3]
@@ -151,16 +156,18 @@ def _last_documents(
     return torch.cat([states[0].float().view(-1, len(_LAST), states.shape[-1]) for states in seen])
 
 
-def _batches(rows: Sequence[Row], config: TrainConfig, vocabulary: int) -> list[MicroBatch]:
-    """Lay all rows out in one batch, or each in the shape that compiled layers are trained with.
+def _batches(
+    rows: Sequence[Row], micro_batch_size: int, width: int | None, vocabulary: int
+) -> list[MicroBatch]:
+    """Lay all rows out in one batch; with a `width`, each in a batch of the size that is trained.
 
-    Another shape would have them compiled once more.
+    Compiled layers would be compiled once more for another size.
     """
-    if not config.training.compile:
+    if width is None:
         return [_lay_out(rows, max(sum(map(len, row)) for row in rows), vocabulary)]
     filler: Row = ([],)
-    fillers = [filler] * (config.training.micro_batch_size - 1)
-    return [_lay_out([row, *fillers], config.data.max_seq_len, vocabulary) for row in rows]
+    fillers = [filler] * (micro_batch_size - 1)
+    return [_lay_out([row, *fillers], width, vocabulary) for row in rows]
 
 
 def _lay_out(rows: Sequence[Row], width: int, vocabulary: int) -> MicroBatch:

@@ -1,5 +1,7 @@
 """How ranks share one model; each engine is named in one file here and nowhere else."""
 
+from collections.abc import Mapping
+
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.strategies.base import Strategy
@@ -34,6 +36,23 @@ def single_process_warning(config: TrainConfig) -> str | None:
     return (
         f"spec.strategy.type {config.strategy.type} goes on with one process, which holds the "
         "whole model, its gradients and the optimizer's state by itself"
+    )
+
+
+def emulation_warning(config: TrainConfig, features: Mapping[str, bool]) -> str | None:
+    """Say that a CPU computes bf16 by another format's arithmetic, which takes many times as long.
+
+    Args:
+        config: Asks for a precision and a device.
+        features: Of the CPU, as `torch.cpu.get_capabilities` names them; only those of x86 tell.
+    """
+    if config.training.precision != "bf16" or config.world.device != "cpu":
+        return None
+    if not features.get("avx2") or features.get("avx512_bf16") or features.get("amx_bf16"):
+        return None
+    return (
+        "spec.training.precision bf16: this CPU has no bf16 arithmetic and is many times slower "
+        "with it; fp32, which auto chooses on a CPU, is faster"
     )
 
 
