@@ -17,8 +17,8 @@ import yaml
 from builders import job as model_of
 from builders import manifest
 from disks import fill
+from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
-from finetune_operator.reconcile.store import JobStore
 from local_runs import is_running, kill_what_runs_below, starts
 from operators import Api, condition, phase_of, wait_until
 
@@ -178,7 +178,7 @@ def test_a_crash_is_followed_by_the_next_attempt_from_the_last_checkpoint(serve:
     dev.apply(restartPolicy__backoff={"baseSeconds": 0})
     done = dev.wait_for("Succeeded")
     assert attempts_of(done) == [(1, None), (2, 4)]
-    stored = JobStore(run_dir(dev.folder)).load()
+    stored = RunFolder(run_dir(dev.folder)).load()
     assert stored is not None
     assert stored.status.attempt == 2
 
@@ -254,7 +254,7 @@ def test_a_job_that_takes_over_goes_on_with_what_the_deleted_one_of_its_name_wro
 
 def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, folder: Path) -> None:
     dev = serve(attempt_1={"steps": 1})
-    with JobStore(run_dir(folder)) as theirs:
+    with RunFolder(run_dir(folder)) as theirs:
         theirs.save(model_of())
         dev.apply()
         wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", PROMPT_SECONDS)
@@ -269,7 +269,7 @@ def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, fold
 
 def test_ctrl_c_waits_for_no_attempt_that_could_not_be_created(serve: Serve, folder: Path) -> None:
     dev = serve()
-    with JobStore(run_dir(folder)) as theirs:
+    with RunFolder(run_dir(folder)) as theirs:
         theirs.save(model_of())
         dev.apply()
         wait_until(lambda: condition(dev.job(), "Stalled")["status"] == "True", PROMPT_SECONDS)

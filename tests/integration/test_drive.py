@@ -17,9 +17,13 @@ from finetune_operator.backends.base import Observation
 from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.backends.local.environment import ENV_MARK
+from finetune_operator.backends.local.run_folder import (
+    RunFolder,
+    RunFolderError,
+    RunFolderLockedError,
+)
 from finetune_operator.reconcile.drive import StopRequest, drive
 from finetune_operator.reconcile.opening import open_job
-from finetune_operator.reconcile.store import JobLockedError, JobStore, StoreError
 from local_runs import (
     is_running,
     kill_what_runs_below,
@@ -45,7 +49,7 @@ def run(
 ) -> FineTuneJob:
     """Do what `ftctl run` does, and return the job as it is in the end."""
 
-    async def both(store: JobStore) -> FineTuneJob:
+    async def both(store: RunFolder) -> FineTuneJob:
         stop = StopRequest()
         opened = await open_job(manifest, backend, store, fresh=fresh)
         return await drive(
@@ -57,7 +61,7 @@ def run(
         )
 
     folders = backend.folders(manifest)
-    with JobStore(folders.run, folders.checkpoint) as store:
+    with RunFolder(folders.run, folders.checkpoint) as store:
         return asyncio.run(both(store))
 
 
@@ -89,7 +93,7 @@ def test_a_job_runs_to_completion_and_tells_on_the_way(tmp_path: Path) -> None:
         JobPhase.SUCCEEDED,
     ]
     assert done.status.artifacts == [f"file://{run_dir(tmp_path)}/output"]
-    assert JobStore(run_dir(tmp_path)).load() == done
+    assert RunFolder(run_dir(tmp_path)).load() == done
 
 
 def test_a_killed_worker_is_followed_by_an_attempt_from_its_checkpoint(tmp_path: Path) -> None:
@@ -153,8 +157,8 @@ def test_a_forced_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
 def test_a_second_driver_is_told_whose_job_it_is(tmp_path: Path) -> None:
     backend = local_backend(tmp_path, {"1": {"steps": 3}})
     with (
-        JobStore(run_dir(tmp_path)),
-        pytest.raises(JobLockedError, match=f"in use by process {os.getpid()}"),
+        RunFolder(run_dir(tmp_path)),
+        pytest.raises(RunFolderLockedError, match=f"in use by process {os.getpid()}"),
     ):
         run(backend, job())
 
@@ -165,7 +169,7 @@ def test_a_complete_job_is_moved_aside_with_its_outside_checkpoints(tmp_path: Pa
     first, second = run(backend, manifest), run(backend, manifest)
     assert first.metadata.uid != second.metadata.uid
     assert second.status.attempts[0].resumed_step is None
-    assert JobStore(run_dir(tmp_path).with_name("tiny.1")).load() == first
+    assert RunFolder(run_dir(tmp_path).with_name("tiny.1")).load() == first
     assert (tmp_path / "saved.1" / "step-2").is_dir()
     assert not (tmp_path / "saved.2").exists()
 
@@ -192,7 +196,7 @@ def test_a_folder_of_somebody_else_is_no_run_directory(tmp_path: Path) -> None:
     (mine / "thesis.tex").write_text("years of work")
     manifest = job(backend={"local": {"runDirectory": "mine"}})
     for fresh in (False, True):
-        with pytest.raises(StoreError, match=r"holds thesis.tex and no job.json"):
+        with pytest.raises(RunFolderError, match=r"holds thesis.tex and no job.json"):
             run(local_backend(tmp_path), manifest, fresh=fresh)
     assert [path.name for path in mine.iterdir()] == ["thesis.tex"]
 
@@ -223,7 +227,7 @@ def test_fresh_ends_what_still_runs_before_it_moves_it_aside(tmp_path: Path) -> 
     assert not is_running(pid)
     assert done.status.phase is JobPhase.SUCCEEDED
     assert done.status.attempt == 1
-    old = JobStore(run_dir(tmp_path).with_name("tiny.1")).load()
+    old = RunFolder(run_dir(tmp_path).with_name("tiny.1")).load()
     assert old is not None
     assert old.status.phase is JobPhase.SUSPENDED
 
@@ -273,7 +277,7 @@ def test_what_is_promised_is_what_the_checkpoint_folder_holds(tmp_path: Path) ->
     step = stopped.status.checkpoint.last.step
 
     def note() -> str:
-        with JobStore(run_dir(tmp_path)) as store:
+        with RunFolder(run_dir(tmp_path)) as store:
             return asyncio.run(open_job(job(), backend, store)).note
 
     assert note() == f"going on with attempt 2, from the checkpoint of step {step}"
@@ -285,7 +289,7 @@ def test_a_run_directory_of_another_job_is_refused(tmp_path: Path) -> None:
     backend = local_backend(tmp_path, {"*": {"steps": 1}})
     here = {"local": {"runDirectory": "here"}}
     run(backend, job(backend=here))
-    with pytest.raises(StoreError, match="holds the job default/tiny, not default/other"):
+    with pytest.raises(RunFolderError, match="holds the job default/tiny, not default/other"):
         run(backend, job(name="other", backend=here))
 
 
@@ -293,7 +297,7 @@ def test_a_file_that_is_no_job_is_refused_and_moved_aside_by_fresh(tmp_path: Pat
     backend = local_backend(tmp_path, {"*": {"steps": 1}})
     run_dir(tmp_path).mkdir(parents=True)
     (run_dir(tmp_path) / "job.json").write_text("{")
-    with pytest.raises(StoreError, match="--fresh"):
+    with pytest.raises(RunFolderError, match="--fresh"):
         run(backend, job())
     assert run(backend, job(), fresh=True).status.phase is JobPhase.SUCCEEDED
 

@@ -18,10 +18,12 @@ from decisions import START, lives, running
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import Handle, Observation, Request
 from finetune_operator.backends.fake import RUNNING, FakeBackend, FakeRun, ended
+from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.planner.plan import make_plan
+from finetune_operator.reconcile.attempts import handle_of
+from finetune_operator.reconcile.conditions import is_settled
 from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.drive import StopRequest, drive, handle_of, is_settled
-from finetune_operator.reconcile.store import JobStore
+from finetune_operator.reconcile.drive import StopRequest, drive
 from finetune_trainer.config import FailureClass
 
 MAX_RESTARTS = 3
@@ -57,7 +59,7 @@ class Fuse:
                 raise Crash
 
 
-class MemoryStore(JobStore):
+class MemoryStore(RunFolder):
     """What is saved, in memory."""
 
     def __init__(self, saved: FineTuneJob, fuse: Fuse) -> None:

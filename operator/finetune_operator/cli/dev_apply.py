@@ -9,6 +9,7 @@ from pathlib import Path
 
 from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1.transitions import changes_of_training
 from finetune_operator.api.validate import check_start
 from finetune_operator.cli.target import Target
 from finetune_operator.errors import FineTuneError
@@ -18,7 +19,6 @@ from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES
 from finetune_operator.reconcile.conditions import is_finished
-from finetune_operator.reconcile.opening import changes_of_training
 
 _GONE_SECONDS = 30.0
 _LOOK_SECONDS = 0.1

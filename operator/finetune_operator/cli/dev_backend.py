@@ -16,10 +16,10 @@ from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.backend import TRAINER, LocalBackend
 from finetune_operator.backends.local.environment import ENV_MARK
 from finetune_operator.backends.local.layout import folder_of
+from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.store import JobStore, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class DevBackend(LocalBackend):
         self._is_forced = is_forced
         self._base = context.manifest_dir
         self._jobs: dict[str, FineTuneJob] = {}
-        self._held: dict[Path, JobStore] = {}
+        self._held: dict[Path, RunFolder] = {}
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return the attempt's files and processes."""
@@ -55,7 +55,7 @@ class DevBackend(LocalBackend):
         """Start the attempt in a folder that is its job's own.
 
         Raises:
-            StoreError: another process drives a job in the folder, or it holds other things.
+            RunFolderError: another process drives a job in the folder, or it holds other things.
             BackendError: processes of the job before are still alive, or as for every backend.
         """
         job = self._jobs[request.job_uid]
@@ -73,7 +73,7 @@ class DevBackend(LocalBackend):
         elif run_dir.is_dir():
             try:
                 self._hold(run_dir)  # it may have been started by a process before this one
-            except StoreError as error:
+            except RunFolderError as error:
                 raise TransientError(str(error)) from error
         return seen
 
@@ -86,9 +86,9 @@ class DevBackend(LocalBackend):
         for run_dir in list(self._held):
             self._release(run_dir)
 
-    def _hold(self, run_dir: Path, *others: Path) -> JobStore:
+    def _hold(self, run_dir: Path, *others: Path) -> RunFolder:
         if run_dir not in self._held:
-            self._held[run_dir] = JobStore(run_dir, *others).__enter__()
+            self._held[run_dir] = RunFolder(run_dir, *others).__enter__()
         return self._held[run_dir]
 
     def _release(self, run_dir: Path) -> None:
@@ -96,7 +96,7 @@ class DevBackend(LocalBackend):
             store.__exit__(None, None, None)
 
 
-def _claim(store: JobStore, job: FineTuneJob, number: int) -> None:
+def _claim(store: RunFolder, job: FineTuneJob, number: int) -> None:
     """Move aside what another job has left, and write down whose attempt this is.
 
     A job that takes over goes on with what the other one wrote; only its attempts make way.

@@ -24,8 +24,8 @@ from finetune_operator.cli.view import View, look
 from finetune_operator.errors import TransientError
 from finetune_operator.kernel.logs import LogFile, set_up
 from finetune_operator.kernel.settings import LogFormat
-from finetune_operator.reconcile.conditions import ConditionType, find, is_finished
-from finetune_operator.reconcile.drive import handle_of, is_settled
+from finetune_operator.reconcile.attempts import handle_of
+from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
 
 _LOOK_SECONDS = 0.5
 

@@ -15,11 +15,11 @@ from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.local import records
 from finetune_operator.backends.local.layout import attempt_folder, folders_of, handle_for
 from finetune_operator.backends.local.records import AttemptRecord
+from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.cluster_logs import RankLog, attempt_number, print_log
 from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
-from finetune_operator.reconcile.store import JobStore
 
 
 def logs(
@@ -62,7 +62,7 @@ def logs(
 
 
 def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
-    stored = JobStore(run_dir).load()
+    stored = RunFolder(run_dir).load()
     if stored is None or not stored.status.attempt:
         raise FineTuneError(f"{job} has no attempt in {run_dir} yet; start one with ftctl run")
     number = attempt_number(job, stored.status, previous=wanted.previous)
@@ -97,7 +97,7 @@ def _run_directory(job: str, manifest: tuple[FineTuneJob, ManifestRef] | None) -
     """
     path = Path(job)
     if path.is_dir():
-        if not JobStore(path).path.exists():
+        if not RunFolder(path).path.exists():
             raise FineTuneError(
                 f"{job} is no run directory, as it holds no job.json; name a manifest, a run "
                 "directory or a job"

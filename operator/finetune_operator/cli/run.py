@@ -18,6 +18,7 @@ from rich.text import Text
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import Observation
+from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.conclusion import Conclusion
 from finetune_operator.cli.screen import make_screen, stopping
 from finetune_operator.cli.target import (
@@ -30,7 +31,6 @@ from finetune_operator.cli.unheard import heard
 from finetune_operator.cli.view import View, look
 from finetune_operator.reconcile.drive import StopRequest, drive
 from finetune_operator.reconcile.opening import open_job
-from finetune_operator.reconcile.store import JobStore
 
 
 class Screen(Protocol):
@@ -66,7 +66,7 @@ def run(
     if fresh:
         target.refuse_fresh()
     console = Console(highlight=False)
-    opening = JobStore(target.folders.run, target.folders.checkpoint, target.folders.output)
+    opening = RunFolder(target.folders.run, target.folders.checkpoint, target.folders.output)
     if not opening.path.exists():
         target.refuse(check_start(target.job))  # with its line, and before a folder is made
     again = f"ftctl run {shlex.quote(str(target.manifest.path))}"
@@ -78,7 +78,7 @@ def run(
 
 
 async def _follow(
-    target: Target, store: JobStore, console: Console, *, again: str, fresh: bool, plain: bool
+    target: Target, store: RunFolder, console: Console, *, again: str, fresh: bool, plain: bool
 ) -> tuple[FineTuneJob, View]:
     """Drive the job to its end on a screen; return it with the last view of it."""
     opened = await open_job(target.job, target.backend, store, fresh=fresh)

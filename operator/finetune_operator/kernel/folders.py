@@ -17,9 +17,9 @@ from finetune_operator.kernel.jobs import Backends, KnownJob
 from finetune_operator.kernel.unwritten import Unwritten
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import Reason, is_finished
 from finetune_operator.reconcile.decide import Refusal
-from finetune_operator.reconcile.drive import handle_of
 from finetune_operator.reconcile.folders import FolderIndex, sentence, written_by
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from finetune_operator.kernel.jobs import Backends
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, Reason, is_true
 from finetune_operator.reconcile.creation import PATIENCE_SECONDS
-from finetune_operator.reconcile.drive import handle_of
 
 LOOK_AGAIN_SECONDS = 1.0
 """When to look again at what could not be seen."""

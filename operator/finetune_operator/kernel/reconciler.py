@@ -40,6 +40,7 @@ from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     is_finished,
@@ -59,7 +60,6 @@ from finetune_operator.reconcile.decide import (
     hold,
 )
 from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_deletion
-from finetune_operator.reconcile.drive import handle_of
 
 log = logging.getLogger(__name__)
 

@@ -65,6 +65,15 @@ def with_handle(status: FineTuneJobStatus, handle: Handle) -> FineTuneJobStatus:
     return status.model_copy(update={"backend_ref": ref})
 
 
+def handle_of(status: FineTuneJobStatus) -> Handle | None:
+    """Return the handle of the newest attempt, or None before it was submitted."""
+    ref = status.backend_ref
+    if ref is None:
+        return None
+    digest = (status.attempts[-1].digest if status.attempts else None) or ""
+    return Handle(kind=ref.kind, name=ref.name, uid=ref.uid, url=ref.url, digest=digest)
+
+
 def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobStatus:
     """Return the status with fields of the newest attempt changed."""
     changed = status.attempts[-1].model_copy(update=fields)

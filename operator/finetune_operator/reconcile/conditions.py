@@ -225,6 +225,11 @@ def is_finished(status: FineTuneJobStatus) -> bool:
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
 
 
+def is_settled(status: FineTuneJobStatus) -> bool:
+    """Say whether nothing happens any more by itself: Complete, Failed or Suspended."""
+    return is_finished(status) or is_true(status, ConditionType.SUSPENDED)
+
+
 def set_condition(
     conditions: Iterable[Condition], new: Condition, now: datetime
 ) -> list[Condition]:

@@ -15,15 +15,15 @@ from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
     Backend,
-    Handle,
     Observation,
 )
+from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.conditions import ConditionType, is_finished, is_true
+from finetune_operator.reconcile.attempts import handle_of
+from finetune_operator.reconcile.conditions import is_settled
 from finetune_operator.reconcile.decide import Cancel, Collect, Decision, Submit, decide, refuse
-from finetune_operator.reconcile.store import JobStore
 
 RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
@@ -84,24 +84,10 @@ class StopRequest:
         self.changed.set()
 
 
-def is_settled(status: FineTuneJobStatus) -> bool:
-    """Say whether nothing happens any more by itself: Complete, Failed or Suspended."""
-    return is_finished(status) or is_true(status, ConditionType.SUSPENDED)
-
-
-def handle_of(status: FineTuneJobStatus) -> Handle | None:
-    """Return the handle of the newest attempt, or None before it was submitted."""
-    ref = status.backend_ref
-    if ref is None:
-        return None
-    digest = (status.attempts[-1].digest if status.attempts else None) or ""
-    return Handle(kind=ref.kind, name=ref.name, uid=ref.uid, url=ref.url, digest=digest)
-
-
 async def drive(
     job: FineTuneJob,
     backend: Backend,
-    store: JobStore,
+    store: RunFolder,
     *,
     on_change: OnChange,
     stop: StopRequest,
@@ -146,7 +132,7 @@ class _Driver:
     """What `drive` does the same way in every round."""
 
     def __init__(
-        self, plan: Plan, backend: Backend, store: JobStore, clock: Clock, stop: StopRequest
+        self, plan: Plan, backend: Backend, store: RunFolder, clock: Clock, stop: StopRequest
     ) -> None:
         self.plan = plan
         self._backend = backend

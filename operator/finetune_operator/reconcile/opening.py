@@ -9,30 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune_operator.api.problems import InvalidJobError, Problem
-from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
+from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
+from finetune_operator.api.v1alpha1.transitions import changes_of_training
 from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import Backend
+from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_true
 from finetune_operator.reconcile.drive import SYSTEM_CLOCK, Clock, StopRequest, drive
-from finetune_operator.reconcile.store import JobStore, StoreError
-
-_FROZEN = (
-    "model",
-    "dataset",
-    "method",
-    "training.globalBatchSize",
-    "training.maxSeqLength",
-    "training.epochs",
-    "training.maxSteps",
-    "training.packing",
-    "training.seed",
-    "checkpoint.uri",
-    "checkpoint.resumeFrom",
-)
-"""Fields that decide what is learned in which order, and where what was learned is looked for; a
-checkpoint is of no use under others."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +36,7 @@ class OpenedJob:
 async def open_job(
     manifest: FineTuneJob,
     backend: Backend,
-    store: JobStore,
+    store: RunFolder,
     *,
     fresh: bool = False,
     clock: Clock = SYSTEM_CLOCK,
@@ -66,13 +51,13 @@ async def open_job(
     Raises:
         InvalidJobError: the manifest asks for another training than the unfinished run's, or no
             job can begin with it.
-        StoreError: the run directory holds another job, or cannot be read.
+        RunFolderError: the run directory holds another job, or cannot be read.
     """
     if fresh:
         _refuse_start(manifest)
     try:
         stored = store.load()
-    except StoreError:
+    except RunFolderError:
         if not fresh:
             raise
         return _new(manifest, store, new_uid, _moved_aside(store, manifest))
@@ -94,7 +79,7 @@ async def open_job(
 
 
 def _new(
-    manifest: FineTuneJob, store: JobStore, new_uid: Callable[[], str], note: str
+    manifest: FineTuneJob, store: RunFolder, new_uid: Callable[[], str], note: str
 ) -> OpenedJob:
     metadata = manifest.metadata.model_copy(update={"uid": new_uid(), "generation": 1})
     job = manifest.model_copy(update={"metadata": metadata, "status": FineTuneJobStatus()})
@@ -102,11 +87,11 @@ def _new(
     return OpenedJob(job, note)
 
 
-def _moved_aside(store: JobStore, manifest: FineTuneJob) -> str:
+def _moved_aside(store: RunFolder, manifest: FineTuneJob) -> str:
     return f"moved the old run to {store.move_aside(manifest.metadata)}"
 
 
-async def _end(job: FineTuneJob, backend: Backend, store: JobStore, clock: Clock) -> None:
+async def _end(job: FineTuneJob, backend: Backend, store: RunFolder, clock: Clock) -> None:
     """Kill what still runs of an old run, so that it cannot write into the new one."""
     if attempts.current(job.status) is None:
         return
@@ -121,17 +106,17 @@ def _refuse_start(manifest: FineTuneJob) -> None:
         raise InvalidJobError(problems)
 
 
-def _refuse_another_job(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore) -> None:
+def _refuse_another_job(stored: FineTuneJob, manifest: FineTuneJob, store: RunFolder) -> None:
     old = (stored.metadata.namespace, stored.metadata.name)
     new = (manifest.metadata.namespace, manifest.metadata.name)
     if old != new:
-        raise StoreError(
+        raise RunFolderError(
             f"{store.run_dir} holds the job {'/'.join(old)}, not {'/'.join(new)}; set another "
             "spec.backend.local.runDirectory, or move the old run aside with --fresh"
         )
 
 
-def _go_on(stored: FineTuneJob, manifest: FineTuneJob, store: JobStore, clock: Clock) -> OpenedJob:
+def _go_on(stored: FineTuneJob, manifest: FineTuneJob, store: RunFolder, clock: Clock) -> OpenedJob:
     status = stored.status
     if not status.attempt:
         _refuse_start(manifest)
@@ -174,20 +159,3 @@ def _note(job: FineTuneJob, newest: int | None) -> str:
     else:
         start = f"from {named}"
     return f"going on with attempt {job.status.attempt + 1}, {start}"
-
-
-def changes_of_training(old: FineTuneJobSpec, new: FineTuneJobSpec) -> list[str]:
-    """Return what differs of that which an unfinished training is bound to, as the spec names it.
-
-    A checkpoint of `old` is of no use under `new` when there is something.
-    """
-    before = old.model_dump(by_alias=True, mode="json")
-    after = new.model_dump(by_alias=True, mode="json")
-    changed = []
-    for path in _FROZEN:
-        a, b = before, after
-        for part in path.split("."):
-            a, b = a[part], b[part]
-        if a != b:
-            changed.append(path)
-    return changed

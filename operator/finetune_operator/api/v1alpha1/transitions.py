@@ -3,9 +3,14 @@
 Free at any time: suspend, deadlines, observability, ttlSecondsAfterFinished, topology.nodes,
 restartPolicy.maxRestarts and .maxDisruptions. Never: managedBy and backend.type. Everything else
 changes only while the job is suspended, so that no attempt runs another spec than the one shown.
+`ftctl run` asks here what a changed manifest means for a job that is not over.
 """
 
-from finetune_operator.api.schema import Rule
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+from finetune_operator.api.schema import ApiModel, Rule
 
 _ALWAYS_PRESENT = (
     "model",
@@ -33,6 +38,21 @@ _OPTIONAL = (
     "queue",
     "podTemplate",
 )
+_FROZEN = (
+    "model",
+    "dataset",
+    "method",
+    "training.globalBatchSize",
+    "training.maxSeqLength",
+    "training.epochs",
+    "training.maxSteps",
+    "training.packing",
+    "training.seed",
+    "checkpoint.uri",
+    "checkpoint.resumeFrom",
+)
+"""Fields that decide what is learned in which order, and where what was learned is looked for; a
+checkpoint is of no use under others."""
 # A write of the status leaves the spec as it is. Comparing a spec costs the API server more than
 # all else it does for such a write, and these tell most of them for almost nothing.
 _WRITES_STATUS = (
@@ -64,3 +84,25 @@ def changes_only_while_suspended() -> Rule:
         field="spec",
         message_expression=f"'{_WRONG}:' + {changed} + '{_DO}'",
     )
+
+
+def changes_of_training(old: ApiModel, new: ApiModel) -> list[str]:
+    """Return what differs of that which an unfinished training is bound to, as the spec names it.
+
+    A checkpoint of `old` is of no use under `new` when there is something.
+    """
+    return _changed(old, new, _FROZEN)
+
+
+def changes_that_suspend(old: ApiModel, new: ApiModel) -> list[str]:
+    """Return which fields differ that the API takes only while a job is suspended."""
+    return _changed(old, new, (*_ALWAYS_PRESENT, *_OPTIONAL))
+
+
+def _changed(old: ApiModel, new: ApiModel, paths: Iterable[str]) -> list[str]:
+    before, after = (one.model_dump(by_alias=True, mode="json") for one in (old, new))
+    return [path for path in paths if _at(before, path) != _at(after, path)]
+
+
+def _at(value: Any, path: str) -> Any:
+    return reduce(lambda part, key: part[key], path.split("."), value)

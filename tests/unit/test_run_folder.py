@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from builders import job
-from finetune_operator.reconcile import outside
-from finetune_operator.reconcile.store import JobStore, StoreError
+from finetune_operator.backends.local import outside
+from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
 from finetune_trainer.claims.enter import Pace, Wanted, enter
 from finetune_trainer.claims.names import CLAIMS
 from finetune_trainer.config import JobRef
@@ -49,7 +49,7 @@ def test_only_checkpoints_and_claims_of_an_outside_folder_are_the_runs(
     tmp_path: Path, name: str, is_ours: bool
 ) -> None:
     (tmp_path / "saved" / name).mkdir(parents=True)
-    with JobStore(tmp_path / "run", tmp_path / "saved") as store:
+    with RunFolder(tmp_path / "run", tmp_path / "saved") as store:
         store.move_aside(ME)
     assert (tmp_path / "saved.1" / name).is_dir() is is_ours
     assert (tmp_path / "saved" / name).is_dir() is not is_ours
@@ -66,7 +66,7 @@ def test_an_export_outside_goes_aside_with_its_claims_and_leaves_what_is_not_its
     listed = [*ours, "../other.txt", "gone.json"]
     (out / "finetune-export.json").write_text(json.dumps({"files": listed}))
     claim(out, "mine")
-    with JobStore(tmp_path / "run", output=out) as store:
+    with RunFolder(tmp_path / "run", output=out) as store:
         store.move_aside(ME)
     claims = {f".finetune-claims/0-1-1-a.{mark}.of-mine" for mark in ("claim", "held")}
     assert below(tmp_path / "model.1") == {*ours, *claims, "finetune-export.json"}
@@ -82,8 +82,8 @@ def test_what_another_job_has_claimed_is_not_moved(tmp_path: Path, place: str, f
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job.json").touch()
     said = rf"^spec\.{field}\.uri .*/{place} belongs to the job default/first \(uid of-first\)"
-    store = JobStore(tmp_path / "run", tmp_path / "saved", tmp_path / "model")
-    with store, pytest.raises(StoreError, match=said):
+    store = RunFolder(tmp_path / "run", tmp_path / "saved", tmp_path / "model")
+    with store, pytest.raises(RunFolderError, match=said):
         store.move_aside(ME)
     assert not list(tmp_path.glob("*.1"))
 
@@ -96,7 +96,7 @@ def test_a_fresh_run_is_let_in_where_the_trainer_of_the_old_one_had_claimed(tmp_
         ref = JobRef(name="mine", uid=uid, attempt=1)
         enter([Wanted(folder, "spec.x", ref) for folder in folders], Pace(settle_seconds=0.0))
 
-    with JobStore(*folders) as store:
+    with RunFolder(*folders) as store:
         start("old")
         with pytest.raises(FolderTakenError):
             start("new")
@@ -109,13 +109,13 @@ def test_a_fresh_run_is_let_in_where_the_trainer_of_the_old_one_had_claimed(tmp_
 def test_the_last_of_several_jobs_that_had_a_folder_has_it(tmp_path: Path) -> None:
     claim(tmp_path / "saved", "first", "2-11-1-a")
     claim(tmp_path / "saved", "mine", "10-1-1-b")
-    with JobStore(tmp_path / "run", tmp_path / "saved") as store:
+    with RunFolder(tmp_path / "run", tmp_path / "saved") as store:
         store.move_aside(ME)
     assert (tmp_path / "saved.1" / ".finetune-claims").is_dir()
 
 
 def test_the_newest_step_is_the_highest_number_that_was_committed(tmp_path: Path) -> None:
-    store = JobStore(tmp_path)
+    store = RunFolder(tmp_path)
     assert store.newest_step() is None
     names = ("step-9", "step-10", "step-11.tmp", "step-12.aside", "step-14.0-1-1-a")
     for name in names:

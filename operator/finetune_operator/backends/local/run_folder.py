@@ -1,7 +1,7 @@
-"""The resource of one job in a file: what the API server is to the operator, for `ftctl run`.
+"""The run directory of a job: whose it is, one process at a time, and how it is moved aside.
 
-`job.json` in the run directory holds the manifest with its status. One process at a time may drive
-a job; the kernel's lock on `job.lock` says so and goes when that process ends, however it ends.
+`job.json` holds the job with its status; `ftctl run` keeps it there, `ftctl dev` writes down whose
+the folder is. The lock on `job.lock` goes with the process that holds it, however that one ends.
 """
 
 import fcntl
@@ -15,22 +15,22 @@ from typing import Self
 from pydantic import ValidationError
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob, ObjectMeta
+from finetune_operator.backends.local import locks, outside, records
 from finetune_operator.errors import FineTuneError
-from finetune_operator.reconcile import outside
 
 _BEFORE_THE_FIRST_SAVE = {"job.lock", "job.json.tmp"}
 
 
-class StoreError(FineTuneError):
+class RunFolderError(FineTuneError):
     """The run directory cannot be used as it is."""
 
 
-class JobLockedError(StoreError):
-    """Another process drives the job; the message names it."""
+class RunFolderLockedError(RunFolderError):
+    """Another process uses it; the message names that one."""
 
 
-class JobStore:
-    """File-backed store of one job.
+class RunFolder:
+    """The run directory of one job.
 
     Use it as a context manager around everything that changes the job: inside, no other process
     can. `load` works without.
@@ -58,8 +58,8 @@ class JobStore:
         """Take the lock.
 
         Raises:
-            JobLockedError: another process holds it.
-            StoreError: the run directory cannot be made, or holds files of somebody else.
+            RunFolderLockedError: another process holds it.
+            RunFolderError: the run directory cannot be made, or holds files of somebody else.
         """
         self._lock = self._acquire()
         return self
@@ -81,7 +81,7 @@ class JobStore:
         """Return the job as last saved, or None where there is none.
 
         Raises:
-            StoreError: the file is there and is not a job.
+            RunFolderError: the file is there and is not a job.
         """
         try:
             return FineTuneJob.model_validate_json(self.path.read_bytes())
@@ -89,24 +89,24 @@ class JobStore:
             return None
         except (OSError, ValidationError) as error:
             reason = str(error).splitlines()[0]
-            raise StoreError(
+            raise RunFolderError(
                 f"{self.path} cannot be read as a job ({reason}); restore it, or start anew "
                 "with --fresh, which moves it aside"
             ) from error
 
     def save(self, job: FineTuneJob) -> None:
-        """Replace the file in one step; a reader sees the old job or the new one."""
-        temporary = self.path.with_suffix(".json.tmp")
-        with temporary.open("w") as file:
-            file.write(job.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
-        folder = os.open(self.run_dir, os.O_RDONLY)
+        """Replace the file in one step; a reader sees the old job or the new one.
+
+        Raises:
+            RunFolderError: it cannot be written; what was saved before is still there.
+        """
+        text = job.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            records.write_text(self.path, text)
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path} cannot be written ({error.strerror}); make room, or make it writable"
+            ) from error
 
     def newest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint; its content is not read."""
@@ -137,7 +137,7 @@ class JobStore:
             Where the old run directory is now.
 
         Raises:
-            StoreError: a folder outside is another job's.
+            RunFolderError: a folder outside is another job's.
         """
         found, number = self._outside(), 1
         for folder in found:
@@ -177,7 +177,7 @@ class JobStore:
         if owner is None or (owner.namespace, owner.name) == (job.namespace, job.name):
             return
         field = "spec.checkpoint.uri" if folder == self.checkpoints else "spec.output.uri"
-        raise StoreError(
+        raise RunFolderError(
             f"{field} {folder} belongs to the job {owner.namespace}/{owner.name} (uid "
             f"{owner.uid}), which wrote there before this one; set another {field}"
         )
@@ -189,9 +189,9 @@ class JobStore:
         while True:
             try:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
-                lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                lock = locks.opened(path)
             except OSError as error:
-                raise StoreError(
+                raise RunFolderError(
                     f"spec.backend.local.runDirectory {self.run_dir} cannot be written "
                     f"({error.strerror}); choose another folder"
                 ) from error
@@ -208,21 +208,20 @@ class JobStore:
             return
         others = {path.name for path in self.run_dir.iterdir()} - _BEFORE_THE_FIRST_SAVE
         if others:
-            raise StoreError(
+            raise RunFolderError(
                 f"spec.backend.local.runDirectory {self.run_dir} holds {min(others)} and no "
                 "job.json, so it is no run's; choose an empty or a new folder"
             )
 
     def _lock_or_say_whose(self, lock: int) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(lock)
-            raise JobLockedError(
-                f"{self.run_dir} is in use by process {holder}; stop that one first, or watch it "
-                f"with: ftctl logs -f {shlex.quote(str(self.run_dir))}"
-            ) from None
+        if locks.take(lock):
+            return
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise RunFolderLockedError(
+            f"{self.run_dir} is in use by process {holder}; stop that one first, or watch it "
+            f"with: ftctl logs -f {shlex.quote(str(self.run_dir))}"
+        )
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -1,8 +1,8 @@
 """What a run has left in folders that lie outside its directory, and whose folders these are.
 
-`JobStore` asks, before it moves such things aside. A folder that a URI names may hold other things,
-too: the run's are its checkpoints, what its export wrote, and the claims that say who writes there.
-Nothing here changes a file.
+`RunFolder` asks, before it moves such things aside. A folder that a URI names may hold other
+things, too: the run's are its checkpoints, what its export wrote, and the claims that say who
+writes there. Nothing here changes a file.
 """
 
 import json
