@@ -13,7 +13,7 @@ from finetune_operator.api.v1alpha1.transitions import changes_of_training
 from finetune_operator.api.validate import check_start
 from finetune_operator.cli.target import Target
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kernel.jobs import KnownJob, read_job
+from finetune_operator.kernel.jobs import JobView, read_job
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
@@ -52,9 +52,9 @@ class DevJob:
             ApplyError: it has none.
         """
         known = await self._known()
-        if known is None or known.job is None:
+        if known is None or known.parsed is None:
             raise ApplyError(f"{self.key} was deleted before its end")
-        return known.job
+        return known.parsed
 
     async def make_room(self, *, fresh: bool) -> str:
         """Delete the job of that name if it is over, so that it runs anew; return what was done.
@@ -124,15 +124,15 @@ class DevJob:
             await self.client.replace(FINE_TUNE_JOBS, changed, namespace)
         return f"finetunejob.finetune.dev/{self.key.name} {'configured' if there else 'created'}"
 
-    async def _known(self) -> KnownJob | None:
+    async def _known(self) -> JobView | None:
         try:
             raw = await self.client.get(FINE_TUNE_JOBS, self.key.name, self.key.namespace)
         except NotFoundError:
             return None
         return read_job(raw)
 
-    def _refuse_another_training(self, there: KnownJob) -> None:
-        if there.job is None or not there.status.attempt:
+    def _refuse_another_training(self, there: JobView) -> None:
+        if there.parsed is None or not there.status.attempt:
             return
         if changed := changes_of_training(there.job.spec, self.target.job.spec):
             message = (

@@ -8,7 +8,7 @@ import asyncio
 import signal
 from contextlib import suppress
 
-from finetune_operator.kernel.jobs import KnownJob, read_job
+from finetune_operator.kernel.jobs import JobView, read_job
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import NotFoundError
@@ -63,7 +63,7 @@ async def stop_all(client: KubeClient) -> None:
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _is_stopped(known: KnownJob) -> bool:
+def _is_stopped(known: JobView) -> bool:
     status = known.status
     if not known.is_ours:
         return True
@@ -79,11 +79,11 @@ def _is_stopped(known: KnownJob) -> bool:
     return attempts.current(status) is None or is_true(status, ConditionType.SUSPENDED)
 
 
-def _is_deleted(known: KnownJob) -> bool:
+def _is_deleted(known: JobView) -> bool:
     return "deletionTimestamp" in known.raw["metadata"]
 
 
-async def _jobs(client: KubeClient) -> list[KnownJob]:
+async def _jobs(client: KubeClient) -> list[JobView]:
     return [read_job(one) for one in (await client.list(FINE_TUNE_JOBS)).items]
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.backends.base import Written
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kernel.jobs import Backends, KnownJob
-from finetune_operator.kernel.unwritten import Unwritten
+from finetune_operator.kernel.jobs import Backends, JobView, PendingStatuses
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.attempts import handle_of
@@ -36,7 +35,7 @@ class _Entry:
     """One job.
 
     Attributes:
-        known: As it was last seen.
+        view: As it was last seen.
         folders: What its spec has it write.
         left: What its spec had it write before, as long as an attempt made of that may run.
         has_opened: Whether it has opened an attempt, as far as this process knows.
@@ -46,7 +45,7 @@ class _Entry:
         is_gone: It was deleted, and something of its last attempt may still run.
     """
 
-    known: KnownJob
+    view: JobView
     folders: tuple[Written, ...] = ()
     left: tuple[Written, ...] = ()
     has_opened: bool = False
@@ -62,21 +61,21 @@ class FolderBook:
         cache: The FineTuneJobs.
         read: Returns a job of the cache, parsed.
         backends: Who knows what a job writes.
-        unwritten: What this process knows of attempts and no status holds yet.
+        pending: What this process knows of attempts and no status holds yet.
         wake: Called with a job that may have got what it was refused.
     """
 
     def __init__(
         self,
         cache: ObjectCache,
-        read: Callable[[Key], KnownJob | None],
+        read: Callable[[Key], JobView | None],
         backends: Backends,
-        unwritten: Unwritten,
+        pending: PendingStatuses,
         wake: Callable[[Key], None],
     ) -> None:
         self._read = read
         self._backends = backends
-        self._unwritten = unwritten
+        self._pending = pending
         self._wake = wake
         self._changed: dict[Key, None] = {}
         self._entries: dict[Key, _Entry] = {}
@@ -101,7 +100,7 @@ class FolderBook:
         """
         if (entry := self._entries.get(key)) is None:
             return None
-        entry.folders = self._written(entry.known)  # a profile may have changed meanwhile
+        entry.folders = self._written(entry.view)  # a profile may have changed meanwhile
         self._let_rivals_be_seen(key, entry)
         found = [
             (rank, mine, theirs, other)
@@ -147,11 +146,10 @@ class FolderBook:
         entry = self._entries.get(key)
         if entry is None or not entry.is_gone:
             return False
-        job = entry.known.job
-        handle = handle_of(self._unwritten.added_to(key, job).status) if job else None
-        if job is not None and handle is not None:
+        handle = handle_of(self._pending.added_to(entry.view).status)
+        if entry.view.parsed is not None and handle is not None:
             try:
-                if not (await self._backends.get(entry.known.backend).observe(handle)).all_gone:
+                if not (await self._backends.get(entry.view.backend).observe(handle)).all_gone:
                     return True
             except FineTuneError as error:
                 if error.retryable:
@@ -175,25 +173,25 @@ class FolderBook:
             raise RivalsFirstError
 
     def _take_in(self, key: Key) -> None:
-        known, entry = self._read(key), self._entries.get(key)
-        if known is None:
+        view, entry = self._read(key), self._entries.get(key)
+        if view is None:
             if entry is not None and self._may_run_on(key, entry):
                 entry.is_gone = True
             elif entry is not None:
                 self._drop(key)
             return
-        if entry is None or _spec_of(entry.known) != _spec_of(known):
-            folders = self._written(known)
-            if entry is not None and known.job is None and _uid_of(entry.known) == _uid_of(known):
+        if entry is None or _spec_of(entry.view) != _spec_of(view):
+            folders = self._written(view)
+            if entry is not None and view.parsed is None and entry.view.uid == view.uid:
                 folders = entry.folders  # as far as it could be read
             left: tuple[Written, ...] = ()
-            if entry is not None and _uid_of(entry.known) == _uid_of(known):
+            if entry is not None and entry.view.uid == view.uid:
                 left = tuple(one for one in (*entry.folders, *entry.left) if one not in folders)
-            self._entries[key] = entry = _Entry(known, folders, left, contends=_may_open(known))
+            self._entries[key] = entry = _Entry(view, folders, left, contends=_may_open(view))
             self._place(key, entry)
             self._release(key)
             return
-        entry.known, entry.is_gone = known, False
+        entry.view, entry.is_gone = view, False
         self._place(key, entry)
 
     def _place(self, key: Key, entry: _Entry) -> None:
@@ -217,7 +215,7 @@ class FolderBook:
         waiting = [one for one in self._waiting.pop(key, ()) if one in self._entries]
         for one in waiting:
             entry = self._entries[one]
-            entry.contends = _may_open(entry.known)
+            entry.contends = _may_open(entry.view)
             self._place(one, entry)
         for one in waiting:
             self._wake(one)
@@ -236,31 +234,31 @@ class FolderBook:
     def _rank(self, key: Key, folder: Written) -> _Rank:
         """Return who comes first: the least rank has the folder."""
         entry = self._entries[key]
-        status, metadata = self._status(key, entry), entry.known.raw["metadata"]
+        status, metadata = self._status(key, entry), entry.view.raw["metadata"]
         created, uid = metadata.get("creationTimestamp", ""), metadata["uid"]
         if self._has(key, entry, folder):
             return (False, status.start_time or "9", created, uid)
         return (True, "", created, uid)
 
     def _status(self, key: Key, entry: _Entry) -> FineTuneJobStatus:
-        return self._unwritten.status_of(key, _uid_of(entry.known), entry.known.status)
+        return self._pending.opened(entry.view)
 
     def _may_run_on(self, key: Key, entry: _Entry) -> bool:
         """Say whether the attempt of a job that is gone has not ended, as far as was told."""
-        is_inside = self._backends.live_in_cluster(entry.known.backend)
+        is_inside = self._backends.live_in_cluster(entry.view.backend)
         is_open = attempts.current(self._status(key, entry)) is not None
         return bool(entry.has_opened and entry.folders and is_inside and is_open)
 
-    def _written(self, known: KnownJob) -> tuple[Written, ...]:
-        if known.job is None:
+    def _written(self, view: JobView) -> tuple[Written, ...]:
+        if view.parsed is None:
             return ()
         try:
-            return written_by(self._backends.get(known.backend), known.job)
+            return written_by(self._backends.get(view.backend), view.job)
         except FineTuneError:
             return ()  # told when the job is looked at
         except Exception:
             # A plugin's fault must not end the look at another job.
-            log.exception("backend cannot tell folders", extra={"job": known.metadata.name})
+            log.exception("backend cannot tell folders", extra={"job": view.metadata.name})
             return ()
 
     def _why(self, mine: Written, theirs: Written, other: Key) -> str:
@@ -273,18 +271,13 @@ class FolderBook:
         )
 
 
-def _uid_of(known: KnownJob) -> str:
-    return str(known.raw["metadata"]["uid"])
-
-
-def _spec_of(known: KnownJob) -> tuple[str, int]:
+def _spec_of(view: JobView) -> tuple[str, int]:
     """Return what tells a spec from every other."""
-    return (_uid_of(known), known.raw["metadata"].get("generation", 1))
+    return (view.uid, view.raw["metadata"].get("generation", 1))
 
 
-def _may_open(known: KnownJob) -> bool:
+def _may_open(view: JobView) -> bool:
     """Say whether the job may open its first attempt, or one with other folders, by itself."""
-    job = known.job
-    if job is None or not known.is_ours or known.raw["metadata"].get("deletionTimestamp"):
+    if view.parsed is None or not view.is_ours or view.is_deleted:
         return False
-    return not job.spec.suspend and not is_finished(known.status)
+    return not view.job.spec.suspend and not is_finished(view.status)

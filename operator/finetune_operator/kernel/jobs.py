@@ -1,11 +1,12 @@
 """FineTuneJobs as the kernel holds them: parsed, planned, and judged fit for an attempt.
 
-Parsing and planning are pure, so their results are kept as long as the object is the same.
+A job travels through the kernel as one value, a `JobView`, which `JobBook` makes. Parsing and
+planning are pure, so their results are kept as long as the object is the same.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 
 from pydantic import ValidationError
@@ -16,37 +17,60 @@ from finetune_operator.api.unbuilt import check_built
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, ObjectMeta
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import Backend, BackendContext
+from finetune_operator.backends.base import Backend, BackendContext, Handle
 from finetune_operator.errors import BrokenBackendError, FineTuneError, UnknownBackendError
-from finetune_operator.kube.cache import Key
+from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
-from finetune_operator.reconcile.conditions import Reason
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import Reason, is_finished
 from finetune_operator.reconcile.decide import Refusal
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KnownJob:
-    """One job as last seen.
+class JobView:
+    """One job as this process sees it: the object, and what no status holds yet of its attempt.
 
     Attributes:
-        raw: The object itself.
-        job: The object as a model; where its spec cannot be read, None.
-        status: Its status; what cannot be read of it counts as never written.
+        key: Its namespace and name.
+        raw: The object as the API server has it.
+        parsed: The object as a model, with `status`; None where its spec cannot be read.
+        written: The status in `raw`; what cannot be read of it counts as never written.
+        status: The same with what is decided or known and not written yet.
         refusal: Why its spec cannot be read.
     """
 
+    key: Key
     raw: Object
-    job: FineTuneJob | None
+    parsed: FineTuneJob | None
+    written: FineTuneJobStatus
     status: FineTuneJobStatus
     refusal: Refusal | None = None
 
     @property
+    def job(self) -> FineTuneJob:
+        """The job; for whoever has seen to it that its spec can be read."""
+        assert self.parsed is not None, f"the spec of {self.key} cannot be read"
+        return self.parsed
+
+    @property
     def metadata(self) -> ObjectMeta:
         """Its metadata."""
+        if self.parsed is not None:
+            return self.parsed.metadata
         return ObjectMeta.model_validate(self.raw["metadata"])
+
+    @property
+    def uid(self) -> str:
+        """What tells it from another job of its name."""
+        return str(self.raw["metadata"]["uid"])
+
+    @property
+    def finalizers(self) -> Sequence[str]:
+        """What keeps it when it is deleted."""
+        return self.raw["metadata"].get("finalizers") or ()
 
     @property
     def backend(self) -> str:
@@ -63,16 +87,25 @@ class KnownJob:
         """Whether this controller acts on it."""
         return bool(self.raw["spec"].get("managedBy", MANAGED_BY) == MANAGED_BY)
 
+    def with_status(self, status: FineTuneJobStatus) -> "JobView":
+        """Return the same job with another status, which is not written yet."""
+        if status is self.status:
+            return self
+        parsed = self.parsed and self.parsed.model_copy(update={"status": status})
+        return replace(self, parsed=parsed, status=status)
 
-def read_job(raw: Object) -> KnownJob:
+
+def read_job(raw: Object) -> JobView:
     """Return the job in an object of the API server, which has its defaults."""
+    key = key_of(raw)
     try:
         job = FineTuneJob.model_validate(raw)
     except ValidationError as error:
         problems = (Problem(show_path(tuple(one["loc"])), one["msg"]) for one in error.errors()[:8])
         text = "; ".join(str(problem) for problem in problems)
-        return KnownJob(raw, None, _read_status(raw), Refusal(Reason.INVALID_SPEC, text))
-    return KnownJob(raw, job, job.status)
+        status = _read_status(raw)
+        return JobView(key, raw, None, status, status, Refusal(Reason.INVALID_SPEC, text))
+    return JobView(key, raw, job, job.status, job.status)
 
 
 def _read_status(raw: Object) -> FineTuneJobStatus:
@@ -80,6 +113,62 @@ def _read_status(raw: Object) -> FineTuneJobStatus:
         return FineTuneJobStatus.model_validate(raw.get("status") or {})
     except ValidationError:
         return FineTuneJobStatus()
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    uid: str
+    number: int
+    handle: Handle
+
+
+class PendingStatuses:
+    """What this process knows of open attempts and no status holds yet, of each job the newest.
+
+    First attempts whose opening waits to be written, and handles. Nothing here is needed: after a
+    crash it is found again, at the cost of calls.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[Key, tuple[str, FineTuneJobStatus]] = {}
+        self._submitted: dict[Key, _Submitted] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        """Say whether the opening of the job's first attempt waits to be written."""
+        return key in self._opened
+
+    def note_opened(self, view: JobView, status: FineTuneJobStatus) -> None:
+        """Keep a status that opens the first attempt of the job."""
+        self._opened[view.key] = (view.uid, status)
+
+    def note_written(self, key: Key) -> None:
+        """Drop the opening: the status tells of the attempt now, or that there is none."""
+        self._opened.pop(key, None)
+
+    def note_handle(self, view: JobView, number: int, handle: Handle) -> None:
+        """Keep the handle of an attempt that was submitted, or found."""
+        self._submitted[view.key] = _Submitted(view.uid, number, handle)
+
+    def forget(self, key: Key) -> None:
+        """Drop what is known of a job that is over."""
+        self._opened.pop(key, None)
+        self._submitted.pop(key, None)
+
+    def opened(self, view: JobView) -> FineTuneJobStatus:
+        """Return the written status with the first attempt that it does not hold yet."""
+        noted_for, status = self._opened.get(view.key, ("", view.written))
+        # Whoever wrote that the job is finished did not know of the attempt; it is found again.
+        is_lacking = not view.written.attempt and not is_finished(view.written)
+        return status if noted_for == view.uid and is_lacking else view.written
+
+    def added_to(self, view: JobView) -> JobView:
+        """Return the job with the attempt and the handle that its written status lacks."""
+        status = self.opened(view)
+        attempt, noted = attempts.current(status), self._submitted.get(view.key)
+        if status.backend_ref is None and noted and attempt:
+            is_of_it = (noted.uid, noted.number) == (view.uid, attempt.number)
+            status = attempts.with_handle(status, noted.handle) if is_of_it else status
+        return view.with_status(status)
 
 
 class Backends:
@@ -136,6 +225,15 @@ class Backends:
                 ) from error
         return self._made[name]
 
+    def of(self, job: FineTuneJob) -> Backend:
+        """Return the backend of a job.
+
+        Raises:
+            UnknownBackendError: none is registered under its name.
+            BrokenBackendError: it cannot be imported or made.
+        """
+        return self.get(job.spec.backend.type)
+
     def live_in_cluster(self, name: str) -> bool | None:
         """Say whether the backend's attempts do; None where it cannot be used."""
         try:
@@ -143,27 +241,40 @@ class Backends:
         except FineTuneError:
             return None
 
+    def live_outside(self, name: str) -> bool:
+        """Say whether they outlive their jobs: nothing in the cluster would collect them."""
+        return self.live_in_cluster(name) is False
+
 
 class JobBook:
-    """Parsed jobs and their plans, kept while the objects they were made from are the same."""
+    """Jobs as this process sees them; parsed and planned once for each object and each spec.
 
-    def __init__(self, find: Callable[[Key], Object | None], backends: Backends) -> None:
+    Args:
+        find: Returns the object of a job.
+        backends: Who knows whether a job can run.
+        pending: What no status holds yet.
+    """
+
+    def __init__(
+        self, find: Callable[[Key], Object | None], backends: Backends, pending: PendingStatuses
+    ) -> None:
         self._find = find
         self._backends = backends
-        self._known: dict[Key, KnownJob] = {}
+        self._pending = pending
+        self._read: dict[Key, JobView] = {}
         self._plans: dict[Key, tuple[str, int, Plan | Refusal]] = {}
 
-    def get(self, key: Key) -> KnownJob | None:
-        """Return the job as last seen, or None if there is none."""
+    def get(self, key: Key) -> JobView | None:
+        """Return the job as it is seen now, or None if there is none."""
         raw = self._find(key)
         if raw is None:
-            self._known.pop(key, None)
+            self._read.pop(key, None)
             self._plans.pop(key, None)
             return None
-        there = self._known.get(key)
+        there = self._read.get(key)
         if there is None or there.raw is not raw:
-            there = self._known[key] = read_job(raw)
-        return there
+            there = self._read[key] = read_job(raw)
+        return self._pending.added_to(there)
 
     def plan(self, job: FineTuneJob) -> Plan | Refusal:
         """Return the job's plan; the spec alone decides it."""
@@ -180,15 +291,13 @@ class JobBook:
         self._plans[key] = (metadata.uid, metadata.generation, made)
         return made
 
-    def judge(self, known: KnownJob) -> Plan | Refusal:
+    def judge(self, view: JobView) -> Plan | Refusal:
         """Return the plan of a job that an attempt may be opened for, or why it may not.
 
         Looks at more than the spec: profiles and files may come and go.
         """
-        job = known.job
-        if job is None or known.refusal is not None:
-            return known.refusal or _refusal([])
-        found = [Problem(show_path(one.path), one.message) for one in check_built(known.raw)]
+        job = view.job
+        found = [Problem(show_path(one.path), one.message) for one in check_built(view.raw)]
         if found:
             return _refusal(found)
         try:

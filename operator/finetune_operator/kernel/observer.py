@@ -1,21 +1,26 @@
-"""Sees what an attempt does, through its backend, and remembers how long it could not be seen.
+"""What is known of a job's open attempt: found by its name, and seen through its backend.
 
-`Reconciler` asks once a look. Nothing here decides or writes.
+`Reconciler` and `Finalizer` ask. Nothing here decides or writes; what is found goes into the job's
+view, and for how long an attempt could not be seen is remembered.
 """
 
+import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.base import Attempt, AttemptPhase, Observation
 from finetune_operator.errors import BackendError
-from finetune_operator.kernel.jobs import Backends
+from finetune_operator.kernel.folders import FolderBook
+from finetune_operator.kernel.jobs import Backends, JobBook, JobView, PendingStatuses
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.attempts import handle_of
-from finetune_operator.reconcile.conditions import ConditionType, Reason, is_true
+from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
 from finetune_operator.reconcile.creation import PATIENCE_SECONDS
+from finetune_operator.reconcile.decide import as_opened
+
+log = logging.getLogger(__name__)
 
 LOOK_AGAIN_SECONDS = 1.0
 """When to look again at what could not be seen."""
@@ -24,35 +29,81 @@ _ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of i
 
 
 class Observer:
-    """Observes the open attempts of jobs.
+    """Finds and observes the open attempts of jobs.
 
     Args:
         backends: Who runs them.
+        book: Who plans jobs.
+        folders: Who notes which folders an attempt has that was found.
+        pending: Where handles are kept until a status holds them.
         now: The time, with a zone.
     """
 
-    def __init__(self, backends: Backends, now: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        backends: Backends,
+        book: JobBook,
+        folders: FolderBook,
+        pending: PendingStatuses,
+        now: Callable[[], datetime],
+    ) -> None:
         self._backends = backends
+        self._book = book
+        self._folders = folders
+        self._pending = pending
         self._now = now
         self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
 
-    async def observe(self, key: Key, job: FineTuneJob) -> Observation | None:
+    async def find_lost(self, view: JobView) -> JobView:
+        """Return the job with the attempt that its status does not tell of, where one may be.
+
+        Raises:
+            FineTuneError: that cannot be said.
+        """
+        status = view.status
+        is_open = attempts.current(status) is not None
+        is_unknown = not status.attempt or (is_open and status.backend_ref is None)
+        is_inside = self._backends.live_in_cluster(view.backend)
+        is_told_to_stop = _is_or_was_suspended(view) or is_finished(status)
+        is_looked_for = is_inside or (is_open and is_told_to_stop)
+        return await self.find(view) if is_unknown and is_looked_for else view
+
+    async def find(self, view: JobView) -> JobView:
+        """Return the job with its newest attempt, or else its first, if that exists by its name.
+
+        Raises:
+            FineTuneError: that cannot be said.
+        """
+        number = view.status.attempt or 1
+        found = await self._backends.of(view.job).find(view.job, Attempt(number))
+        if found is None:
+            return view
+        status = view.status
+        if not status.attempt:
+            status = as_opened(view.job, found, self._now(), self._book.plan(view.job))
+            status = self._folders.opened(view.key, status)
+        self._pending.note_handle(view, number, found.handle)
+        extra = {"job": str(view.key), "attempt": number, "handle": found.handle.name}
+        log.info("attempt found", extra=extra)
+        return view.with_status(attempts.with_handle(status, found.handle))
+
+    async def observe(self, view: JobView) -> Observation | None:
         """Return what is seen of the open attempt; None where there is none, or nobody knows it.
 
         Raises:
             BackendError: it cannot be seen until somebody mends the cause.
             ApiError: likewise.
         """
-        if attempts.current(job.status) is None:
+        if attempts.current(view.status) is None:
             return None
-        if (handle := handle_of(job.status)) is None:
-            return _ABSENT if is_or_was_suspended(job) else None  # it was looked for by its name
+        if (handle := handle_of(view.status)) is None:
+            return _ABSENT if _is_or_was_suspended(view) else None  # it was looked for by its name
         try:
-            seen = await self._backends.get(job.spec.backend.type).observe(handle)
+            seen = await self._backends.of(view.job).observe(handle)
         except (BackendError, ApiError) as error:
             if not error.retryable:
                 raise
-            since = self._unseen.setdefault(key, self._now())
+            since = self._unseen.setdefault(view.key, self._now())
             lasts = self._now() - since >= timedelta(seconds=PATIENCE_SECONDS)
             return Observation(
                 AttemptPhase.UNKNOWN,
@@ -60,7 +111,7 @@ class Observer:
                 message=str(error),
                 look_again_seconds=LOOK_AGAIN_SECONDS,
             )
-        self._unseen.pop(key, None)
+        self._unseen.pop(view.key, None)
         return seen
 
     def forget(self, key: Key) -> None:
@@ -68,6 +119,6 @@ class Observer:
         self._unseen.pop(key, None)
 
 
-def is_or_was_suspended(job: FineTuneJob) -> bool:
+def _is_or_was_suspended(view: JobView) -> bool:
     """Say whether a job is told to be suspended, or was when it was written about last."""
-    return job.spec.suspend or is_true(job.status, ConditionType.SUSPENDED)
+    return view.job.spec.suspend or is_true(view.status, ConditionType.SUSPENDED)

@@ -2,9 +2,8 @@
 
 import logging
 
-from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.errors import FineTuneError, UnknownBackendError
-from finetune_operator.kernel.jobs import KnownJob, fault_of
+from finetune_operator.kernel.jobs import JobView, fault_of
 from finetune_operator.kernel.watches import Refused
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import Reason
@@ -13,23 +12,23 @@ from finetune_operator.reconcile.decide import Refusal
 log = logging.getLogger(__name__)
 
 
-def unseen(known: KnownJob, lacks: Refused) -> Refusal:
+def unseen(view: JobView, lacks: Refused) -> Refusal:
     """Return that the API server does not show what runs for a job."""
     text = (
-        f"spec.backend.type {known.backend}: the operator cannot see what runs in this namespace "
+        f"spec.backend.type {view.backend}: the operator cannot see what runs in this namespace "
         f"({lacks.message}); give it that right"
     )
     return Refusal(Reason.BACKEND_FAILED, text)
 
 
-def unreadable(job: FineTuneJob, error: Exception) -> Refusal:
+def unreadable(view: JobView, error: Exception) -> Refusal:
     """Return why an attempt cannot be looked at, and log it."""
-    extra = {"job": f"{job.metadata.namespace}/{job.metadata.name}", "error": error}
+    extra = {"job": str(view.key), "error": error}
     if isinstance(error, FineTuneError):
         log.warning("attempt cannot be looked at", extra=extra)
         return Refusal(_reason_of(error), str(error))
     log.error("attempt cannot be looked at", extra=extra, exc_info=error)
-    return Refusal(Reason.BACKEND_FAILED, fault_of(job, error))
+    return Refusal(Reason.BACKEND_FAILED, fault_of(view.job, error))
 
 
 def endless(error: FineTuneError) -> Refusal:

@@ -1,0 +1,134 @@
+"""How a job goes: what is deleted stays until its attempt has ended, what is over for long goes.
+
+`Reconciler` calls it. A job whose attempts live outside the cluster has our finalizer, as nothing
+would collect them; a job that goes without us is only told of while something else keeps it.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from finetune_operator.kernel.jobs import Backends, JobView
+from finetune_operator.kernel.look import NEVER, Look, look_in
+from finetune_operator.kernel.observer import Observer
+from finetune_operator.kernel.status_writer import StaleError, StatusWriter
+from finetune_operator.kernel.writes import is_worth_writing
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import ConflictError, NotFoundError
+from finetune_operator.kube.labels import FINALIZER
+from finetune_operator.kube.resources import FINE_TUNE_JOBS
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.attempts import handle_of
+from finetune_operator.reconcile.conditions import parse_rfc3339
+from finetune_operator.reconcile.decide import Cancel
+from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_deletion
+
+log = logging.getLogger(__name__)
+
+
+class Finalizer:
+    """Lets jobs go.
+
+    Args:
+        client: For deletions.
+        writer: For finalizers and for what is told meanwhile.
+        backends: Who ends attempts.
+        observer: Who looks for attempts that may exist though nobody wrote that down.
+        now: The time, with a zone.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        writer: StatusWriter,
+        backends: Backends,
+        observer: Observer,
+        now: Callable[[], datetime],
+    ) -> None:
+        self._client = client
+        self._writer = writer
+        self._backends = backends
+        self._observer = observer
+        self._now = now
+
+    async def add(self, view: JobView) -> JobView:
+        """Return the job with our finalizer; one that lives outside gets it before its attempt.
+
+        Raises:
+            StaleError: the job has changed.
+        """
+        if FINALIZER in view.finalizers:
+            return view
+        change = {"metadata": {"finalizers": [*view.finalizers, FINALIZER]}}
+        return await self._writer.patch(view, change)
+
+    async def finalize(self, view: JobView) -> Look:
+        """Stop the attempt of a job that is deleted, say what keeps the job, and then let it go.
+
+        Raises:
+            StaleError: the job has changed.
+            FineTuneError: the attempt cannot be ended; `retryable` says whether to try again.
+        """
+        has_ours = FINALIZER in view.finalizers
+        if not view.finalizers or (ORPHAN in view.finalizers and not has_ours):
+            return NEVER  # it goes without us, or its attempt shall stay
+        view, look = await self._stop(view)
+        if look.again_in_seconds is not None or not has_ours:
+            return look
+        rest = [one for one in view.finalizers if one != FINALIZER]
+        await self._writer.patch(view, {"metadata": {"finalizers": rest}})
+        log.info("finalizer removed", extra={"job": str(view.key)})
+        return NEVER
+
+    async def delete_when_due(self, view: JobView) -> Look:
+        """Delete a finished job when `spec.ttlSecondsAfterFinished` is over.
+
+        Raises:
+            StaleError: the job has changed.
+        """
+        ttl_seconds, ended = view.job.spec.ttl_seconds_after_finished, view.status.completion_time
+        if ttl_seconds is None or ended is None:
+            return NEVER
+        left = parse_rfc3339(ended) + timedelta(seconds=ttl_seconds) - self._now()
+        if left.total_seconds() > 0:
+            return Look(left.total_seconds())
+        name, namespace = view.key.name, view.key.namespace
+        try:
+            await self._client.delete(FINE_TUNE_JOBS, name, namespace, uid=view.uid)
+        except (ConflictError, NotFoundError) as error:
+            raise StaleError from error
+        log.info("deleted as ttlSecondsAfterFinished says", extra={"job": str(view.key)})
+        return NEVER
+
+    async def _stop(self, view: JobView) -> tuple[JobView, Look]:
+        """Cancel the open attempt and tell of it; never to be looked at again once it is gone."""
+        status, seen = (await self._last_created(view)).status, None
+        handle, backend = handle_of(status), None
+        if attempts.current(status) is not None and handle is not None:
+            backend = self._backends.get(view.backend)
+            seen = await backend.observe(handle)
+        decision = decide_deletion(
+            status,
+            seen,
+            view.finalizers,
+            view.parsed.spec if view.parsed is not None else None,
+            now=self._now(),
+            generation=view.metadata.generation,
+        )
+        is_news = is_worth_writing(view.written, decision.status, with_handle=True)
+        if is_news and (decision.actions or set(view.finalizers) - {FINALIZER, FOREGROUND}):
+            view = await self._writer.write(view, decision.status)
+        order = next(iter(decision.actions), None)
+        if backend is None or handle is None or not isinstance(order, Cancel):
+            return view, NEVER
+        await backend.cancel(handle, order.grace_seconds)
+        return view, look_in(decision.requeue_seconds)
+
+    async def _last_created(self, view: JobView) -> JobView:
+        """Return the job with its last attempt, also where nobody wrote down that it exists."""
+        if view.parsed is None or handle_of(view.status) is not None:
+            return view
+        is_inside = not self._backends.live_outside(view.backend)
+        is_open = attempts.current(view.status) is not None
+        may_exist = is_open or (not view.status.attempt and is_inside)
+        return await self._observer.find(view) if may_exist else view
