@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from builders import job
+from decisions import Life
 from finetune_operator.api.problems import InvalidJobError
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.status import JobPhase
@@ -22,7 +23,7 @@ from finetune_operator.backends.local.run_folder import (
     RunFolderError,
     RunFolderLockedError,
 )
-from finetune_operator.reconcile.drive import StopRequest, drive
+from finetune_operator.reconcile.drive import StopRequest, drive, refuse
 from finetune_operator.reconcile.opening import open_job
 from local_runs import (
     is_running,
@@ -346,3 +347,13 @@ def test_a_driver_that_comes_back_adopts_what_runs(tmp_path: Path) -> None:
     assert done.status.attempt == 1
     assert starts(tmp_path) == [(1, 0)]
     wait_until(lambda: not proc.marked(ENV_MARK, f"{done.metadata.uid}-1/"))
+
+
+def test_a_refused_job_is_failed_and_its_open_attempt_closed() -> None:
+    life = Life()
+    life.see()
+    status = refuse(life.job, "attempts/1 belongs to another job", life.now)
+    life.job = life.job.model_copy(update={"status": status})
+    assert life.condition("Failed") == ("True", "Refused")
+    assert life.status.attempts[0].end_time is not None
+    assert life.see() == ()

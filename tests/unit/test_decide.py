@@ -9,7 +9,7 @@ from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.fake import PREEMPTED, ended
 from finetune_operator.reconcile.conditions import rfc3339
-from finetune_operator.reconcile.decide import Cancel, Collect, Submit, refuse
+from finetune_operator.reconcile.decide import Cancel, Collect, Submit
 from finetune_trainer.config import CheckpointRef, FailureClass, Phase
 
 KILLED = ended(137, FailureClass.WORKER_LOST, "node 0 was killed")
@@ -439,15 +439,6 @@ def test_only_the_newest_ten_attempts_are_kept_and_numbers_go_on() -> None:
     for _ in range(14):
         life.see(KILLED)
     assert [attempt.number for attempt in life.status.attempts] == list(range(6, 16))
-
-
-def test_a_refused_job_is_failed_and_its_open_attempt_closed() -> None:
-    life = started()
-    status = refuse(life.job, "attempts/1 belongs to another job", life.now)
-    life.job = life.job.model_copy(update={"status": status})
-    assert life.condition("Failed") == ("True", "Refused")
-    assert life.status.attempts[0].end_time is not None
-    assert life.see() == ()
 
 
 def test_what_others_do_to_an_attempt_is_told_beside_what_it_does() -> None:

@@ -14,11 +14,11 @@ from finetune_operator.kernel.folders import FolderBook
 from finetune_operator.kernel.jobs import Backends, JobBook, JobView, PendingStatuses
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import ApiError
+from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
-from finetune_operator.reconcile.creation import PATIENCE_SECONDS
-from finetune_operator.reconcile.decide import as_opened
+from finetune_operator.reconcile.decide import PATIENCE_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +78,17 @@ class Observer:
         found = await self._backends.of(view.job).find(view.job, Attempt(number))
         if found is None:
             return view
-        status = view.status
-        if not status.attempt:
-            status = as_opened(view.job, found, self._now(), self._book.plan(view.job))
+        if view.status.attempt:
+            status = attempts.with_handle(view.status, found.handle)
+        else:
+            plan = self._book.plan(view.job)
+            known = plan if isinstance(plan, Plan) else None
+            status = attempts.adopt(view.job, found, self._now(), known)
             status = self._folders.opened(view.key, status)
         self._pending.note_handle(view, number, found.handle)
         extra = {"job": str(view.key), "attempt": number, "handle": found.handle.name}
         log.info("attempt found", extra=extra)
-        return view.with_status(attempts.with_handle(status, found.handle))
+        return view.with_status(status)
 
     async def observe(self, view: JobView) -> Observation | None:
         """Return what is seen of the open attempt; None where there is none, or nobody knows it.

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from typing import TypeVar
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.api.v1alpha1.status import JobPhase
@@ -26,6 +27,7 @@ from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.jobs import Backends, JobBook, JobView, PendingStatuses, fault_of
 from finetune_operator.kernel.look import AT_ONCE, NEVER, Look, look_in
 from finetune_operator.kernel.observer import LOOK_AGAIN_SECONDS, Observer
+from finetune_operator.kernel.reports import NO_DELAY, Delay
 from finetune_operator.kernel.status_writer import StaleError, StatusWriter
 from finetune_operator.kernel.watches import Refused
 from finetune_operator.kube.cache import Key, ObjectCache
@@ -33,20 +35,23 @@ from finetune_operator.kube.client import KubeClient
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.attempts import handle_of
-from finetune_operator.reconcile.conditions import ConditionType, is_finished, is_true
-from finetune_operator.reconcile.creation import block, delay, give_up
+from finetune_operator.reconcile.conditions import is_finished
 from finetune_operator.reconcile.decide import (
     MENDED_SECONDS,
     Cancel,
     Collect,
     Decision,
+    Find,
     Refusal,
     Submit,
+    SubmitFailed,
     decide,
     hold,
 )
 
 log = logging.getLogger(__name__)
+
+_Action = TypeVar("_Action", Submit, Find, Cancel, Collect)
 
 FIRST_LOOK_SECONDS = 1.5
 """How long after an attempt was created it is looked at, unless something is seen of it before."""
@@ -144,9 +149,10 @@ class Reconciler:
         if observation is not None and observation.warning:
             await self._events.post(view.metadata, warning(observation.warning))
         decision = decide(view.job, observation, self._now(), self._plan(view, observation))
-        submit = next((one for one in decision.actions if isinstance(one, Submit)), None)
-        if submit is not None:
+        if (submit := _order(decision, Submit)) is not None:
             return await self._open(view, decision.status, submit.number)
+        if _order(decision, Find) is not None:
+            return await self._give_up(view)
         status = await self._collected(view, decision)
         view, delay = await self._writer.report(view, status)
         if await self._cancel(view, decision):
@@ -154,15 +160,16 @@ class Reconciler:
         if is_finished(status) and attempts.current(status) is None:
             self._forget(view.key)
             return await self._finalizer.delete_when_due(view)
-        waits = (decision.requeue_seconds, delay.seconds or None)
-        again = min((one for one in waits if one is not None), default=None)
-        return look_in(again, when_quiet=delay.until_quiet)
+        return _wait(decision, delay)
 
     async def _find_lost(self, view: JobView) -> JobView:
         try:
             return await self._observer.find_lost(view)
         except FineTuneError as error:
-            await self._tell_delay(view, error)
+            # A backend raises its own errors after it has looked for the attempt.
+            is_absent, is_stuck = isinstance(error, BackendError), not error.retryable
+            failed = SubmitFailed(str(error), is_absent=is_absent, needs_mending=is_stuck)
+            await self._tell_failed(view, failed)
             raise
 
     def _plan(self, view: JobView, observation: Observation | None) -> Plan | Refusal:
@@ -178,64 +185,52 @@ class Reconciler:
     async def _collected(self, view: JobView, decision: Decision) -> FineTuneJobStatus:
         """Ask what was exported before Complete is written: after a crash it is asked again."""
         handle = handle_of(view.status)
-        if handle is None or not any(isinstance(one, Collect) for one in decision.actions):
+        if handle is None or _order(decision, Collect) is None:
             return decision.status
         artifacts = list(await self._backends.of(view.job).collect(handle))
         return decision.status.model_copy(update={"artifacts": artifacts[:_MAX_ARTIFACTS]})
 
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Look:
         """Submit the attempt that the status opens; it is told of first, unless it was before."""
-        attempt = attempts.current(view.status)
-        is_open = attempt is not None and attempt.number == number
-        if is_open and not is_true(view.status, ConditionType.SUSPENDED):
-            return await self._submit_again(view, number)
-        status = self._folders.opened(view.key, status)  # before anybody else is looked at
-        if self._backends.live_outside(view.backend):
-            view = await self._finalizer.add(view)
-        view, _ = await self._writer.report(view, status)
-        return await self._submit(view, number)
-
-    async def _submit_again(self, view: JobView, number: int) -> Look:
-        """Submit an attempt that may have been submitted, unless its job fails meanwhile."""
-        status = give_up(view.job, self._now())
-        if status is None:
-            return await self._submit(view, number)
-        # A creation that was not answered may have been carried out.
-        if handle_of((await self._observer.find(view)).status) is None:
-            await self._writer.report(view, status)
-        return AT_ONCE
-
-    async def _submit(self, view: JobView, number: int) -> Look:
-        """Create the attempt, or adopt what was created of it; what is in the way is told."""
+        if status != view.status:
+            status = self._folders.opened(view.key, status)  # before anybody else is looked at
+            if self._backends.live_outside(view.backend):
+                view = await self._finalizer.add(view)
+            view, _ = await self._writer.report(view, status)
         try:
             handle = await self._create(view, number)
         except FineTuneError as error:
             if error.retryable:
-                await self._tell_delay(view, error)
+                failed = SubmitFailed(str(error), is_absent=isinstance(error, BackendError))
+                await self._tell_failed(view, failed)
                 raise
             log.warning("attempt not created", extra=_about(view, attempt=number, error=error))
-            return await self._block(view, str(error))
+            # It may have been refused before anybody has looked for it.
+            return await self._tell_failed(view, SubmitFailed(str(error), needs_mending=True))
         except Exception as error:
             log.exception("attempt not created", extra=_about(view, attempt=number))
-            return await self._block(view, fault_of(view.job, error))
+            failed = SubmitFailed(fault_of(view.job, error), needs_mending=True)
+            return await self._tell_failed(view, failed)
         self._pending.note_handle(view, number, handle)
         log.info("attempt created", extra=_about(view, attempt=number, handle=handle.name))
         if self._backends.live_outside(view.backend):
             await self._writer.report(view, attempts.with_handle(view.status, handle))
         return Look(FIRST_LOOK_SECONDS)
 
-    async def _tell_delay(self, view: JobView, error: FineTuneError) -> None:
-        """Say why an attempt is long in coming; the queue has it tried again."""
-        status = delay(view.job, str(error), self._now(), is_stuck=not error.retryable)
-        if isinstance(error, BackendError):  # it was looked for, and does not exist
-            status = give_up(view.job, self._now()) or status
-        if status is not None:
-            await self._writer.report(view, status)
+    async def _give_up(self, view: JobView) -> Look:
+        """Fail a job whose attempt was not created in time, unless it was, without an answer."""
+        if handle_of((await self._observer.find(view)).status) is None:
+            absent = SubmitFailed("nothing of it was created", is_absent=True)
+            await self._tell_failed(view, absent)
+        return AT_ONCE
 
-    async def _block(self, view: JobView, message: str) -> Look:
-        status = block(view.job, message, self._now())
-        _, delay = await self._writer.report(view, status)
-        return Look(delay.seconds or MENDED_SECONDS)
+    async def _tell_failed(self, view: JobView, failed: SubmitFailed) -> Look:
+        """Say what keeps the open attempt from being created, or that its job fails for that."""
+        decision = decide(view.job, failed, self._now(), self._book.plan(view.job))
+        if decision.status == view.status:
+            return _wait(decision, NO_DELAY)
+        _, delay = await self._writer.report(view, decision.status)
+        return _wait(decision, delay)
 
     async def _create(self, view: JobView, number: int) -> Handle:
         plan = self._book.plan(view.job)
@@ -251,7 +246,7 @@ class Reconciler:
         any more when the watch brings it.
         """
         handle = handle_of(view.status)
-        order = next((one for one in decision.actions if isinstance(one, Cancel)), None)
+        order = _order(decision, Cancel)
         if order is None or handle is None:
             return False
         backend = self._backends.of(view.job)
@@ -287,6 +282,18 @@ class Reconciler:
         self._pending.forget(key)
         self._observer.forget(key)
         self._writer.forget(key)
+
+
+def _order(decision: Decision, kind: type[_Action]) -> _Action | None:
+    """Return the action of that kind, if it was decided."""
+    return next((one for one in decision.actions if isinstance(one, kind)), None)
+
+
+def _wait(decision: Decision, delay: Delay) -> Look:
+    """Look again when the decision says so, or when its status is to be written."""
+    waits = (decision.requeue_seconds, delay.seconds or None)
+    again = min((one for one in waits if one is not None), default=None)
+    return look_in(again, when_quiet=delay.until_quiet)
 
 
 def _about(view: JobView, **fields: object) -> dict[str, object]:

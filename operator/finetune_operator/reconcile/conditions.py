@@ -199,6 +199,17 @@ class Situation:
     meanwhile: str = ""
 
 
+def stage_of_start(attempt: int) -> Stage:
+    """Return the stage of a job whose attempt of that number does not train yet."""
+    return Stage.STARTING if attempt == 1 else Stage.RESTARTING
+
+
+def starting(attempt: int) -> Situation:
+    """Return the situation of a job whose attempt of that number begins."""
+    text = f"attempt {attempt} is starting"
+    return Situation(stage_of_start(attempt), Reason.PROVISIONING, text)
+
+
 def rfc3339(moment: datetime) -> str:
     """Return the moment as the API server writes times: UTC, whole seconds, `Z`."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

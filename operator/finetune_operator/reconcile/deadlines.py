@@ -1,13 +1,20 @@
 """`spec.deadlines`: which limit a job has passed, and when the next one is due."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
+from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import Deadlines
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.reconcile.attempts import active_since, current
-from finetune_operator.reconcile.conditions import ConditionType, Reason, find, parse_rfc3339
+from finetune_operator.reconcile.conditions import (
+    ConditionType,
+    Reason,
+    find,
+    is_true,
+    parse_rfc3339,
+)
 
 _DEADLINES = (Reason.PENDING_DEADLINE_EXCEEDED, Reason.ACTIVE_DEADLINE_EXCEEDED)
 
@@ -20,11 +27,13 @@ class Deadline:
         at: When it passes.
         reason: What the job fails with then.
         message: The sentence that goes with it.
+        obstacle: What was in the way until then, if that was told.
     """
 
     at: datetime
     reason: Reason
     message: str
+    obstacle: str = ""
 
 
 def active(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | None:
@@ -35,6 +44,31 @@ def active(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | None:
     message = f"the job was active for deadlines.activeSeconds {limits.active_seconds}"
     at = since + timedelta(seconds=limits.active_seconds)
     return Deadline(at, Reason.ACTIVE_DEADLINE_EXCEEDED, message)
+
+
+def of_attempt(
+    limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
+) -> list[Deadline]:
+    """Return the deadlines that an open attempt has to keep."""
+    both = (active(limits, status), pending(limits, status, observation, now))
+    return [one for one in both if one is not None]
+
+
+def before_creation(
+    spec: FineTuneJobSpec, status: FineTuneJobStatus, now: datetime
+) -> Deadline | None:
+    """Return the deadline that passed before the open attempt was created, with what is in the way.
+
+    None where none has, or nothing was told to be in the way: no deadline of a suspended job runs.
+    """
+    told = find(status, ConditionType.RESOURCES_READY)
+    if told is None or told.reason != Reason.CREATION_FAILED:
+        return None
+    if spec.suspend or is_true(status, ConditionType.SUSPENDED):
+        return None
+    limits = of_attempt(spec.deadlines, status, Observation(AttemptPhase.PENDING), now)
+    passed = next((limit for limit in limits if limit.at <= now), None)
+    return passed and replace(passed, obstacle=told.message)
 
 
 def pending(

@@ -1,52 +1,57 @@
 """Decide what to do about one job: a pure function of the resource, what is seen, and the time.
 
-Called by whoever drives jobs (`drive` for `ftctl run`, the operator's kernel in a cluster); it does
-nothing itself. The caller saves `Decision.status`, then acts. A crash between the two is harmless:
-an attempt is opened in the status before it is submitted, or is found again by its name
-(`as_opened`), submitting is idempotent, and `Cancel` and `Collect` are decided again until they
-have had their effect.
+The operator's kernel calls it; it does nothing itself. The caller saves `Decision.status`, then
+acts. A crash between the two is harmless: an attempt is opened in the status before it is
+submitted, or is found again by its name (`attempts.adopt`), submitting is idempotent, and `Cancel`
+and `Collect` are decided again until they have had their effect. What a living attempt is to do
+stands in `during`.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from finetune_operator.api.paths import show_count
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction
-from finetune_operator.api.v1alpha1.status import (
-    AttemptStatus,
-    FineTuneJobStatus,
-    NodesStatus,
-    PlanStatus,
-)
-from finetune_operator.backends.base import AttemptPhase, Found, Observation
+from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus, NodesStatus
+from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.planner.plan import Plan
-from finetune_operator.reconcile import attempts, deadlines, failures, progress
+from finetune_operator.reconcile import attempts, deadlines, during, failures, progress
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
     Situation,
     Stage,
     describe,
-    find,
     is_finished,
     is_true,
+    parse_rfc3339,
     rfc3339,
+    stage_of_start,
+    starting,
 )
-from finetune_operator.reconcile.stopping import on_its_way, trains
-from finetune_trainer.config import ExitCode, FailureClass, Termination
-
-LOST_NODE_GRACE_SECONDS = 10.0
-"""What is left of a gang that lost a node gets no longer: it cannot take a checkpoint any more."""
+from finetune_operator.reconcile.during import is_suspending
+from finetune_trainer.config import FailureClass, Termination
 
 MENDED_SECONDS = 30.0
 """How often to look whether somebody has mended what keeps a job from starting."""
+
+PATIENCE_SECONDS = 5.0
+"""What may pass by itself is not told before it has lasted so long."""
 
 
 @dataclass(frozen=True)
 class Submit:
     """Submit attempt `number`, or adopt it; afterwards put its handle into `status.backendRef`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Find:
+    """Look for attempt `number` by its name before its job fails, as it may exist unheard of.
+
+    Where nothing of it exists, decide again with a `SubmitFailed` that says so.
+    """
 
     number: int
 
@@ -63,7 +68,26 @@ class Collect:
     """Ask what was exported and put it into `status.artifacts`, before the status is saved."""
 
 
-Action = Submit | Cancel | Collect
+Action = Submit | Find | Cancel | Collect
+
+
+@dataclass(frozen=True)
+class SubmitFailed:
+    """The newest try to create the open attempt has failed.
+
+    Attributes:
+        message: Why, in one sentence.
+        is_absent: It was looked for, and nothing of it exists.
+        needs_mending: It is of no use to try again before somebody mends the cause.
+    """
+
+    message: str
+    is_absent: bool = False
+    needs_mending: bool = False
+
+
+Seen = Observation | SubmitFailed | None
+"""Of the open attempt; None where there is none, or nobody knows whether it exists."""
 
 
 @dataclass(frozen=True)
@@ -122,74 +146,43 @@ class _View:
         return max(0.0, (moment - self.now).total_seconds())
 
 
-def decide(
-    job: FineTuneJob, observation: Observation | None, now: datetime, plan: Plan | Refusal
-) -> Decision:
+def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Refusal) -> Decision:
     """Return what to do about `job` now; the same input gives the same answer.
 
     Args:
-        job: The resource with its last saved status.
-        observation: Of the attempt that `status.backendRef` names. Where the open attempt has none,
-            it says that nothing of it exists, which somebody has made sure of; None where nobody
-            has.
+        job: The resource with its status.
+        seen: What is seen of its open attempt, or how the last try to create that has failed.
         now: Time with a zone.
-        plan: What `make_plan` chose for the job, or why nothing can be chosen. It counts only
-            where an attempt is to be opened: one that is open goes on as it was planned.
+        plan: The job's plan, or why no attempt can be made of it now. It decides only where an
+            attempt is to be opened: one that is open goes on as it was planned.
     """
     view = _View(job.spec, job.metadata.generation, job.status, now, plan)
-    if is_finished(job.status):
-        if (left := attempts.current(job.status)) is not None:
-            return _overruled(view, left, observation)
-        seen = {"observed_generation": job.metadata.generation}
-        return Decision((), job.status.model_copy(update=seen), None)
-    status = job.status
-    attempt = attempts.current(status)
-    if attempt is None:
+    status, attempt = job.status, attempts.current(job.status)
+    if isinstance(seen, SubmitFailed):
+        return _not_created(view, status, attempt, seen)
+    if is_finished(status) and attempt is not None:
+        return _overruled(view, attempt, seen)
+    if is_finished(status):
+        noted = status.model_copy(update={"observed_generation": job.metadata.generation})
+        return Decision((), noted, None)
+    if attempt is None or (status.backend_ref is None and seen is not None):
         return _between_attempts(view, status)
-    if status.backend_ref is None and observation is not None:
-        return _between_attempts(view, status)
-    if observation is None:
-        return view.conclude(status, _starting(attempt.number), Submit(attempt.number))
-    is_news = observation.nodes_ready != status.nodes.ready
-    if is_news and observation.phase is not AttemptPhase.UNKNOWN:
-        ready = status.nodes.model_copy(update={"ready": observation.nodes_ready})
+    if seen is None:
+        is_late = deadlines.before_creation(view.spec, status, now) is not None
+        action = Find(attempt.number) if is_late else Submit(attempt.number)
+        return Decision((action,), status, None)
+    is_news = seen.nodes_ready != status.nodes.ready
+    if is_news and seen.phase is not AttemptPhase.UNKNOWN:
+        ready = status.nodes.model_copy(update={"ready": seen.nodes_ready})
         status = status.model_copy(update={"nodes": ready})
-    if _is_over(observation):
-        return _after_attempt(view, status, observation)
-    return _during_attempt(view, status, attempt, observation)
+    if _is_over(seen):
+        return _after_attempt(view, status, seen)
+    return _during_attempt(view, status, attempt, seen)
 
 
 def _is_over(observation: Observation) -> bool:
     ended = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
     return observation.all_gone and observation.phase in ended
-
-
-def as_opened(
-    job: FineTuneJob, found: Found, now: datetime, plan: Plan | Refusal
-) -> FineTuneJobStatus:
-    """Return the status of a job whose next attempt was created before anybody wrote that down."""
-    since = found.since or now
-    status = job.status if isinstance(plan, Refusal) else _note_plan(job.status, plan)
-    status = attempts.open_next(status, since)
-    # It was made of the first spec, as any later change would have met a status that was written.
-    situation, has_queue = _starting(status.attempt), bool(job.spec.queue)
-    return describe(status, situation, since, generation=1, has_queue=has_queue)
-
-
-def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
-    """Return the status of a job that cannot be carried out at all; it is Failed, which is final.
-
-    For a spec no plan can satisfy, or an attempt that the backend will never create.
-    """
-    status = job.status
-    if attempts.current(status) is not None:
-        words = Termination(
-            failure_class=FailureClass.CONFIG_ERROR, exit_code=ExitCode.CONFIG, message=message
-        )
-        status = attempts.close(status, words, "", now)
-    status = status.model_copy(update={"completion_time": rfc3339(now)})
-    situation, has_queue = Situation(Stage.FAILED, Reason.REFUSED, message), bool(job.spec.queue)
-    return describe(status, situation, now, job.metadata.generation, has_queue=has_queue)
 
 
 def hold(
@@ -223,18 +216,6 @@ def hold(
     return describe(status, Situation(Stage.HELD, refusal.reason, text), now, generation)
 
 
-def _note_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
-    chosen = PlanStatus(
-        strategy=plan.strategy.value,
-        precision=plan.precision.value,
-        micro_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        reasons=list(plan.reasons),
-    )
-    nodes = NodesStatus(desired=plan.nodes, ready=status.nodes.ready, world_size=plan.world_size)
-    return status.model_copy(update={"plan": chosen, "nodes": nodes})
-
-
 def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     """Nothing of the job lives: suspend, fail, wait, or open the next attempt.
 
@@ -245,7 +226,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     if isinstance(view.plan, Refusal):
         situation = Situation(Stage.REFUSED, view.plan.reason, view.plan.message)
         return view.conclude(status, situation, requeue=MENDED_SECONDS)
-    status = _note_plan(status, view.plan)
+    status = attempts.with_plan(status, view.plan)
     if view.spec.suspend:
         text = "suspended by spec.suspend; set it to false to go on"
         if (last := status.checkpoint.last) is not None:
@@ -253,7 +234,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
     limit = deadlines.active(view.spec.deadlines, status)
     # A suspended job has no running deadline: opening an attempt starts a new one.
-    was_suspended = is_true(view.before, ConditionType.SUSPENDED) or _is_suspending(view.before)
+    was_suspended = is_true(view.before, ConditionType.SUSPENDED) or is_suspending(view.before)
     if limit and limit.at <= view.now and not was_suspended:
         return _fail(view, status, limit.reason, limit.message)
     start = attempts.earliest_start(status, view.spec.restart_policy)
@@ -262,12 +243,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         return view.conclude(status, situation, requeue=view.seconds_until(start))
     status = attempts.open_next(status, view.now)
-    return view.conclude(status, _starting(status.attempt), Submit(status.attempt))
-
-
-def _starting(number: int) -> Situation:
-    stage = Stage.STARTING if number == 1 else Stage.RESTARTING
-    return Situation(stage, Reason.PROVISIONING, f"attempt {number} is starting")
+    return view.conclude(status, starting(status.attempt), Submit(status.attempt))
 
 
 def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:
@@ -281,7 +257,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
         return _complete(view, status, words)
     if (reason := deadlines.ending(view.before)) is not None:
         return _fail(view, status, *reason)
-    if view.spec.suspend or _is_suspending(view.before):
+    if view.spec.suspend or is_suspending(view.before):
         # What ends because it was told to is not a fault of the job, unless it says that it
         # would meet the same fault again.
         if words.failure_class in failures.PERMANENT:
@@ -301,72 +277,12 @@ def _during_attempt(
     view: _View, status: FineTuneJobStatus, attempt: AttemptStatus, observation: Observation
 ) -> Decision:
     """The attempt lives, or parts of it do: stop it, wait for it, or watch it."""
-    limits = [
-        limit
-        for limit in (
-            deadlines.active(view.spec.deadlines, status),
-            deadlines.pending(view.spec.deadlines, status, observation, view.now),
-        )
-        if limit is not None
-    ]
-    passed = next((limit for limit in limits if limit.at <= view.now), None)
-    limits = [limit for limit in limits if limit.at > view.now]
-    grace = float(view.spec.deadlines.termination_grace_seconds)
-    ending = deadlines.ending(view.before) or (passed and (passed.reason, passed.message))
-    waits = [view.seconds_until(limit.at) for limit in limits]
-    if observation.look_again_seconds is not None:
-        waits.append(observation.look_again_seconds)
-    requeue = min(waits, default=None)
-    situation: Situation
-    actions: tuple[Action, ...] = (Cancel(grace),)
-    if ending:
-        stops = on_its_way(view.before, attempt, observation, grace)
-        situation = Situation(Stage.ENDING, *ending, meanwhile=stops)
-    elif view.spec.suspend or _is_suspending(view.before):
-        stops = on_its_way(view.before, attempt, observation, grace)
-        situation = Situation(Stage.SUSPENDING, Reason.SUSPENDING, stops)
-    elif observation.phase is AttemptPhase.FAILED:
-        left = observation.message or f"attempt {attempt.number} lost a node"
-        text = f"{left}; waiting until all of its processes are gone"
-        situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
-        actions = (Cancel(_grace_of_the_rest(observation, grace)),)
-    elif observation.phase is AttemptPhase.UNKNOWN:
-        if not observation.reason or not deadlines.is_waiting(status):
-            return Decision((), status, requeue)  # nothing is known, so nothing new is said
-        stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
-        situation, actions = Situation(stage, observation.reason, observation.message), ()
-    else:
-        situation, actions = _watching(attempt, status, observation), ()
-    if observation.warning and not ending:
-        text = f"{situation.message}; {observation.warning}"
-        situation = dataclasses.replace(situation, message=text)
-    status = _with_progress(view, status, situation, observation)
-    return view.conclude(status, situation, *actions, requeue=requeue)
-
-
-def _grace_of_the_rest(observation: Observation, grace: float) -> float:
-    """Nodes that stop together after a preemption may still be writing their checkpoint."""
-    words = observation.termination
-    if words is not None and words.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED):
-        return grace
-    return min(grace, LOST_NODE_GRACE_SECONDS)
-
-
-def _watching(
-    attempt: AttemptStatus, status: FineTuneJobStatus, observation: Observation
-) -> Situation:
-    runs = observation.phase in (AttemptPhase.RUNNING, AttemptPhase.SUCCEEDED)
-    if runs and trains(status, observation):
-        text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
-        return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
-    stage = Stage.STARTING if attempt.number == 1 else Stage.RESTARTING
-    if runs and not observation.reason:
-        text = f"every node of attempt {attempt.number} runs; ranks meet and load model and data"
-        return Situation(stage, Reason.STARTING, text, exists=True)
-    text = observation.message or f"attempt {attempt.number} waits for its nodes"
-    if observation.reason == Reason.CREATION_FAILED:
-        stage = Stage.BLOCKED  # it does not pass by waiting
-    return Situation(stage, observation.reason or Reason.PROVISIONING, text, exists=True)
+    course = during.follow(view.spec, status, attempt, observation, view.now)
+    if course.situation is None:
+        return Decision((), status, course.requeue_seconds)
+    status = _with_progress(view, status, course.situation, observation)
+    cancel = () if course.grace_seconds is None else (Cancel(course.grace_seconds),)
+    return view.conclude(status, course.situation, *cancel, requeue=course.requeue_seconds)
 
 
 def _with_progress(
@@ -381,6 +297,35 @@ def _with_progress(
     if phase == view.before.phase and due is not None and due > view.now:
         return status
     return progress.take_over(status, view.spec, said, view.now)
+
+
+def _not_created(
+    view: _View, status: FineTuneJobStatus, attempt: AttemptStatus | None, failed: SubmitFailed
+) -> Decision:
+    """The open attempt is not there yet: fail at a deadline, say why, or let it be tried again."""
+    unchanged = Decision((), status, None)
+    was_suspended = is_true(status, ConditionType.SUSPENDED)
+    if attempt is None or is_finished(status) or (view.spec.suspend and was_suspended):
+        return unchanged
+    if failed.is_absent and (limit := deadlines.before_creation(view.spec, status, view.now)):
+        words = failures.verdict(Observation(AttemptPhase.PENDING, message=limit.obstacle))
+        status = attempts.close(status, words, "", view.now)
+        return _fail(view, status, limit.reason, f"{limit.message}: {limit.obstacle}")
+    opened = parse_rfc3339(attempt.start_time) if attempt.start_time else view.now
+    is_early = view.now - opened < timedelta(seconds=PATIENCE_SECONDS)
+    if is_early and not failed.needs_mending:
+        return unchanged
+    if was_suspended:
+        text = f"resumed, but attempt {attempt.number} cannot go on yet: {failed.message}"
+        return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
+    if view.spec.suspend:
+        text = f"waiting until nothing of attempt {attempt.number} can run: {failed.message}"
+        return view.conclude(status, Situation(Stage.SUSPENDING, Reason.SUSPENDING, text))
+    stage, requeue = stage_of_start(attempt.number), None
+    if failed.needs_mending:
+        stage, requeue = Stage.BLOCKED, MENDED_SECONDS
+    situation = Situation(stage, Reason.CREATION_FAILED, failed.message)
+    return view.conclude(status, situation, requeue=requeue)
 
 
 def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | None) -> Decision:
@@ -425,9 +370,3 @@ def _fail(
 ) -> Decision:
     ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status)}
     return view.conclude(status.model_copy(update=ended), Situation(stage, reason, message))
-
-
-def _is_suspending(status: FineTuneJobStatus) -> bool:
-    """Say whether the open attempt was told to stop; it stays so until it is gone."""
-    found = find(status, ConditionType.SUSPENDED)
-    return found is not None and found.reason == Reason.SUSPENDING

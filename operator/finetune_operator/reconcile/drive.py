@@ -22,8 +22,16 @@ from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.attempts import handle_of
-from finetune_operator.reconcile.conditions import is_settled
-from finetune_operator.reconcile.decide import Cancel, Collect, Decision, Submit, decide, refuse
+from finetune_operator.reconcile.conditions import (
+    Reason,
+    Situation,
+    Stage,
+    describe,
+    is_settled,
+    rfc3339,
+)
+from finetune_operator.reconcile.decide import Cancel, Collect, Decision, Submit, decide
+from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
@@ -126,6 +134,17 @@ async def drive(
         if is_settled(job.status):
             return job
         await clock.wait(stop.changed, wait)
+
+
+def refuse(job: FineTuneJob, message: str, now: datetime) -> FineTuneJobStatus:
+    """Return the status of a job whose attempt the backend will never create; Failed is final."""
+    words = Termination(
+        failure_class=FailureClass.CONFIG_ERROR, exit_code=ExitCode.CONFIG, message=message
+    )
+    status = attempts.close(job.status, words, "", now)
+    status = status.model_copy(update={"completion_time": rfc3339(now)})
+    situation, has_queue = Situation(Stage.FAILED, Reason.REFUSED, message), bool(job.spec.queue)
+    return describe(status, situation, now, job.metadata.generation, has_queue=has_queue)
 
 
 class _Driver:
