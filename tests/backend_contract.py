@@ -17,9 +17,9 @@ import pytest
 from builders import job
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
+from finetune_operator.backends.folders import written_by
 from finetune_operator.errors import AlreadyOwnedError, NoSuchRankError
 from finetune_operator.planner.plan import Plan, make_plan
-from finetune_operator.reconcile.folders import written_by
 
 T = TypeVar("T")
 TRIES_SECONDS = 60.0

@@ -14,7 +14,7 @@ from finetune_operator.backends.base import BackendContext
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
 from finetune_operator.kernel.jobs import Backends
-from finetune_operator.kernel.look import Look
+from finetune_operator.kernel.queue import Look
 from finetune_operator.kernel.reconciler import FIRST_LOOK_SECONDS, Reconciler
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster

@@ -13,9 +13,9 @@ from builders import job, manifest
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import BackendContext, Written
+from finetune_operator.backends.folders import FolderIndex, written_by
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.cli.app import app
-from finetune_operator.reconcile.folders import FolderIndex, written_by
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
 DISK = {"hostPath": {"path": "/data/./models/"}}

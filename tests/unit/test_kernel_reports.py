@@ -7,7 +7,7 @@ import pytest
 from decisions import START, Life
 from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
-from finetune_operator.kernel.reports import NO_DELAY, Delay, Reports
+from finetune_operator.kernel.status_writer import NO_DELAY, Delay, Reports
 from finetune_operator.kube.cache import Key
 from finetune_operator.reconcile.decide import Refusal, hold
 

@@ -7,7 +7,7 @@ from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import ManifestRef
 from finetune_operator.backends.base import Backend, Written
-from finetune_operator.reconcile.folders import FolderIndex, sentence, written_by
+from finetune_operator.backends.folders import FolderIndex, sentence, written_by
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,10 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from finetune_operator.kernel.jobs import Backends, JobView
-from finetune_operator.kernel.look import NEVER, Look, look_in
 from finetune_operator.kernel.observer import Observer
-from finetune_operator.kernel.status_writer import StaleError, StatusWriter
-from finetune_operator.kernel.writes import is_worth_writing
-from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ConflictError, NotFoundError
+from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Look
+from finetune_operator.kernel.status_writer import StatusWriter, is_worth_writing
 from finetune_operator.kube.labels import FINALIZER
-from finetune_operator.kube.resources import FINE_TUNE_JOBS
-from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import parse_rfc3339
 from finetune_operator.reconcile.decide import Cancel
 from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_deletion
@@ -30,8 +24,7 @@ class Finalizer:
     """Lets jobs go.
 
     Args:
-        client: For deletions.
-        writer: For finalizers and for what is told meanwhile.
+        writer: For finalizers and deletions, and for what is told meanwhile.
         backends: Who ends attempts.
         observer: Who looks for attempts that may exist though nobody wrote that down.
         now: The time, with a zone.
@@ -39,13 +32,11 @@ class Finalizer:
 
     def __init__(
         self,
-        client: KubeClient,
         writer: StatusWriter,
         backends: Backends,
         observer: Observer,
         now: Callable[[], datetime],
     ) -> None:
-        self._client = client
         self._writer = writer
         self._backends = backends
         self._observer = observer
@@ -92,43 +83,34 @@ class Finalizer:
         left = parse_rfc3339(ended) + timedelta(seconds=ttl_seconds) - self._now()
         if left.total_seconds() > 0:
             return Look(left.total_seconds())
-        name, namespace = view.key.name, view.key.namespace
-        try:
-            await self._client.delete(FINE_TUNE_JOBS, name, namespace, uid=view.uid)
-        except (ConflictError, NotFoundError) as error:
-            raise StaleError from error
+        await self._writer.delete(view)
         log.info("deleted as ttlSecondsAfterFinished says", extra={"job": str(view.key)})
         return NEVER
 
     async def _stop(self, view: JobView) -> tuple[JobView, Look]:
         """Cancel the open attempt and tell of it; never to be looked at again once it is gone."""
-        status, seen = (await self._last_created(view)).status, None
-        handle, backend = handle_of(status), None
-        if attempts.current(status) is not None and handle is not None:
+        last, backend, seen = await self._last_created(view), None, None
+        if last.attempt is not None and last.handle is not None:
             backend = self._backends.get(view.backend)
-            seen = await backend.observe(handle)
+            seen = await backend.observe(last.handle)
+        spec = view.job.spec if view.parsed is not None else None
+        now, generation = self._now(), view.metadata.generation
         decision = decide_deletion(
-            status,
-            seen,
-            view.finalizers,
-            view.parsed.spec if view.parsed is not None else None,
-            now=self._now(),
-            generation=view.metadata.generation,
+            last.status, seen, view.finalizers, spec, now=now, generation=generation
         )
         is_news = is_worth_writing(view.written, decision.status, with_handle=True)
         if is_news and (decision.actions or set(view.finalizers) - {FINALIZER, FOREGROUND}):
             view = await self._writer.write(view, decision.status)
         order = next(iter(decision.actions), None)
-        if backend is None or handle is None or not isinstance(order, Cancel):
+        if backend is None or last.handle is None or not isinstance(order, Cancel):
             return view, NEVER
-        await backend.cancel(handle, order.grace_seconds)
-        return view, look_in(decision.requeue_seconds)
+        await backend.cancel(last.handle, order.grace_seconds)
+        return view, Look(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
 
     async def _last_created(self, view: JobView) -> JobView:
         """Return the job with its last attempt, also where nobody wrote down that it exists."""
-        if view.parsed is None or handle_of(view.status) is not None:
+        if view.parsed is None or view.handle is not None:
             return view
         is_inside = not self._backends.live_outside(view.backend)
-        is_open = attempts.current(view.status) is not None
-        may_exist = is_open or (not view.status.attempt and is_inside)
+        may_exist = view.attempt is not None or (not view.status.attempt and is_inside)
         return await self._observer.find(view) if may_exist else view

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.backends.base import Written
+from finetune_operator.backends.folders import FolderIndex, sentence, written_by
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.jobs import Backends, JobView, PendingStatuses
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import Reason, is_finished
 from finetune_operator.reconcile.decide import Refusal
-from finetune_operator.reconcile.folders import FolderIndex, sentence, written_by
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class FolderBook:
         entry = self._entries.get(key)
         if entry is None or not entry.is_gone:
             return False
-        handle = handle_of(self._pending.added_to(entry.view).status)
+        handle = self._pending.added_to(entry.view).handle
         if entry.view.parsed is not None and handle is not None:
             try:
                 if not (await self._backends.get(entry.view.backend).observe(handle)).all_gone:

@@ -16,6 +16,7 @@ from finetune_operator.api.problems import InvalidJobError, Problem, Severity
 from finetune_operator.api.unbuilt import check_built
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, ObjectMeta
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
+from finetune_operator.api.v1alpha1.status import AttemptStatus
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext, Handle
 from finetune_operator.errors import BrokenBackendError, FineTuneError, UnknownBackendError
@@ -54,6 +55,16 @@ class JobView:
         """The job; for whoever has seen to it that its spec can be read."""
         assert self.parsed is not None, f"the spec of {self.key} cannot be read"
         return self.parsed
+
+    @property
+    def attempt(self) -> AttemptStatus | None:
+        """The open attempt; None between attempts."""
+        return attempts.current(self.status)
+
+    @property
+    def handle(self) -> Handle | None:
+        """Of the newest attempt; None where it is not known to exist."""
+        return attempts.handle_of(self.status)
 
     @property
     def metadata(self) -> ObjectMeta:
@@ -115,13 +126,6 @@ def _read_status(raw: Object) -> FineTuneJobStatus:
         return FineTuneJobStatus()
 
 
-@dataclass(frozen=True)
-class _Submitted:
-    uid: str
-    number: int
-    handle: Handle
-
-
 class PendingStatuses:
     """What this process knows of open attempts and no status holds yet, of each job the newest.
 
@@ -131,7 +135,7 @@ class PendingStatuses:
 
     def __init__(self) -> None:
         self._opened: dict[Key, tuple[str, FineTuneJobStatus]] = {}
-        self._submitted: dict[Key, _Submitted] = {}
+        self._submitted: dict[Key, tuple[str, int, Handle]] = {}
 
     def __contains__(self, key: Key) -> bool:
         """Say whether the opening of the job's first attempt waits to be written."""
@@ -147,7 +151,7 @@ class PendingStatuses:
 
     def note_handle(self, view: JobView, number: int, handle: Handle) -> None:
         """Keep the handle of an attempt that was submitted, or found."""
-        self._submitted[view.key] = _Submitted(view.uid, number, handle)
+        self._submitted[view.key] = (view.uid, number, handle)
 
     def forget(self, key: Key) -> None:
         """Drop what is known of a job that is over."""
@@ -166,8 +170,9 @@ class PendingStatuses:
         status = self.opened(view)
         attempt, noted = attempts.current(status), self._submitted.get(view.key)
         if status.backend_ref is None and noted and attempt:
-            is_of_it = (noted.uid, noted.number) == (view.uid, attempt.number)
-            status = attempts.with_handle(status, noted.handle) if is_of_it else status
+            uid, number, handle = noted
+            if (uid, number) == (view.uid, attempt.number):
+                status = attempts.with_handle(status, handle)
         return view.with_status(status)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.sight import Place, name_in
-from finetune_operator.kernel.watches import ABSENT_SECONDS, trim_metadata
-from finetune_operator.kube.cache import Key, ObjectCache, key_of
+from finetune_operator.kernel.watches import ABSENT_SECONDS
+from finetune_operator.kube.cache import Key, ObjectCache, key_of, trim_metadata
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS

@@ -1,7 +1,6 @@
 """What is known of a job's open attempt: found by its name, and seen through its backend.
 
-`Reconciler` and `Finalizer` ask. Nothing here decides or writes; what is found goes into the job's
-view, and for how long an attempt could not be seen is remembered.
+`Reconciler` and `Finalizer` ask. Nothing here decides or writes.
 """
 
 import logging
@@ -16,7 +15,6 @@ from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
 from finetune_operator.reconcile.decide import PATIENCE_SECONDS
 
@@ -60,11 +58,10 @@ class Observer:
         Raises:
             FineTuneError: that cannot be said.
         """
-        status = view.status
-        is_open = attempts.current(status) is not None
-        is_unknown = not status.attempt or (is_open and status.backend_ref is None)
+        is_open = view.attempt is not None
+        is_unknown = not view.status.attempt or (is_open and view.handle is None)
+        is_told_to_stop = _is_or_was_suspended(view) or is_finished(view.status)
         is_inside = self._backends.live_in_cluster(view.backend)
-        is_told_to_stop = _is_or_was_suspended(view) or is_finished(status)
         is_looked_for = is_inside or (is_open and is_told_to_stop)
         return await self.find(view) if is_unknown and is_looked_for else view
 
@@ -82,8 +79,8 @@ class Observer:
             status = attempts.with_handle(view.status, found.handle)
         else:
             plan = self._book.plan(view.job)
-            known = plan if isinstance(plan, Plan) else None
-            status = attempts.adopt(view.job, found, self._now(), known)
+            planned = plan if isinstance(plan, Plan) else None
+            status = attempts.adopt(view.job, found, self._now(), planned)
             status = self._folders.opened(view.key, status)
         self._pending.note_handle(view, number, found.handle)
         extra = {"job": str(view.key), "attempt": number, "handle": found.handle.name}
@@ -97,9 +94,9 @@ class Observer:
             BackendError: it cannot be seen until somebody mends the cause.
             ApiError: likewise.
         """
-        if attempts.current(view.status) is None:
+        if view.attempt is None:
             return None
-        if (handle := handle_of(view.status)) is None:
+        if (handle := view.handle) is None:
             return _ABSENT if _is_or_was_suspended(view) else None  # it was looked for by its name
         try:
             seen = await self._backends.of(view.job).observe(handle)

@@ -11,11 +11,32 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kube.cache import Key
 
 HEAD_START_SECONDS = 5.0
+
+SHORTEST_WAIT_SECONDS = 0.1
+"""Until a job is looked at again, whatever its backend asks for."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What came of one look at a job.
+
+    Attributes:
+        again_in_seconds: When to look again though nothing happens; None for never.
+        when_quiet: Look again before that if no other job is to be looked at.
+    """
+
+    again_in_seconds: float | None = None
+    when_quiet: bool = False
+
+
+NEVER = Look()
+AT_ONCE = Look(0.0)
 
 
 def _never(key: Key) -> bool:

@@ -25,16 +25,14 @@ from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.jobs import Backends, JobBook, JobView, PendingStatuses, fault_of
-from finetune_operator.kernel.look import AT_ONCE, NEVER, Look, look_in
 from finetune_operator.kernel.observer import LOOK_AGAIN_SECONDS, Observer
-from finetune_operator.kernel.reports import NO_DELAY, Delay
-from finetune_operator.kernel.status_writer import StaleError, StatusWriter
+from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Look
+from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
 from finetune_operator.kernel.watches import Refused
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import is_finished
 from finetune_operator.reconcile.decide import (
     MENDED_SECONDS,
@@ -98,7 +96,7 @@ class Reconciler:
         self._writer = StatusWriter(
             client, cache, self._book, self._pending, backends, events, now=now, is_busy=is_busy
         )
-        self._finalizer = Finalizer(client, self._writer, backends, self._observer, now)
+        self._finalizer = Finalizer(self._writer, backends, self._observer, now)
 
     def is_new(self, key: Key) -> bool:
         """Say whether the job waits for its first look: nothing was told about it, or opened."""
@@ -153,11 +151,10 @@ class Reconciler:
             return await self._open(view, decision.status, submit.number)
         if _order(decision, Find) is not None:
             return await self._give_up(view)
-        status = await self._collected(view, decision)
-        view, delay = await self._writer.report(view, status)
+        view, delay = await self._writer.report(view, await self._collected(view, decision))
         if await self._cancel(view, decision):
             return AT_ONCE
-        if is_finished(status) and attempts.current(status) is None:
+        if is_finished(view.status) and view.attempt is None:
             self._forget(view.key)
             return await self._finalizer.delete_when_due(view)
         return _wait(decision, delay)
@@ -174,8 +171,8 @@ class Reconciler:
 
     def _plan(self, view: JobView, observation: Observation | None) -> Plan | Refusal:
         """Judge a job only where an attempt may be opened: one that is open is left alone."""
-        is_open = attempts.current(view.status) is not None
-        if is_finished(view.status) or (is_open and not (observation and observation.all_gone)):
+        lives = view.attempt is not None and not (observation and observation.all_gone)
+        if lives or is_finished(view.status):
             return self._book.plan(view.job)
         judged = self._book.judge(view)
         if isinstance(judged, Refusal) or view.job.spec.suspend:
@@ -184,7 +181,7 @@ class Reconciler:
 
     async def _collected(self, view: JobView, decision: Decision) -> FineTuneJobStatus:
         """Ask what was exported before Complete is written: after a crash it is asked again."""
-        handle = handle_of(view.status)
+        handle = view.handle
         if handle is None or _order(decision, Collect) is None:
             return decision.status
         artifacts = list(await self._backends.of(view.job).collect(handle))
@@ -219,7 +216,7 @@ class Reconciler:
 
     async def _give_up(self, view: JobView) -> Look:
         """Fail a job whose attempt was not created in time, unless it was, without an answer."""
-        if handle_of((await self._observer.find(view)).status) is None:
+        if (await self._observer.find(view)).handle is None:
             absent = SubmitFailed("nothing of it was created", is_absent=True)
             await self._tell_failed(view, absent)
         return AT_ONCE
@@ -245,8 +242,7 @@ class Reconciler:
         Nobody else would tell: what a backend's own answers have put into its cache is not new
         any more when the watch brings it.
         """
-        handle = handle_of(view.status)
-        order = _order(decision, Cancel)
+        handle, order = view.handle, _order(decision, Cancel)
         if order is None or handle is None:
             return False
         backend = self._backends.of(view.job)
@@ -291,9 +287,10 @@ def _order(decision: Decision, kind: type[_Action]) -> _Action | None:
 
 def _wait(decision: Decision, delay: Delay) -> Look:
     """Look again when the decision says so, or when its status is to be written."""
-    waits = (decision.requeue_seconds, delay.seconds or None)
-    again = min((one for one in waits if one is not None), default=None)
-    return look_in(again, when_quiet=delay.until_quiet)
+    waits = [one for one in (decision.requeue_seconds, delay.seconds or None) if one is not None]
+    if not waits:
+        return NEVER
+    return Look(max(min(waits), SHORTEST_WAIT_SECONDS), when_quiet=delay.until_quiet)
 
 
 def _about(view: JobView, **fields: object) -> dict[str, object]:

@@ -24,8 +24,8 @@ from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.sight import Place, Sight
 from finetune_operator.kernel.surroundings import Surroundings
-from finetune_operator.kernel.watches import KindWatch, Watched, trim_metadata
-from finetune_operator.kube.cache import Key, ObjectCache, key_of
+from finetune_operator.kernel.watches import KindWatch, Watched
+from finetune_operator.kube.cache import Key, ObjectCache, key_of, trim_metadata
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import ApiError

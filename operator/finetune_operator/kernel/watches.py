@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, key_of, version_of
+from finetune_operator.kube.cache import (
+    Key,
+    ObjectCache,
+    job_key_of,
+    key_of,
+    trim_metadata,
+    version_of,
+)
 from finetune_operator.kube.client import KubeClient, Trim
 from finetune_operator.kube.compact import compact
 from finetune_operator.kube.errors import ApiError, ForbiddenError, GoneError, NotFoundError
@@ -49,12 +56,6 @@ _METADATA = (
 
 def _kept(source: Mapping[str, Any], *names: str) -> Object:
     return {name: source[name] for name in names if name in source}
-
-
-def trim_metadata(made: Object) -> Object:
-    """Keep everything but managedFields."""
-    metadata = {key: value for key, value in made["metadata"].items() if key != "managedFields"}
-    return {**made, "metadata": metadata}
 
 
 def trim_pod(made: Object) -> Object:

@@ -15,7 +15,7 @@ from finetune_operator.api.v1alpha1.lifecycle import RestartAction
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus, NodesStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.planner.plan import Plan
-from finetune_operator.reconcile import attempts, deadlines, during, failures, progress
+from finetune_operator.reconcile import attempts, during, failures
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
@@ -168,7 +168,7 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Refusal) ->
     if attempt is None or (status.backend_ref is None and seen is not None):
         return _between_attempts(view, status)
     if seen is None:
-        is_late = deadlines.before_creation(view.spec, status, now) is not None
+        is_late = during.deadline_before_creation(view.spec, status, now) is not None
         action = Find(attempt.number) if is_late else Submit(attempt.number)
         return Decision((action,), status, None)
     is_news = seen.nodes_ready != status.nodes.ready
@@ -232,7 +232,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         if (last := status.checkpoint.last) is not None:
             text = f"suspended at step {last.step} by spec.suspend; set it to false to go on"
         return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
-    limit = deadlines.active(view.spec.deadlines, status)
+    limit = during.active_deadline(view.spec.deadlines, status)
     # A suspended job has no running deadline: opening an attempt starts a new one.
     was_suspended = is_true(view.before, ConditionType.SUSPENDED) or is_suspending(view.before)
     if limit and limit.at <= view.now and not was_suspended:
@@ -251,11 +251,11 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
     words = failures.verdict(observation)
     said = words.progress or observation.progress
     if said is not None:
-        status = progress.take_over(status, view.spec, said, view.now)
+        status = attempts.with_progress(status, view.spec, said, view.now)
     status = attempts.close(status, words, observation.node, view.now)
     if words.failure_class is FailureClass.COMPLETED:
         return _complete(view, status, words)
-    if (reason := deadlines.ending(view.before)) is not None:
+    if (reason := during.ending_for(view.before)) is not None:
         return _fail(view, status, *reason)
     if view.spec.suspend or is_suspending(view.before):
         # What ends because it was told to is not a fault of the job, unless it says that it
@@ -293,10 +293,10 @@ def _with_progress(
     if said is None:
         return status
     phase = view.described(status, situation).phase
-    due = progress.due_at(status, view.spec)
+    due = attempts.progress_due_at(status, view.spec)
     if phase == view.before.phase and due is not None and due > view.now:
         return status
-    return progress.take_over(status, view.spec, said, view.now)
+    return attempts.with_progress(status, view.spec, said, view.now)
 
 
 def _not_created(
@@ -307,7 +307,7 @@ def _not_created(
     was_suspended = is_true(status, ConditionType.SUSPENDED)
     if attempt is None or is_finished(status) or (view.spec.suspend and was_suspended):
         return unchanged
-    if failed.is_absent and (limit := deadlines.before_creation(view.spec, status, view.now)):
+    if failed.is_absent and (limit := during.deadline_before_creation(view.spec, status, view.now)):
         words = failures.verdict(Observation(AttemptPhase.PENDING, message=limit.obstacle))
         status = attempts.close(status, words, "", view.now)
         return _fail(view, status, limit.reason, f"{limit.message}: {limit.obstacle}")
@@ -346,7 +346,7 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
     absent = Observation(AttemptPhase.UNKNOWN, message="nothing of it was created")
     words = failures.verdict(observation or absent)
     if words.progress is not None:
-        status = progress.take_over(status, view.spec, words.progress, view.now)
+        status = attempts.with_progress(status, view.spec, words.progress, view.now)
     node = observation.node if observation else ""
     status = attempts.close(status, words, node, view.now)
     if words.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:

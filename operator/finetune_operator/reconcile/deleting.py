@@ -10,10 +10,10 @@ from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.backends.base import Observation
 from finetune_operator.kube.labels import FINALIZER
-from finetune_operator.reconcile import attempts, failures, progress
+from finetune_operator.reconcile import attempts, failures
 from finetune_operator.reconcile.conditions import Reason, Situation, Stage, describe
 from finetune_operator.reconcile.decide import Cancel, Decision
-from finetune_operator.reconcile.stopping import on_its_way
+from finetune_operator.reconcile.during import on_its_way
 
 ORPHAN = "orphan"
 """Kubernetes' own finalizer of `--cascade=orphan`: what was made for the job shall stay."""
@@ -59,9 +59,9 @@ def decide_deletion(
             stage, does = Stage.DELETING, on_its_way(status, attempt, observation, grace)
             actions = (Cancel(grace),)
             again = observation.look_again_seconds or _LOOK_AGAIN_SECONDS
-        due = progress.due_at(status, spec) if spec and actions else None
+        due = attempts.progress_due_at(status, spec) if spec and actions else None
         if said is not None and spec is not None and (due is None or due <= now):
-            status = progress.take_over(status, spec, said, now)
+            status = attempts.with_progress(status, spec, said, now)
     ready = observation.nodes_ready if observation is not None and actions else 0
     status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": ready})})
     kept = [one for one in finalizers if one != FINALIZER or actions]

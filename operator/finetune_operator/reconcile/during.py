@@ -1,29 +1,54 @@
-"""What an attempt that lives is to do, and what is to be said of it: stop, wait, or go on. Pure.
+"""The open attempt: its deadlines, what it is to do, and what is to be said of it. Pure.
 
-`decide` asks while a process of the attempt is left, or may be.
+`decide` asks about an attempt of which a process is left or may be, and for the deadlines of one
+that is not created yet.
 """
 
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from finetune_operator.api.paths import show_count
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
+from finetune_operator.api.v1alpha1.lifecycle import Deadlines
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
-from finetune_operator.reconcile import deadlines
+from finetune_operator.backends.guilt import TOLD_TO_LEAVE
+from finetune_operator.reconcile.attempts import active_since, current
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
     Situation,
     Stage,
     find,
+    is_true,
+    parse_rfc3339,
     stage_of_start,
 )
-from finetune_operator.reconcile.stopping import on_its_way, trains
-from finetune_trainer.config import ExitCode
+from finetune_trainer.config import ExitCode, Phase
 
 LOST_NODE_GRACE_SECONDS = 10.0
 """What is left of a gang that lost a node gets no longer: it cannot take a checkpoint any more."""
+
+_BEFORE_TRAINING = frozenset({Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
+_IN_ORDER = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, *TOLD_TO_LEAVE})
+_DEADLINES = (Reason.PENDING_DEADLINE_EXCEEDED, Reason.ACTIVE_DEADLINE_EXCEEDED)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """One limit of a job.
+
+    Attributes:
+        at: When it passes.
+        reason: What the job fails with then.
+        message: The sentence that goes with it.
+        obstacle: What was in the way until then, if that was told.
+    """
+
+    at: datetime
+    reason: Reason
+    message: str
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +82,7 @@ def follow(
         observation: Of it.
         now: Time with a zone.
     """
-    limits = deadlines.of_attempt(spec.deadlines, status, observation, now)
+    limits = _limits(spec.deadlines, status, observation, now)
     passed = next((limit for limit in limits if limit.at <= now), None)
     waits = [(limit.at - now).total_seconds() for limit in limits if limit.at > now]
     if observation.look_again_seconds is not None:
@@ -65,7 +90,7 @@ def follow(
     requeue = min(waits, default=None)
     stop_in: float | None = None
     grace = float(spec.deadlines.termination_grace_seconds)
-    ending = deadlines.ending(status) or (passed and (passed.reason, passed.message))
+    ending = ending_for(status) or (passed and (passed.reason, passed.message))
     if ending:
         stops = on_its_way(status, attempt, observation, grace)
         return Course(Situation(Stage.ENDING, *ending, meanwhile=stops), grace, requeue)
@@ -78,7 +103,7 @@ def follow(
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         stop_in = _grace_of_the_rest(observation, grace)
     elif observation.phase is AttemptPhase.UNKNOWN:
-        if not observation.reason or not deadlines.is_waiting(status):
+        if not observation.reason or not _is_waiting(status):
             return Course(None, None, requeue)
         stage = stage_of_start(attempt.number)
         situation = Situation(stage, observation.reason, observation.message)
@@ -107,7 +132,7 @@ def _watching(
     attempt: AttemptStatus, status: FineTuneJobStatus, observation: Observation
 ) -> Situation:
     runs = observation.phase in (AttemptPhase.RUNNING, AttemptPhase.SUCCEEDED)
-    if runs and trains(status, observation):
+    if runs and _trains(status, observation):
         text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
     stage = stage_of_start(attempt.number)
@@ -118,3 +143,128 @@ def _watching(
     if observation.reason == Reason.CREATION_FAILED:
         stage = Stage.BLOCKED  # it does not pass by waiting
     return Situation(stage, observation.reason or Reason.PROVISIONING, text, exists=True)
+
+
+def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
+    """Say whether the attempt has begun to train, as far as rank 0 was heard.
+
+    Who was seen to train is believed to while nothing is heard: rank 0 may be the first to end, and
+    an operator that starts anew has asked nobody yet.
+    """
+    if (said := observation.progress) is not None:
+        return said.phase not in _BEFORE_TRAINING
+    return is_true(status, ConditionType.RUNNING)
+
+
+def on_its_way(
+    status: FineTuneJobStatus, attempt: AttemptStatus, observation: Observation, grace: float
+) -> str:
+    """Return what the attempt does, as a part of a sentence.
+
+    Args:
+        status: The job's, with what was told of the attempt before.
+        attempt: The open one.
+        observation: Of it.
+        grace: Seconds after which what is left of it is killed.
+    """
+    who, killed = f"attempt {attempt.number}", f"what is left of it after {grace:g} s is killed"
+    if _trains(status, observation):
+        if _has_lost_a_node(observation):
+            return f"{who} has lost a node and stops without another checkpoint; {killed}"
+        return f"{who} saves a checkpoint of its newest step and stops; {killed}"
+    if not observation.nodes_ready:
+        return f"{who} is ended before it began to train"
+    return f"{who} stops before it trains, as there is nothing to save; {killed}"
+
+
+def _has_lost_a_node(observation: Observation) -> bool:
+    words = observation.termination
+    if words is None or observation.phase is not AttemptPhase.FAILED:
+        return False
+    return words.exit_code not in _IN_ORDER
+
+
+def active_deadline(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | None:
+    """Return the end of the job's life, over all attempts; suspension starts a new life."""
+    since = active_since(status)
+    if limits.active_seconds is None or since is None:
+        return None
+    message = f"the job was active for deadlines.activeSeconds {limits.active_seconds}"
+    at = since + timedelta(seconds=limits.active_seconds)
+    return Deadline(at, Reason.ACTIVE_DEADLINE_EXCEEDED, message)
+
+
+def _limits(
+    limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
+) -> list[Deadline]:
+    """Return the deadlines that an open attempt has to keep."""
+    both = (active_deadline(limits, status), _pending_deadline(limits, status, observation, now))
+    return [one for one in both if one is not None]
+
+
+def deadline_before_creation(
+    spec: FineTuneJobSpec, status: FineTuneJobStatus, now: datetime
+) -> Deadline | None:
+    """Return the deadline that passed before the open attempt was created, with what is in the way.
+
+    None where none has, or nothing was told to be in the way: no deadline of a suspended job runs.
+    """
+    told = find(status, ConditionType.RESOURCES_READY)
+    if told is None or told.reason != Reason.CREATION_FAILED:
+        return None
+    if spec.suspend or is_true(status, ConditionType.SUSPENDED):
+        return None
+    limits = _limits(spec.deadlines, status, Observation(AttemptPhase.PENDING), now)
+    passed = next((limit for limit in limits if limit.at <= now), None)
+    return passed and replace(passed, obstacle=told.message)
+
+
+def _pending_deadline(
+    limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
+) -> Deadline | None:
+    """Return the end of the open attempt's wait for resources; None where it does not wait for any.
+
+    Time in a queue does not count: nobody looks for nodes before the queue lets the attempt go.
+    """
+    attempt = current(status)
+    if limits.pending_seconds is None or attempt is None or attempt.start_time is None:
+        return None
+    if observation.phase is AttemptPhase.UNKNOWN:
+        waits = _is_waiting(status)
+    else:
+        waits = observation.phase is AttemptPhase.PENDING
+    if not waits or observation.reason == Reason.QUEUED:
+        return None
+    since = _waits_since(status, parse_rfc3339(attempt.start_time), now)
+    message = f"no resources within deadlines.pendingSeconds {limits.pending_seconds}"
+    at = since + timedelta(seconds=limits.pending_seconds)
+    return Deadline(at, Reason.PENDING_DEADLINE_EXCEEDED, message)
+
+
+def _waits_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> datetime:
+    """Return when the queue let the attempt go, which is now if it was in its queue till now."""
+    admitted = find(status, ConditionType.ADMITTED)
+    if admitted is None or admitted.last_transition_time is None:
+        return opened
+    if admitted.reason == Reason.QUEUED:
+        return now
+    let_go = parse_rfc3339(admitted.last_transition_time)
+    return max(opened, let_go) if admitted.status == "True" else opened
+
+
+def _is_waiting(status: FineTuneJobStatus) -> bool:
+    """Say whether the open attempt had not all of its resources when it was seen last."""
+    found = find(status, ConditionType.RESOURCES_READY)
+    return found is not None and found.status == "False" and found.reason != Reason.RESTARTING
+
+
+def ending_for(status: FineTuneJobStatus) -> tuple[Reason, str] | None:
+    """Return the deadline for which the job is already being stopped, or None.
+
+    It is kept in the condition `Failed` (still False), as the attempt that is stopped for it looks
+    like any other on a later look.
+    """
+    found = find(status, ConditionType.FAILED)
+    if found is None or found.reason not in _DEADLINES:
+        return None
+    return Reason(found.reason), found.message
