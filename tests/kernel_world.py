@@ -11,9 +11,9 @@ from fake_api import BeforeCall, FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
-from finetune_operator.kernel.jobs import Backends
 from finetune_operator.kernel.queue import Look
 from finetune_operator.kernel.reconciler import FIRST_LOOK_SECONDS, Reconciler
 from finetune_operator.kube.cache import Key, ObjectCache

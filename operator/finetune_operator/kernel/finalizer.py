@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from finetune_operator.kernel.jobs import Backends, JobView
-from finetune_operator.kernel.observer import Observer
+from finetune_operator.backends.instances import Backends
+from finetune_operator.kernel.jobs import JobView, Observer
 from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Look
 from finetune_operator.kernel.status_writer import StatusWriter, is_worth_writing
 from finetune_operator.kube.labels import FINALIZER

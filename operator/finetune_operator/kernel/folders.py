@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.backends.base import Written
 from finetune_operator.backends.folders import FolderIndex, sentence, written_by
+from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kernel.jobs import Backends, JobView, PendingStatuses
+from finetune_operator.kernel.jobs import JobView, PendingStatuses
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import Reason, is_finished

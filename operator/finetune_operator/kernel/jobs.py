@@ -1,13 +1,14 @@
-"""FineTuneJobs as the kernel holds them: parsed, planned, and judged fit for an attempt.
+"""FineTuneJobs as the kernel sees them: read, planned, judged, and with their attempt observed.
 
-A job travels through the kernel as one value, a `JobView`, which `JobBook` makes. Parsing and
-planning are pure, so their results are kept as long as the object is the same.
+A job travels through the kernel as one value, a `JobView`: `JobBook` makes it of the object in the
+cache and of what no status holds yet, `Observer` adds an attempt that nobody wrote down. Nothing
+here decides or writes.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from datetime import datetime, timedelta
 
 from pydantic import ValidationError
 
@@ -17,17 +18,23 @@ from finetune_operator.api.unbuilt import check_built
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, ObjectMeta
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.api.v1alpha1.status import AttemptStatus
-from finetune_operator.backends import registry
-from finetune_operator.backends.base import Backend, BackendContext, Handle
-from finetune_operator.errors import BrokenBackendError, FineTuneError, UnknownBackendError
+from finetune_operator.backends.base import Attempt, AttemptPhase, Handle, Observation
+from finetune_operator.backends.instances import Backends
+from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kube.cache import Key, key_of
+from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.conditions import Reason, is_finished
-from finetune_operator.reconcile.decide import Refusal
+from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
+from finetune_operator.reconcile.decide import PATIENCE_SECONDS, Refusal
 
 log = logging.getLogger(__name__)
+
+LOOK_AGAIN_SECONDS = 1.0
+"""When to look again at what could not be seen."""
+
+_ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,11 @@ class JobView:
     def is_deleted(self) -> bool:
         """Whether somebody deleted it, and finalizers keep it."""
         return bool(self.raw["metadata"].get("deletionTimestamp"))
+
+    @property
+    def is_or_was_suspended(self) -> bool:
+        """Whether it is told to be suspended, or was when it was written about last."""
+        return self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
 
     @property
     def is_ours(self) -> bool:
@@ -176,81 +188,6 @@ class PendingStatuses:
         return view.with_status(status)
 
 
-class Backends:
-    """Backends by name, each made once.
-
-    Args:
-        context: What each is given.
-        points: Entry points besides those of installed packages.
-        given: By name, in place of those of installed packages; None for those.
-    """
-
-    def __init__(
-        self,
-        context: BackendContext,
-        points: Iterable[EntryPoint],
-        given: Mapping[str, Backend] | None = None,
-    ) -> None:
-        self._context = context
-        installed = entry_points(group=registry.GROUP) if given is None else ()
-        self._points = [*installed, *points]
-        self._has_only_given = given is not None
-        self._made: dict[str, Backend] = dict(given or {})
-
-    def load_all(self) -> dict[str, Backend | FineTuneError]:
-        """Return every registered backend by its name, or why it cannot be used."""
-        found: dict[str, Backend | FineTuneError] = {}
-        for name in {*self._made, *registry.available(self._points)}:
-            try:
-                found[name] = self.get(name)
-            except FineTuneError as error:
-                found[name] = error
-        return found
-
-    def get(self, name: str) -> Backend:
-        """Return the backend of that name.
-
-        Raises:
-            UnknownBackendError: none is registered under it.
-            BrokenBackendError: it cannot be imported or made.
-        """
-        if name not in self._made:
-            if self._has_only_given and name not in registry.available(self._points):
-                raise UnknownBackendError(
-                    f"spec.backend.type {name} does not run here (available: "
-                    f"{', '.join(self._made)}); use one of these, or apply the job to a cluster"
-                )
-            kind = registry.load(name, self._points)
-            try:
-                self._made[name] = kind(self._context)
-            except Exception as error:
-                raise BrokenBackendError(
-                    f"spec.backend.type {name} cannot be used here "
-                    f"({type(error).__name__}: {error}); mend that, or use another backend"
-                ) from error
-        return self._made[name]
-
-    def of(self, job: FineTuneJob) -> Backend:
-        """Return the backend of a job.
-
-        Raises:
-            UnknownBackendError: none is registered under its name.
-            BrokenBackendError: it cannot be imported or made.
-        """
-        return self.get(job.spec.backend.type)
-
-    def live_in_cluster(self, name: str) -> bool | None:
-        """Say whether the backend's attempts do; None where it cannot be used."""
-        try:
-            return self.get(name).lives_in_cluster
-        except FineTuneError:
-            return None
-
-    def live_outside(self, name: str) -> bool:
-        """Say whether they outlive their jobs: nothing in the cluster would collect them."""
-        return self.live_in_cluster(name) is False
-
-
 class JobBook:
     """Jobs as this process sees them; parsed and planned once for each object and each spec.
 
@@ -280,6 +217,13 @@ class JobBook:
         if there is None or there.raw is not raw:
             there = self._read[key] = read_job(raw)
         return self._pending.added_to(there)
+
+    def is_new(self, key: Key) -> bool:
+        """Say whether nothing was told about the job, and no attempt of it opened."""
+        raw = self._find(key)
+        if raw is None or key in self._pending:
+            return False
+        return not (raw.get("status") or {}).get("observedGeneration")
 
     def plan(self, job: FineTuneJob) -> Plan | Refusal:
         """Return the job's plan; the spec alone decides it."""
@@ -317,6 +261,99 @@ class JobBook:
             return Refusal(Reason.BACKEND_FAILED, fault_of(job, error))
         errors = [one for one in problems if one.severity is Severity.ERROR]
         return _refusal(errors) if errors else self.plan(job)
+
+
+class Observer:
+    """Finds and observes the open attempts of jobs.
+
+    Args:
+        backends: Who runs them.
+        book: Who plans jobs.
+        pending: Where handles are kept until a status holds them.
+        note_opened: Notes that a job has opened an attempt; returns its status with its folders.
+        now: The time, with a zone.
+    """
+
+    def __init__(
+        self,
+        backends: Backends,
+        book: JobBook,
+        pending: PendingStatuses,
+        note_opened: Callable[[Key, FineTuneJobStatus], FineTuneJobStatus],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._backends = backends
+        self._book = book
+        self._pending = pending
+        self._note_opened = note_opened
+        self._now = now
+        self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
+
+    async def find_lost(self, view: JobView) -> JobView:
+        """Return the job with the attempt that its status does not tell of, where one may be.
+
+        Raises:
+            FineTuneError: that cannot be said.
+        """
+        is_open = view.attempt is not None
+        is_unknown = not view.status.attempt or (is_open and view.handle is None)
+        is_told_to_stop = view.is_or_was_suspended or is_finished(view.status)
+        is_inside = self._backends.live_in_cluster(view.backend)
+        is_looked_for = is_inside or (is_open and is_told_to_stop)
+        return await self.find(view) if is_unknown and is_looked_for else view
+
+    async def find(self, view: JobView) -> JobView:
+        """Return the job with its newest attempt, or else its first, if that exists by its name.
+
+        Raises:
+            FineTuneError: that cannot be said.
+        """
+        number = view.status.attempt or 1
+        found = await self._backends.of(view.job).find(view.job, Attempt(number))
+        if found is None:
+            return view
+        if view.status.attempt:
+            status = attempts.with_handle(view.status, found.handle)
+        else:
+            plan = self._book.plan(view.job)
+            planned = plan if isinstance(plan, Plan) else None
+            status = attempts.adopt(view.job, found, self._now(), planned)
+            status = self._note_opened(view.key, status)
+        self._pending.note_handle(view, number, found.handle)
+        extra = {"job": str(view.key), "attempt": number, "handle": found.handle.name}
+        log.info("attempt found", extra=extra)
+        return view.with_status(status)
+
+    async def observe(self, view: JobView) -> Observation | None:
+        """Return what is seen of the open attempt; None where there is none, or nobody knows it.
+
+        Raises:
+            BackendError: it cannot be seen until somebody mends the cause.
+            ApiError: likewise.
+        """
+        if view.attempt is None:
+            return None
+        if (handle := view.handle) is None:
+            return _ABSENT if view.is_or_was_suspended else None  # it was looked for by its name
+        try:
+            seen = await self._backends.of(view.job).observe(handle)
+        except (BackendError, ApiError) as error:
+            if not error.retryable:
+                raise
+            since = self._unseen.setdefault(view.key, self._now())
+            lasts = self._now() - since >= timedelta(seconds=PATIENCE_SECONDS)
+            return Observation(
+                AttemptPhase.UNKNOWN,
+                reason=Reason.BACKEND_FAILED if lasts else "",
+                message=str(error),
+                look_again_seconds=LOOK_AGAIN_SECONDS,
+            )
+        self._unseen.pop(view.key, None)
+        return seen
+
+    def forget(self, key: Key) -> None:
+        """Drop what is known of a job."""
+        self._unseen.pop(key, None)
 
 
 def fault_of(job: FineTuneJob, error: Exception) -> str:

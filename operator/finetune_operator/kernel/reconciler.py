@@ -19,13 +19,20 @@ from typing import TypeVar
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import Attempt, Handle, Observation
+from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel import refusals
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
-from finetune_operator.kernel.jobs import Backends, JobBook, JobView, PendingStatuses, fault_of
-from finetune_operator.kernel.observer import LOOK_AGAIN_SECONDS, Observer
+from finetune_operator.kernel.jobs import (
+    LOOK_AGAIN_SECONDS,
+    JobBook,
+    JobView,
+    Observer,
+    PendingStatuses,
+    fault_of,
+)
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Look
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
 from finetune_operator.kernel.watches import Refused
@@ -84,7 +91,6 @@ class Reconciler:
         is_busy: Callable[[], bool] = lambda: False,
         wake: Callable[[Key], None] = lambda key: None,
     ) -> None:
-        self._cache = cache
         self._backends = backends
         self._events = events
         self._now = now
@@ -92,7 +98,7 @@ class Reconciler:
         self._pending = PendingStatuses()
         self._book = JobBook(cache.get, backends, self._pending)
         self._folders = FolderBook(cache, self._book.get, backends, self._pending, wake)
-        self._observer = Observer(backends, self._book, self._folders, self._pending, now)
+        self._observer = Observer(backends, self._book, self._pending, self._folders.opened, now)
         self._writer = StatusWriter(
             client, cache, self._book, self._pending, backends, events, now=now, is_busy=is_busy
         )
@@ -100,10 +106,7 @@ class Reconciler:
 
     def is_new(self, key: Key) -> bool:
         """Say whether the job waits for its first look: nothing was told about it, or opened."""
-        made = self._cache.get(key)
-        if made is None or key in self._pending:
-            return False
-        return not (made.get("status") or {}).get("observedGeneration")
+        return self._book.is_new(key)
 
     async def reconcile(self, key: Key) -> Look:
         """Look at one job and do what is to be done.

@@ -15,8 +15,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
+from finetune_operator.backends.instances import Backends
 from finetune_operator.kernel.events import EventPoster, events_between
-from finetune_operator.kernel.jobs import Backends, JobBook, JobView, PendingStatuses
+from finetune_operator.kernel.jobs import JobBook, JobView, PendingStatuses
 from finetune_operator.kube.cache import Key, ObjectCache, trim_metadata
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ConflictError, NotFoundError

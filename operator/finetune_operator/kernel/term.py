@@ -12,12 +12,12 @@ from importlib.metadata import EntryPoint
 
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.events import EventPoster
 from finetune_operator.kernel.handlers import JobEvents, KopfOptions, KopfThread, OnEvent
 from finetune_operator.kernel.health import Health
-from finetune_operator.kernel.jobs import Backends
 from finetune_operator.kernel.lists import JobLists
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
