@@ -4,7 +4,7 @@ import pytest
 
 from aks_cases import JOB, backend, profile
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.aks.words import is_alive
+from finetune_operator.backends.aks.pod_termination import is_alive
 from finetune_operator.backends.base import Attempt
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL
 from finetune_operator.kube.resources import JOBS, PODS, Object, Resource

@@ -128,7 +128,7 @@ def test_a_killed_main_process_is_a_lost_worker(folder: Path) -> None:
         137,
         FailureClass.WORKER_LOST,
     )
-    assert seen.message == "node 0 was killed (SIGKILL) without last words"
+    assert seen.message == "node 0 was killed (SIGKILL) without a termination message"
 
 
 def test_an_exit_code_that_contradicts_the_last_words_wins(folder: Path) -> None:

@@ -277,7 +277,7 @@ def guard(
     *,
     on_error: Callable[[Verdict, str], None] = lambda verdict, trace: None,
 ) -> tuple[Termination, Verdict | None]:
-    """Do the work of a process; whatever it raises becomes last words, and a verdict beside them.
+    """Do the work of a process; what it raises becomes its termination, and a verdict beside it.
 
     `on_error` receives that verdict and the formatted traceback, for the log.
     """

@@ -1,7 +1,7 @@
 """Remembers the SIGTERM or SIGINT that comes before anybody is there to act on it.
 
 `__main__` listens with its first statement, `control.StopSignal` asks when it takes over. It
-imports nothing but `signal`: until it listens a signal ends this process without last words, and is
+imports nothing but `signal`: until it listens a signal ends this process without a message, and is
 lost where this is PID 1 of a container.
 """
 

@@ -62,7 +62,7 @@ def run(
     telemetry: Telemetry,
     fence: Fence | None,
 ) -> Termination:
-    """Do everything one rank has to do and return the last words of a finished run.
+    """Do everything one rank has to do and return the termination of a finished run.
 
     `fence` holds the claims on the folders; None on every rank but 0.
 

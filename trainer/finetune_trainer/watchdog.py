@@ -34,13 +34,13 @@ def watch_progress(
                 faulthandler.dump_traceback(file)
             time.sleep(SECONDS_FOR_THE_OTHERS)
             if telemetry.idle_seconds >= hang_seconds:  # else it was only slow
-                end(_last_words(telemetry, hang_seconds, stacks))
+                end(_termination(telemetry, hang_seconds, stacks))
                 return
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
 
 
-def _last_words(telemetry: Telemetry, hang_seconds: float, stacks: Path) -> Termination:
+def _termination(telemetry: Telemetry, hang_seconds: float, stacks: Path) -> Termination:
     progress = telemetry.progress
     return Termination(
         failure_class=FailureClass.HUNG,

@@ -120,9 +120,9 @@ class Observation:
         phase: How far it is.
         all_gone: No process of the attempt lives; only then may the next one start.
         nodes_ready: Nodes whose main process runs.
-        termination: Last words, once it ended; of the guilty node if there is one.
-        progress: Newest word of rank 0; None before the first.
-        node: Node of the guilty rank, if known.
+        termination: Termination message, once it ended; that of the root cause if a node failed.
+        progress: What rank 0 published last; None before that.
+        node: Node of the rank whose failure is the root cause, if known.
         reason: One word for ResourcesReady while something keeps the attempt from running, such as
             `Unschedulable`; empty when it only takes its time. Told within seconds, while a
             message without a reason waits for the next write. `CreationFailed` makes it Stalled:

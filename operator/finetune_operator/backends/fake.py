@@ -35,7 +35,7 @@ def ended(
     *,
     progress: Progress | None = None,
 ) -> Observation:
-    """Return what is seen of an attempt that ended with these last words and left nothing."""
+    """Return what is seen of an attempt that ended so, with all of its processes gone."""
     return Observation(
         AttemptPhase.SUCCEEDED if exit_code == ExitCode.DONE else AttemptPhase.FAILED,
         all_gone=True,

@@ -16,7 +16,7 @@ class Outcome:
     """What a finished job leaves.
 
     Attributes:
-        progress: Rank 0's last word.
+        progress: What rank 0 published last.
         model: Folder of the exported model.
         is_adapter: The folder holds an adapter, which needs its base.
         base: Local folder of an adapter's base; None when that is on the hub.

@@ -22,7 +22,7 @@ class View:
         name: Name of the job.
         phase: One word: the trainer's phase while it works, else the job's.
         attempt: Number of the newest attempt; 0 before the first.
-        progress: Newest word of rank 0; an empty one before the first.
+        progress: What rank 0 published last; an empty one before that.
         restarts: Counted restarts so far.
         max_restarts: How many are allowed.
         disruptions: Restarts that do not count.

@@ -14,7 +14,7 @@ from finetune_operator.api.metadata import check_metadata, is_dns_label, is_subd
 from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.structural import check_structure
 from finetune_operator.embedded.kinds import CRDS, Kind, accepted
-from finetune_operator.embedded.refusals import bad_request, conflict, invalid, unreadable
+from finetune_operator.embedded.status_errors import bad_request, conflict, invalid, unreadable
 from finetune_operator.embedded.store import timestamp
 from finetune_operator.kube.resources import NAMESPACES, Object, Resource
 
@@ -40,7 +40,7 @@ def admit_new(kind: Kind, body: Object, namespace: str, name: str, validation: s
         validation: `Strict`, `Warn` or `Ignore` unknown fields.
 
     Raises:
-        RefusalError: 400 or 422.
+        StatusError: 400 or 422.
     """
     sent = body["metadata"]
     if (sent.get("namespace") or namespace) != namespace:
@@ -79,7 +79,7 @@ def admit_change(
         is_status: Only the status is changed, else everything but the status.
 
     Raises:
-        RefusalError: 400, 409 or 422.
+        StatusError: 400, 409 or 422.
     """
     sent, old = body["metadata"], before["metadata"]
     if sent.get("name", old["name"]) != old["name"]:
@@ -120,7 +120,7 @@ def check_preconditions(resource: Resource, made: Object, wanted: Object) -> Non
     """Refuse a change or a deletion that was meant for another object, or for an older state of it.
 
     Raises:
-        RefusalError: 409.
+        StatusError: 409.
     """
     metadata = made["metadata"]
     uid = wanted.get("uid", metadata["uid"])
@@ -172,7 +172,7 @@ def _checked(kind: Kind, made: Object, before: Object | None = None) -> Object:
     """Return the object with its defaults.
 
     Raises:
-        RefusalError: it breaks its schema or its rules.
+        StatusError: it breaks its schema or its rules.
     """
     made = with_defaults(made, kind.schema)
     findings = check_structure(made, kind.schema)

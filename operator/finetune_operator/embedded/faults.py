@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from finetune_operator.embedded.refusals import RefusalError
+from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 
 _REASONS = {429: "TooManyRequests", 503: "ServiceUnavailable"}
@@ -37,7 +37,7 @@ class Fault:
             reason = _REASONS.get(self.status, "InternalError")
             message = f"a fault was asked for: {self.status} {reason}"
             details = {"retryAfterSeconds": self.retry_after} if self.retry_after else None
-            raise RefusalError(self.status, reason, message, details)
+            raise StatusError(self.status, reason, message, details)
 
 
 class Faults:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from finetune_operator.api.metadata import OBJECT_METADATA
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding
-from finetune_operator.embedded.refusals import invalid
+from finetune_operator.embedded.status_errors import invalid
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     ENDPOINT_SLICES,
@@ -141,7 +141,7 @@ def accepted(definition: Object) -> Object:
     """Return the CRD with what the API server fills in once it serves the kind.
 
     Raises:
-        RefusalError: it lacks what a kind needs.
+        StatusError: it lacks what a kind needs.
     """
     try:
         version = custom_kind(definition).resource.version

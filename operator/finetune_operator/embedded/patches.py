@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from finetune_operator.api.paths import show_path
-from finetune_operator.embedded.refusals import RefusalError, bad_request
+from finetune_operator.embedded.status_errors import StatusError, bad_request
 from finetune_operator.kube.resources import Object
 
 MERGE = "application/merge-patch+json"
@@ -67,7 +67,7 @@ def json_patch(target: Object, patch: Any) -> Object:
     """Return `target` after a JSON patch (RFC 6902).
 
     Raises:
-        RefusalError: an operation cannot be done, or a test fails.
+        StatusError: an operation cannot be done, or a test fails.
     """
     import jsonpatch
 
@@ -80,7 +80,7 @@ def json_patch(target: Object, patch: Any) -> Object:
         ValueError,  # a patch that is text is read as JSON
     ) as error:
         message = "the server rejected our request due to an error in our request"
-        raise RefusalError(422, "Invalid", message) from error
+        raise StatusError(422, "Invalid", message) from error
     return made
 
 
@@ -90,7 +90,7 @@ def apply(live: Object, wanted: Object, manager: str, *, force: bool, time: str)
     What the manager applied before and leaves out now is removed, unless another applied it too.
 
     Raises:
-        RefusalError: there is no manager, or another manager applied a field with another value.
+        StatusError: there is no manager, or another manager applied a field with another value.
     """
     if not manager:
         raise bad_request("fieldManager: Required value: is required for apply patch")
@@ -162,7 +162,7 @@ def _without(value: Any, path: _Path) -> Any:
     return rest if inner in (None, {}) else {**rest, path[0]: inner}
 
 
-def _conflict(manager: str, paths: list[_Path]) -> RefusalError:
+def _conflict(manager: str, paths: list[_Path]) -> StatusError:
     shown = [f".{show_path(path)}" for path in paths]
     count = "1 conflict" if len(shown) == 1 else f"{len(shown)} conflicts"
     said = shown[0] if len(shown) == 1 else "\n" + "\n".join(f"- {one}" for one in shown)
@@ -171,4 +171,4 @@ def _conflict(manager: str, paths: list[_Path]) -> RefusalError:
         {"reason": "FieldManagerConflict", "message": f'conflict with "{manager}"', "field": one}
         for one in shown
     ]
-    return RefusalError(409, "Conflict", message, {"causes": causes})
+    return StatusError(409, "Conflict", message, {"causes": causes})

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from finetune_operator.embedded.kinds import Kind
-from finetune_operator.embedded.refusals import bad_request
+from finetune_operator.embedded.status_errors import bad_request
 from finetune_operator.embedded.tables import find
 from finetune_operator.kube.resources import Object
 
@@ -33,7 +33,7 @@ def selects(kind: Kind, namespace: str, query: Mapping[str, str]) -> Callable[[O
     """Return whether an object is in the namespace, with the labels and fields, asked for.
 
     Raises:
-        RefusalError: a selector cannot be read, or a custom resource has no such field selector.
+        StatusError: a selector cannot be read, or a custom resource has no such field selector.
     """
     labels = list(_terms(query.get("labelSelector", "")))
     fields = list(_terms(query.get("fieldSelector", "")))

@@ -21,7 +21,7 @@ from finetune_operator.embedded import discovery
 from finetune_operator.embedded.admission import admit_change, admit_new
 from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.kinds import CRDS
-from finetune_operator.embedded.refusals import RefusalError
+from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.tables import table
 from finetune_operator.embedded.verbs import VERBS, Asked
@@ -140,7 +140,7 @@ class EmbeddedApi:
             return _json(said)
         try:
             return await self._serve(request, await self._asked(request, path))
-        except RefusalError as refusal:
+        except StatusError as refusal:
             wait = refusal.status["details"].get("retryAfterSeconds")
             headers = {"Retry-After": str(wait)} if wait else {}
             return _json(refusal.status, refusal.code, headers)
@@ -166,7 +166,7 @@ class EmbeddedApi:
         verb = _VERBS.get((request.method, bool(asked.key.name)))
         if verb is None:
             message = "the server does not allow this method on the requested resource"
-            raise RefusalError(405, "MethodNotAllowed", message)
+            raise StatusError(405, "MethodNotAllowed", message)
         if verb == "list" and request.query.get("watch") in ("1", "true"):
             verb = "watch"
         if fault := self.faults.take(verb, asked.kind.resource.plural):

@@ -16,7 +16,7 @@ from typing import Literal
 import orjson
 
 from finetune_operator.embedded.kinds import CRDS, Kind, builtin_kinds, custom_kind
-from finetune_operator.embedded.refusals import expired
+from finetune_operator.embedded.status_errors import expired
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import EVENTS, NAMESPACES, Object
@@ -160,7 +160,7 @@ class Store:
         """Return the changes of a kind after `version`.
 
         Raises:
-            RefusalError: they are not all remembered.
+            StatusError: they are not all remembered.
         """
         if not self.oldest <= version <= self.version:
             raise expired(version, self.oldest)

@@ -13,15 +13,15 @@ from finetune_operator.api.yaml_documents import read_yaml
 from finetune_operator.embedded import patches
 from finetune_operator.embedded.admission import admit_change, admit_new, check_preconditions
 from finetune_operator.embedded.kinds import Kind
-from finetune_operator.embedded.refusals import (
-    RefusalError,
+from finetune_operator.embedded.selectors import selects
+from finetune_operator.embedded.status_errors import (
+    StatusError,
     about,
     bad_request,
     expired,
     invalid,
     not_found,
 )
-from finetune_operator.embedded.selectors import selects
 from finetune_operator.embedded.store import Store, timestamp
 from finetune_operator.embedded.tables import find
 from finetune_operator.kube.cache import Key, key_of
@@ -58,7 +58,7 @@ class Asked:
         """Return a parameter of the URL; 0 where it is absent.
 
         Raises:
-            RefusalError: it is no whole number.
+            StatusError: it is no whole number.
         """
         text = self.query.get(parameter) or "0"
         if not text.isdecimal() or len(text) > _MOST_DIGITS:
@@ -129,12 +129,12 @@ def _created(store: Store, asked: Asked, body: Object) -> Answer:
             name = str(body["metadata"].get("name", ""))
             why = f"unable to create new content in namespace {namespace} because it is being"
             message = f'{resource} "{name}" is forbidden: {why} terminated'
-            raise RefusalError(403, "Forbidden", message, about(resource, name))
+            raise StatusError(403, "Forbidden", message, about(resource, name))
     made, warnings = admit_new(kind, body, namespace, asked.key.name, asked.validation)
     if store.get(kind, key_of(made)) is not None:
         name = made["metadata"]["name"]
         message = f'{resource} "{name}" already exists'
-        raise RefusalError(409, "AlreadyExists", message, about(resource, name))
+        raise StatusError(409, "AlreadyExists", message, about(resource, name))
     return Answer(made if "dryRun" in asked.query else store.put(kind, made), 201, warnings)
 
 
@@ -219,7 +219,7 @@ VERBS: Mapping[str, Callable[[Store, Asked], Answer]] = {
     "patch": _patch,
     "delete": _delete,
 }
-"""What a verb does; each raises RefusalError."""
+"""What a verb does; each raises StatusError."""
 
 
 def _found(store: Store, asked: Asked) -> Object:
@@ -261,10 +261,10 @@ def _part(value: Object, key: str) -> Object:
     return part
 
 
-def _unsupported(asked: Asked) -> RefusalError:
+def _unsupported(asked: Asked) -> StatusError:
     # `kubectl create KIND` and typed Go clients send protobuf.
     message = f"{asked.content_type or 'no content type'} is not read here; send JSON or YAML"
-    return RefusalError(415, "UnsupportedMediaType", f"{message}, as kubectl apply does")
+    return StatusError(415, "UnsupportedMediaType", f"{message}, as kubectl apply does")
 
 
 def _scale(kind: Kind, made: Object) -> Object:

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
 from finetune_operator.embedded.faults import Faults
-from finetune_operator.embedded.refusals import RefusalError
 from finetune_operator.embedded.selectors import selects
+from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Change, Store
 from finetune_operator.embedded.verbs import Asked
 from finetune_operator.kube.resources import Object
@@ -28,7 +28,7 @@ class Watch:
         asked: The request.
 
     Raises:
-        RefusalError: a parameter is no good.
+        StatusError: a parameter is no good.
     """
 
     def __init__(self, store: Store, faults: Faults, asked: Asked) -> None:
@@ -61,7 +61,7 @@ class Watch:
                 continue
             try:
                 changes = self._store.since(self._at, str(self._asked.kind.resource))
-            except RefusalError as refusal:
+            except StatusError as refusal:
                 yield {"type": "ERROR", "object": refusal.status}
                 return
             self._at = self._store.version

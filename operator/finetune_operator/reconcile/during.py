@@ -12,7 +12,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import Deadlines
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
-from finetune_operator.backends.guilt import TOLD_TO_LEAVE
+from finetune_operator.backends.root_cause import STOPPED_BY_SIGNAL
 from finetune_operator.reconcile.attempts import active_since, current
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -30,7 +30,7 @@ LOST_NODE_GRACE_SECONDS = 10.0
 """What is left of a gang that lost a node gets no longer: it cannot take a checkpoint any more."""
 
 _BEFORE_TRAINING = frozenset({Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
-_IN_ORDER = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, *TOLD_TO_LEAVE})
+_IN_ORDER = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 _DEADLINES = (Reason.PENDING_DEADLINE_EXCEEDED, Reason.ACTIVE_DEADLINE_EXCEEDED)
 
 

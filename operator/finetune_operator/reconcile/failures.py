@@ -5,7 +5,7 @@
 
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
 from finetune_operator.backends.base import AttemptPhase, Observation
-from finetune_operator.backends.guilt import TOLD_TO_LEAVE
+from finetune_operator.backends.root_cause import STOPPED_BY_SIGNAL
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 PERMANENT = frozenset(
@@ -58,7 +58,7 @@ def classify(said: Termination) -> FailureClass:
         return overtaken  # the one class that shares a code
     if by_code is not None:
         return by_code
-    if said.exit_code in TOLD_TO_LEAVE and said.failure_class is FailureClass.PREEMPTED:
+    if said.exit_code in STOPPED_BY_SIGNAL and said.failure_class is FailureClass.PREEMPTED:
         return FailureClass.PREEMPTED
     if said.failure_class in (*_CLASS_OF_CODE.values(), overtaken):
         killed = said.exit_code == ExitCode.KILLED

@@ -1,4 +1,4 @@
-"""The contract the operator and the trainer share: configuration in, progress and last words out.
+"""The contract the operator and the trainer share: configuration in, progress and termination out.
 
 The operator writes `TrainConfig` as one JSON file and reads back `Progress` and `Termination`;
 nothing else crosses. This package imports pydantic alone, so the operator never imports torch.

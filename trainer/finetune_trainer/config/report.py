@@ -1,4 +1,4 @@
-"""What comes back: exit codes, progress and last words."""
+"""What comes back: exit codes, progress and termination message."""
 
 from enum import IntEnum, StrEnum
 
@@ -83,7 +83,7 @@ class DataReport(ContractModel):
 
 
 class Progress(ContractModel):
-    """progress.json and `GET /progress`: rank 0's newest word about the run."""
+    """progress.json and `GET /progress`: what rank 0 knows of the run."""
 
     attempt: int = 1
     phase: Phase = Phase.STARTING
@@ -114,13 +114,13 @@ class Progress(ContractModel):
 
 
 class Termination(ContractModel):
-    """The last words of an attempt, written to `TrainConfig.termination_path`."""
+    """How an attempt ended, written to `TrainConfig.termination_path`."""
 
     failure_class: FailureClass
     exit_code: int
     message: str = Field(description="One sentence: what happened, and what to do.")
     step: int = 0
-    rank: int | None = Field(None, description="The guilty rank, where there is one.")
+    rank: int | None = Field(None, description="The rank whose failure is the root cause, if any.")
     checkpoint: CheckpointRef | None = None
     artifacts: tuple[str, ...] = ()
     progress: Progress | None = None

@@ -274,7 +274,7 @@ class TrainConfig(ContractModel):
     telemetry: TelemetryConfig = TelemetryConfig()
     control: ControlConfig = ControlConfig()
     run_dir: str = Field(description="Folder of progress.json, logs/ and TensorBoard events.")
-    termination_path: str = Field(description="File that receives the last words as JSON.")
+    termination_path: str = Field(description="File of the termination message, as JSON.")
     termination_grace_seconds: Annotated[int, Field(ge=1)] = 120
     take_over: bool = Field(
         False,

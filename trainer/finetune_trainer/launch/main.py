@@ -23,7 +23,7 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import leave
 from finetune_trainer.launch.report import DEFAULT_ENTRY, RankReport
-from finetune_trainer.launch.supervisor import Supervisor, say_last_words
+from finetune_trainer.launch.supervisor import Supervisor, write_termination_message
 from finetune_trainer.world import launched_by_another
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _be_a_rank(config: TrainConfig, entry: str) -> int:
         is_said = said.exists() and said.stat().st_mtime >= started
         is_to_blame = report.termination.rank is not None
         if (report.rank == 0 or is_to_blame) and not is_said:
-            say_last_words(report.termination, config.termination_path)
+            write_termination_message(report.termination, config.termination_path)
         else:
             print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
 
@@ -76,14 +76,14 @@ def _be_a_rank(config: TrainConfig, entry: str) -> int:
 
 def _refuse(path: Path, error: OSError | ValidationError) -> ExitCode:
     problems = _problems(path, error)
-    if len(problems) > 1:  # one alone is said by the last words
+    if len(problems) > 1:  # one alone is in the termination message
         print(*problems, sep="\n", file=sys.stderr)
     termination = Termination(
         failure_class=FailureClass.CONFIG_ERROR,
         exit_code=ExitCode.CONFIG,
         message="; ".join(problems),
     )
-    say_last_words(termination, _termination_path(path))
+    write_termination_message(termination, _termination_path(path))
     return ExitCode.CONFIG
 
 
@@ -102,7 +102,7 @@ def _sentence(path: Path, problem: "ErrorDetails") -> str:
 
 
 def _termination_path(path: Path) -> str | None:
-    """Return what the unusable configuration says about where last words go, if it says so."""
+    """Return where the unusable configuration wants its termination message, if it says so."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):

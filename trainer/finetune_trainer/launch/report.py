@@ -15,7 +15,7 @@ DEFAULT_ENTRY = "finetune_trainer.rank:run"  # does a rank's work
 
 
 class RankReport(ContractModel):
-    """The last words of one rank.
+    """How one rank ended.
 
     `is_collateral` is true when the rank failed only because it lost its peers.
     """

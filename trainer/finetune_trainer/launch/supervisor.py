@@ -21,12 +21,6 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.control import StopSignal, Verdict, guard
-from finetune_trainer.launch.last_words import (
-    agree,
-    preempted_before_training,
-    with_published,
-    write_termination,
-)
 from finetune_trainer.launch.oom import count_oom_kills
 from finetune_trainer.launch.ranks import Node, read_node, start_ranks
 from finetune_trainer.launch.report import (
@@ -34,6 +28,12 @@ from finetune_trainer.launch.report import (
     ENV_REPORT_DIR,
     ENV_STARTED,
     ENV_SUPERVISOR_PID,
+)
+from finetune_trainer.launch.termination_message import (
+    agree,
+    preempted_before_training,
+    with_published,
+    write_termination,
 )
 from finetune_trainer.launch.watch import Watch
 
@@ -55,13 +55,13 @@ class Supervisor:
         self._stop = StopSignal()
 
     def run(self) -> Termination:
-        """Run the attempt to its end, write the last words, and return them."""
+        """Run the attempt to its end, write its termination message, and return it."""
         self._stop.install()
         with TemporaryDirectory(prefix="finetune-ranks-") as folder:
             termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=_explain)
         config = self._config
         termination = with_published(termination, Path(config.run_dir), config.job.attempt)
-        say_last_words(termination, config.termination_path)
+        write_termination_message(termination, config.termination_path)
         return termination
 
     def _supervise(self, folder: Path) -> Termination:
@@ -114,7 +114,7 @@ def _may_restart(termination: Termination) -> bool:
     return is_fault and termination.failure_class is not FailureClass.OUT_OF_MEMORY
 
 
-def say_last_words(termination: Termination, default_path: str | None) -> None:
+def write_termination_message(termination: Termination, default_path: str | None) -> None:
     """Write the sentence to stderr, and all to `default_path` or the file the environment names.
 
     A file that cannot be written changes nothing about how the attempt ended.

@@ -1,7 +1,7 @@
 """Sees the ranks of a node through to their end, and records how each one ended.
 
 `supervisor` hands it the processes it started. It decides who is ended when, and
-never what that means: that is `last_words`.
+never what that means: that is `termination_message`.
 """
 
 import os
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from finetune_trainer.config import ExitCode
 from finetune_trainer.control import StopSignal
-from finetune_trainer.launch.last_words import EndedBy, RankExit
 from finetune_trainer.launch.report import read_report
+from finetune_trainer.launch.termination_message import EndedBy, RankExit
 
 # Ranks notice a lost peer within milliseconds on gloo; NCCL may hang until it is killed.
 FAILURE_GRACE_SECONDS = 3.0

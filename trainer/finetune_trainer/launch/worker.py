@@ -29,7 +29,6 @@ from finetune_trainer.errors import (
     TrainerError,
 )
 from finetune_trainer.launch.claim import claim_folders
-from finetune_trainer.launch.last_words import preempted_before_training, with_progress
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -38,6 +37,7 @@ from finetune_trainer.launch.report import (
     RankReport,
     write_report,
 )
+from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.watchdog import watch_progress
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
@@ -153,9 +153,9 @@ class _Rank:
 
     def _end(self, termination: Termination) -> NoReturn:
         assert self._telemetry is not None, "it is opened before anything can end this process"
-        words = _close(self._telemetry, termination)
-        self._tell(self._report(words))
-        leave(words.exit_code)
+        ended = _close(self._telemetry, termination)
+        self._tell(self._report(ended))
+        leave(ended.exit_code)
 
     def _report(self, termination: Termination, *, is_collateral: bool = False) -> RankReport:
         return RankReport(
@@ -218,7 +218,7 @@ def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, s
 
 
 def _close(telemetry: Telemetry, termination: Termination) -> Termination:
-    """Write the end into the outlets, and what they know into the last words.
+    """Write the end into the outlets, and what they know into the termination message.
 
     The first end is written: the ranks that hang leave one by one, so that of a rank the watchdog
     may find that it hangs just as its work finds that the others are gone.
@@ -229,12 +229,12 @@ def _close(telemetry: Telemetry, termination: Termination) -> Termination:
         if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
             telemetry.phase(Phase.DONE)
         artifacts = termination.artifacts or telemetry.artifact_paths
-        last_words = with_progress(
+        ended = with_progress(
             termination.model_copy(update={"artifacts": artifacts}), telemetry.progress
         )
-        telemetry.log("ended", termination=last_words.model_copy(update={"progress": None}))
+        telemetry.log("ended", termination=ended.model_copy(update={"progress": None}))
         telemetry.close()
-    return last_words
+    return ended
 
 
 def _load(entry: str) -> Entry:

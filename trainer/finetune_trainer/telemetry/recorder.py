@@ -92,7 +92,7 @@ class Telemetry:
 
     @property
     def artifact_paths(self) -> tuple[str, ...]:
-        """What `artifacts` was told, for the last words."""
+        """What `artifacts` was told, for the termination message."""
         return self._artifacts
 
     def take_save_request(self) -> bool:

@@ -81,7 +81,7 @@ class PlanStatus(ApiModel):
 
 
 class ProgressStatus(ApiModel):
-    """Newest word of rank 0."""
+    """What rank 0 published last."""
 
     step: int = Field(0, description="Optimizer steps done.")
     total_steps: int | None = Field(None, description="Optimizer steps in all.")
@@ -126,9 +126,9 @@ class AttemptStatus(ApiModel):
     failure_class: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="Why it ended."
     )
-    message: Text = Field("", description="Its last words.")
+    message: Text = Field("", description="Its termination message.")
     node: Annotated[str, Field(max_length=253)] | None = Field(
-        None, description="Node of the guilty rank."
+        None, description="Node of the rank whose failure is the root cause."
     )
     exit_code: int | None = Field(None, description="Exit code of the main process.")
     resumed_step: int | None = Field(None, description="Step of the checkpoint it started from.")
@@ -161,7 +161,7 @@ class FineTuneJobStatus(ApiModel):
     restarts: Restarts = Field(Restarts(), description="Restarts so far.")
     nodes: NodesStatus = Field(NodesStatus(), description="Nodes wanted and ready.")
     plan: PlanStatus | None = Field(None, description="What was chosen for the job.")
-    progress: ProgressStatus | None = Field(None, description="Newest word of rank 0.")
+    progress: ProgressStatus | None = Field(None, description="What rank 0 published last.")
     checkpoint: CheckpointLedger = Field(
         CheckpointLedger(), description="The checkpoints that matter."
     )

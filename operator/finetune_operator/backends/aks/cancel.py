@@ -12,7 +12,7 @@ from typing import Any
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import GIVEN_UP, PASSED_DEADLINE_SECONDS, is_ending
 from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, AttemptName
-from finetune_operator.backends.aks.words import is_alive
+from finetune_operator.backends.aks.pod_termination import is_alive
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.labels import GRACE_ANNOTATION

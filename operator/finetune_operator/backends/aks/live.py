@@ -10,8 +10,8 @@ from datetime import datetime
 from finetune_operator.backends.aks import kept, observe, rank_zero, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.last_lines import LastLines
-from finetune_operator.backends.aks.last_words import LastWords
+from finetune_operator.backends.aks.kept_terminations import KeptTerminations
+from finetune_operator.backends.aks.log_tail import LogTails
 from finetune_operator.backends.aks.logs import read_log
 from finetune_operator.backends.aks.names import (
     AttemptFacts,
@@ -25,9 +25,9 @@ from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.aks.reasons import may_be_told_in_events
-from finetune_operator.backends.aks.stuck import StuckGangs
 from finetune_operator.backends.aks.submit import handle_of, submit
 from finetune_operator.backends.aks.upkeep import Upkeep
+from finetune_operator.backends.aks.warning_events import WarningEvents
 from finetune_operator.backends.base import AttemptPhase, Found, Handle, Observation, Request
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import ENDPOINT_SLICES, JOBS, Object
@@ -45,11 +45,11 @@ class LiveAttempts:
         self._progress = ProgressReader()
         cluster.at_end.push_async_callback(self._progress.close)
         self._names = RankZeroNames()
-        self._stuck = StuckGangs()
+        self._warnings = WarningEvents()
         self._upkeep = Upkeep()
         self._canceller = Canceller()
-        self._last_lines = LastLines()
-        self._said = LastWords()
+        self._log_tails = LogTails()
+        self._terminations = KeptTerminations()
         self._known: set[str] = set()
 
     async def submit(self, request: Request) -> Handle:
@@ -93,10 +93,10 @@ class LiveAttempts:
         pods = await self._children.pods(name, handle.uid)
         seen = observe.look(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
-            await self._last_lines.keep(self._children, name, batch_job, pods)
+            await self._log_tails.keep(self._children, name, batch_job, pods)
         if batch_job is not None:
             await end_earlier(self._children, name, owner_of(batch_job).get("uid", ""))
-        seen = self._said.remembered(handle.uid, seen, pods)
+        seen = self._terminations.remembered(handle.uid, seen, pods)
         if seen.all_gone:
             self._forget(handle.uid)
         elif batch_job is not None:
@@ -136,7 +136,7 @@ class LiveAttempts:
             yield line
 
     async def collect(self, handle: Handle) -> Sequence[str]:
-        """Return what the last words name, else the output folder, once the attempt succeeded."""
+        """Return what its termination message names, else the output folder, once it succeeded."""
         name = AttemptName.parse(handle.name)
         batch_job = await self._owned(name, handle)
         if batch_job is None:
@@ -177,7 +177,7 @@ class LiveAttempts:
     async def _with_progress(
         self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Object]
     ) -> Observation:
-        self._stuck.forget(uid)
+        self._warnings.forget(uid)
         address = address_of(pods)
         if not address:
             return seen
@@ -191,18 +191,18 @@ class LiveAttempts:
         if not may_be_told_in_events(batch_job, pods):
             return seen
         client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
-        told, again = await self._stuck.ask(client, name.namespace, uid, pods)
+        told, again = await self._warnings.ask(client, name.namespace, uid, pods)
         return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
 
     def _forget(self, uid: str) -> None:
         self._known.discard(uid)
         self._progress.forget(uid)
-        self._stuck.forget(uid)
+        self._warnings.forget(uid)
         self._names.forget(uid)
         self._upkeep.forget(uid)
         self._canceller.forget(uid)
-        self._last_lines.forget(uid)
-        self._said.forget(uid)
+        self._log_tails.forget(uid)
+        self._terminations.forget(uid)
 
     def _forget_deleted(self) -> None:
         """Drop what is known of attempts that went with their job: nobody looks at those again."""

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator
 
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.last_lines import kept_lines
+from finetune_operator.backends.aks.log_tail import kept_tail
 from finetune_operator.backends.aks.names import CONTAINER, AttemptName, facts_of
-from finetune_operator.backends.aks.words import index_of
+from finetune_operator.backends.aks.pod_termination import index_of
 from finetune_operator.errors import NoSuchRankError
 from finetune_operator.kube.errors import InvalidError, NotFoundError
 from finetune_operator.kube.resources import Object
@@ -33,7 +33,7 @@ async def read_log(
     ]
     if not pods:
         yield f"the pod of rank {rank} of {name} is gone"
-        for line in kept_lines(batch_job):
+        for line in kept_tail(batch_job):
             yield line
         return
     newest = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))

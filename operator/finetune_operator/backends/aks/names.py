@@ -28,8 +28,8 @@ FACTS_ANNOTATION = "finetune.dev/attempt-facts"
 CANCELLED_ANNOTATION = "finetune.dev/cancelled"
 """On a batch Job that we stopped."""
 
-LAST_LINES_ANNOTATION = "finetune.dev/last-lines"
-"""On a batch Job that failed: the end of the guilty pod's log."""
+LOG_TAIL_ANNOTATION = "finetune.dev/last-lines"
+"""On a batch Job that failed: the end of the log of the pod that failed first."""
 
 OWNED_PREFIXES = (
     "finetune.dev/",

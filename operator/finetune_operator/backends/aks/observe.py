@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from finetune_operator.backends.aks.finality import has, makes_no_more, was_cancelled, was_given_up
 from finetune_operator.backends.aks.names import AttemptName, facts_if_readable
-from finetune_operator.backends.aks.reasons import obstacle
-from finetune_operator.backends.aks.words import (
-    PodEnd,
+from finetune_operator.backends.aks.pod_termination import (
+    PodTermination,
     condition,
     container_state,
-    end_of,
     is_alive,
+    termination_of,
 )
+from finetune_operator.backends.aks.reasons import obstacle
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.kube.resources import Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
@@ -44,17 +44,17 @@ def look(batch_job: Object, pods: Sequence[Object]) -> Observation:
     is_complete = has(batch_job, "Complete") and size == wanted
     if is_complete or _all_done(ends, wanted):
         return _succeeded(ends, all_gone=all_gone)
-    has_failed = any(end.words.exit_code != ExitCode.DONE for end in ends)
+    has_failed = any(end.termination.exit_code != ExitCode.DONE for end in ends)
     if has_failed or _is_ending(batch_job):
-        guilty = min(ends, key=_innocence) if has_failed else None
-        words = guilty.words if guilty else _unsaid(batch_job)
+        cause = min(ends, key=_order) if has_failed else None
+        termination = cause.termination if cause else _suspended(batch_job)
         return Observation(
             AttemptPhase.FAILED,
             all_gone=all_gone,
             nodes_ready=len(running),
-            termination=words,
-            node=guilty.node if guilty else "",
-            message=words.message if words else _why(batch_job, wanted),
+            termination=termination,
+            node=cause.node if cause else "",
+            message=termination.message if termination else _why(batch_job, wanted),
         )
     if len(running) + len(ends) >= wanted:
         return Observation(AttemptPhase.RUNNING, nodes_ready=len(running))
@@ -64,30 +64,30 @@ def look(batch_job: Object, pods: Sequence[Object]) -> Observation:
     )
 
 
-def guilty_pod(pods: Sequence[Object]) -> Object | None:
-    """Return the pod whose end explains the others'; None if none has ended."""
+def root_cause_pod(pods: Sequence[Object]) -> Object | None:
+    """Return the pod whose failure is the root cause; None if none has ended."""
     ended = [pod for pod in pods if not is_alive(pod)]
-    return min(ended, key=lambda pod: _innocence(end_of(pod)), default=None)
+    return min(ended, key=lambda pod: _order(termination_of(pod)), default=None)
 
 
-def _ends(pods: Sequence[Object]) -> list[PodEnd]:
-    return [end_of(pod) for pod in pods if not is_alive(pod)]
+def _ends(pods: Sequence[Object]) -> list[PodTermination]:
+    return [termination_of(pod) for pod in pods if not is_alive(pod)]
 
 
-def _innocence(end: PodEnd) -> tuple[int, int]:
-    return (end.innocence, end.index)
+def _order(end: PodTermination) -> tuple[int, int]:
+    return (end.order, end.index)
 
 
-def _succeeded(ends: Sequence[PodEnd], *, all_gone: bool) -> Observation:
-    """Rank 0's words count: it exports."""
+def _succeeded(ends: Sequence[PodTermination], *, all_gone: bool) -> Observation:
+    """Rank 0's termination counts: it exports."""
     first = min(ends, key=lambda one: one.index, default=None)
-    words = first.words if first else None
-    return Observation(AttemptPhase.SUCCEEDED, all_gone=all_gone, termination=words)
+    termination = first.termination if first else None
+    return Observation(AttemptPhase.SUCCEEDED, all_gone=all_gone, termination=termination)
 
 
-def _all_done(ends: Sequence[PodEnd], wanted: int) -> bool:
+def _all_done(ends: Sequence[PodTermination], wanted: int) -> bool:
     """The batch Job says so too, but up to seconds later."""
-    done = {end.index for end in ends if end.words.exit_code == ExitCode.DONE}
+    done = {end.index for end in ends if end.termination.exit_code == ExitCode.DONE}
     return len(done) == wanted
 
 
@@ -98,8 +98,8 @@ def _is_ending(batch_job: Object) -> bool:
     return has(batch_job, "Failed", "FailureTarget", "Complete")
 
 
-def _unsaid(batch_job: Object) -> Termination | None:
-    """Return the words for pods that a suspension took away, of which nothing is left to be read.
+def _suspended(batch_job: Object) -> Termination | None:
+    """Return the termination of pods that a suspension removed, of which nothing is left to read.
 
     None where that is not known to be what ended them.
     """

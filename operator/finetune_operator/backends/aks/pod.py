@@ -30,7 +30,7 @@ STAY_ANNOTATIONS = {
 HUB_TOKEN = "HF_TOKEN"
 _PROBE_SECONDS = 30
 EXTRA_GRACE_SECONDS = 10
-"""The main process ends its ranks at the end of the grace, and needs a moment for last words."""
+"""The main process ends its ranks at the end of the grace, then writes a termination message."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from finetune_operator.backends.aks.cancel import end
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import has_decided
 from finetune_operator.backends.aks.names import AttemptName, owner_of
-from finetune_operator.backends.aks.words import is_alive
+from finetune_operator.backends.aks.pod_termination import is_alive
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import JOB_UID_LABEL

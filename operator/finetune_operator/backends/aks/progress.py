@@ -1,6 +1,6 @@
 """Pull rank 0's progress from its pod, beside the work: nobody waits for a pod that is silent.
 
-A pull runs as a task of its own. Whoever asks gets the newest word there is, and when to ask again.
+A pull runs as a task of its own. Whoever asks gets the newest progress, and when to ask again.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class Word:
     """What is known of a run.
 
     Attributes:
-        progress: Its newest word; None before the first.
+        progress: What it published last; None before that.
         look_again_seconds: When there may be a newer one.
     """
 
@@ -104,7 +104,7 @@ class ProgressReader:
         self._connector: BaseConnector | None = None
 
     async def read(self, uid: str, address: str, port: int, interval_seconds: float) -> Word:
-        """Return the newest word, after asking for a newer one if it is time.
+        """Return the newest progress, after asking for newer one if it is due.
 
         Args:
             uid: Of the attempt.

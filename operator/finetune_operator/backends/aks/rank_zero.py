@@ -12,9 +12,9 @@ from typing import Any
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.names import AttemptName, child_name, owner_of
 from finetune_operator.backends.aks.network import rank_zero_slice
+from finetune_operator.backends.aks.pod_termination import index_of, is_alive
 from finetune_operator.backends.aks.reasons import AksReason, Obstacle
 from finetune_operator.backends.aks.submit import create_or_adopt
-from finetune_operator.backends.aks.words import index_of, is_alive
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.compact import expand
 from finetune_operator.kube.errors import ApiError, ConflictError, InvalidError, NotFoundError

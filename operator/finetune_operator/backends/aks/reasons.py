@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from finetune_operator.backends.aks.names import QUEUE_LABEL
-from finetune_operator.backends.aks.words import condition, container_state, index_of
+from finetune_operator.backends.aks.pod_termination import condition, container_state, index_of
 from finetune_operator.kube.resources import Object
 
 _IMAGE = frozenset(

@@ -147,8 +147,8 @@ class LocalBackend:
             return ()
         named: list[str] = []
         for rank in range(record.nodes):
-            if (words := records.read(folder.termination(rank), Termination)) is not None:
-                named += words.artifacts
+            if (ended := records.read(folder.termination(rank), Termination)) is not None:
+                named += ended.artifacts
         paths = [path.removeprefix(layout.FILE) for path in named or [record.output_dir]]
         return [f"{layout.FILE}{path}" for path in dict.fromkeys(paths) if Path(path).exists()]
 

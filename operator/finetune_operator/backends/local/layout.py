@@ -174,7 +174,7 @@ class AttemptFolder:
         return self.path / f"node-{rank}.log"
 
     def termination(self, rank: int) -> Path:
-        """Last words of a node."""
+        """Termination message of a node."""
         return self.path / f"node-{rank}.termination.json"
 
 

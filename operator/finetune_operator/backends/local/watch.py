@@ -14,12 +14,6 @@ from enum import StrEnum
 from pydantic import ValidationError
 
 from finetune_operator.backends.base import AttemptPhase, Handle, Observation
-from finetune_operator.backends.guilt import (
-    TERMINATED,
-    TOLD_TO_LEAVE,
-    innocence,
-    told_to_leave,
-)
 from finetune_operator.backends.local import locks, proc, records
 from finetune_operator.backends.local.environment import ENV_MARK, mark
 from finetune_operator.backends.local.layout import AttemptFolder
@@ -28,6 +22,12 @@ from finetune_operator.backends.local.records import (
     CancelRecord,
     ExitRecord,
     NodeRecord,
+)
+from finetune_operator.backends.root_cause import (
+    STOPPED_BY_SIGNAL,
+    TERMINATED,
+    root_cause_order,
+    stopped_by_signal,
 )
 from finetune_trainer.config import ExitCode, FailureClass, Phase, Progress, Termination
 
@@ -51,14 +51,14 @@ class Node:
     Attributes:
         rank: Its number, from 0.
         process: Its main process; None before the record, and where there never was one.
-        words: Its last words, once ended.
+        termination: How it ended, once it did.
         is_victim: It ended because we told it to.
     """
 
     rank: int
     state: NodeState
     process: proc.Process | None = None
-    words: Termination | None = None
+    termination: Termination | None = None
     is_victim: bool = False
 
 
@@ -84,17 +84,17 @@ def look(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
     ended = [node for node in nodes if node.state is NodeState.ENDED]
     are_clean = [end_strays(record, node) for node in ended]
     progress, complaint = _progress(folder)
-    guilty = _guilty(ended)
+    cause = _root_cause(ended)
     phase = _phase(nodes)
     failed = phase is AttemptPhase.FAILED
     return Observation(
         phase=phase,
         all_gone=len(ended) == record.nodes and all(are_clean),
         nodes_ready=sum(node.state is NodeState.ALIVE for node in nodes),
-        termination=guilty.words if guilty and phase is not AttemptPhase.RUNNING else None,
+        termination=cause.termination if cause and phase is not AttemptPhase.RUNNING else None,
         progress=progress,
-        node=f"node-{guilty.rank}" if guilty and failed else "",
-        message=guilty.words.message if guilty and guilty.words and failed else complaint,
+        node=f"node-{cause.rank}" if cause and failed else "",
+        message=cause.termination.message if cause and cause.termination and failed else complaint,
         look_again_seconds=_look_again(folder, nodes, progress),
     )
 
@@ -151,15 +151,15 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
         if cancel is not None:
             failure, code = FailureClass.PREEMPTED, TERMINATED
             text = f"node {rank} was stopped before it had begun"
-        words = Termination(failure_class=failure, exit_code=code, message=text)
-        return Node(rank, NodeState.ENDED, words=words, is_victim=cancel is not None)
+        ended = Termination(failure_class=failure, exit_code=code, message=text)
+        return Node(rank, NodeState.ENDED, termination=ended, is_victim=cancel is not None)
     process = proc.Process(record.pid, record.start_time, record.boot_id)
     if process.is_alive():
         return Node(rank, NodeState.ALIVE, process)
-    words = _last_words(folder, rank, record.pid, cancel)
-    killed = cancel is not None and cancel.was_enforced and words.exit_code == ExitCode.KILLED
-    told = cancel is not None and words.exit_code == TERMINATED
-    return Node(rank, NodeState.ENDED, process, words, is_victim=killed or told)
+    ended = _termination(folder, rank, record.pid, cancel)
+    killed = cancel is not None and cancel.was_enforced and ended.exit_code == ExitCode.KILLED
+    told = cancel is not None and ended.exit_code == TERMINATED
+    return Node(rank, NodeState.ENDED, process, ended, is_victim=killed or told)
 
 
 def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
@@ -171,7 +171,7 @@ def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
             return not is_free
 
 
-def _last_words(
+def _termination(
     folder: AttemptFolder, rank: int, pid: int, cancel: CancelRecord | None
 ) -> Termination:
     """Join what the node said with the exit code that the kernel saw, where we saw it."""
@@ -180,9 +180,9 @@ def _last_words(
     try:
         said = Termination.read(folder.termination(rank))
     except FileNotFoundError:
-        doubt = "without last words"
+        doubt = "without a termination message"
     except ValidationError as error:
-        doubt = f"and its last words cannot be read ({error.errors()[0]['msg']})"
+        doubt = f"and its termination message cannot be read ({error.errors()[0]['msg']})"
     code = _exit_code(folder, rank, pid)
     if said is not None and code in (None, said.exit_code):
         return said
@@ -193,19 +193,19 @@ def _last_words(
             failure = FailureClass.ERROR
         changed = {"exit_code": code, "message": text, "failure_class": failure}
         return said.model_copy(update=changed)
-    return _without_words(rank, code, doubt, folder, cancel)
+    return _without_message(rank, code, doubt, folder, cancel)
 
 
-def _without_words(
+def _without_message(
     rank: int, code: int | None, doubt: str, folder: AttemptFolder, cancel: CancelRecord | None
 ) -> Termination:
-    """An orphan that left no words was killed: it would have written them otherwise.
+    """An orphan that left no message was killed: it would have written one otherwise.
 
     Also where it was told to stop: a fault of another node may have been why, and is then not lost.
     """
     code = ExitCode.KILLED if code is None else code
-    if code in TOLD_TO_LEAVE:
-        return told_to_leave(f"node {rank}", code)
+    if code in STOPPED_BY_SIGNAL:
+        return stopped_by_signal(f"node {rank}", code)
     failure = FailureClass.ERROR
     if code == ExitCode.DONE:
         failure, text = FailureClass.COMPLETED, f"node {rank} ended with exit code 0 {doubt}"
@@ -243,8 +243,8 @@ def _exit_code(folder: AttemptFolder, rank: int, pid: int) -> int | None:
 
 
 def _phase(nodes: Sequence[Node]) -> AttemptPhase:
-    ended = [node.words for node in nodes if node.words is not None]
-    if any(words.exit_code != ExitCode.DONE for words in ended):
+    ended = [node.termination for node in nodes if node.termination is not None]
+    if any(one.exit_code != ExitCode.DONE for one in ended):
         return AttemptPhase.FAILED
     if len(ended) == len(nodes):
         return AttemptPhase.SUCCEEDED
@@ -253,17 +253,18 @@ def _phase(nodes: Sequence[Node]) -> AttemptPhase:
     return AttemptPhase.RUNNING
 
 
-def _guilty(ended: Sequence[Node]) -> Node | None:
-    """Return the node whose end explains the others'; the first where none differs."""
+def _root_cause(ended: Sequence[Node]) -> Node | None:
+    """Return the node whose failure is the root cause; the first where none differs."""
 
     def key(node: Node) -> int:
-        return innocence(node.words.exit_code if node.words else 1, is_victim=node.is_victim)
+        code = node.termination.exit_code if node.termination else ExitCode.ERROR
+        return root_cause_order(code, is_victim=node.is_victim)
 
     return min(ended, key=key, default=None)
 
 
 def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:
-    """Return rank 0's newest word of this attempt, and a complaint if it cannot be read."""
+    """Return what rank 0 published last of this attempt, and a complaint if it cannot be read."""
     path = folder.run_dir / "progress.json"
     try:
         progress = Progress.read(path)

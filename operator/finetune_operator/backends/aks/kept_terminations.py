@@ -1,4 +1,4 @@
-"""Remember what pods said that are gone by the time at which their attempt is over.
+"""Keep the terminations of pods that are gone by the time at which their attempt is over.
 
 A suspended Job's controller lets its pods go without a trace. Kept in memory alone: an operator
 that starts anew knows only that they were taken away.
@@ -7,25 +7,25 @@ that starts anew knows only that they were taken away.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from finetune_operator.backends.aks.words import is_alive
+from finetune_operator.backends.aks.pod_termination import is_alive
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.kube.resources import Object
 
 
-class LastWords:
-    """What failed attempts said that are not over yet, by their uid."""
+class KeptTerminations:
+    """Terminations of failed attempts that are not over yet, by their uid."""
 
     def __init__(self) -> None:
-        self._said: dict[str, Observation] = {}
+        self._seen: dict[str, Observation] = {}
 
     def remembered(self, uid: str, seen: Observation, pods: Sequence[Object]) -> Observation:
-        """Return what is seen, with the words that were seen before where no pod has any left."""
+        """Return what is seen, with the termination seen before where no pod has any left."""
         if seen.phase is not AttemptPhase.FAILED:
             return seen
         if any(not is_alive(pod) for pod in pods):
-            self._said[uid] = seen
+            self._seen[uid] = seen
             return seen
-        if (before := self._said.get(uid)) is None:
+        if (before := self._seen.get(uid)) is None:
             return seen
         return replace(
             seen, termination=before.termination, node=before.node, message=before.message
@@ -33,4 +33,4 @@ class LastWords:
 
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""
-        self._said.pop(uid, None)
+        self._seen.pop(uid, None)

@@ -9,7 +9,7 @@ from finetune_operator.api.paths import FieldPath, Finding, show_path, show_valu
 from finetune_operator.kube.resources import Object, Resource
 
 
-class RefusalError(Exception):
+class StatusError(Exception):
     """A request that is not served.
 
     Attributes:
@@ -32,24 +32,24 @@ def about(resource: Resource, name: str, kind: str | None = None) -> Object:
     return {"name": name, **group, "kind": kind or resource.plural}
 
 
-def not_found(resource: Resource, name: str) -> RefusalError:
+def not_found(resource: Resource, name: str) -> StatusError:
     """Return the 404 for an object."""
     message = f'{resource} "{name}" not found'
-    return RefusalError(404, "NotFound", message, about(resource, name))
+    return StatusError(404, "NotFound", message, about(resource, name))
 
 
-def conflict(resource: Resource, name: str, why: str) -> RefusalError:
+def conflict(resource: Resource, name: str, why: str) -> StatusError:
     """Return the 409 for a precondition that does not hold."""
     message = f'Operation cannot be fulfilled on {resource} "{name}": {why}'
-    return RefusalError(409, "Conflict", message, about(resource, name))
+    return StatusError(409, "Conflict", message, about(resource, name))
 
 
-def bad_request(message: str) -> RefusalError:
+def bad_request(message: str) -> StatusError:
     """Return the 400 for what cannot be read."""
-    return RefusalError(400, "BadRequest", message)
+    return StatusError(400, "BadRequest", message)
 
 
-def unreadable(resource: Resource, why: str) -> RefusalError:
+def unreadable(resource: Resource, why: str) -> StatusError:
     """Return the 400 for a body that is no object of the kind, or not strictly one."""
     kind = resource.kind
     return bad_request(
@@ -57,12 +57,12 @@ def unreadable(resource: Resource, why: str) -> RefusalError:
     )
 
 
-def expired(version: int, oldest: int) -> RefusalError:
+def expired(version: int, oldest: int) -> StatusError:
     """Return the 410 for a version that is not remembered any more."""
-    return RefusalError(410, "Expired", f"too old resource version: {version} ({oldest})")
+    return StatusError(410, "Expired", f"too old resource version: {version} ({oldest})")
 
 
-def invalid(resource: Resource, made: Object, findings: Sequence[Finding]) -> RefusalError:
+def invalid(resource: Resource, made: Object, findings: Sequence[Finding]) -> StatusError:
     """Return the 422 for an object that breaks its schema or rules."""
     name = str(made["metadata"].get("name", ""))
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
@@ -70,7 +70,7 @@ def invalid(resource: Resource, made: Object, findings: Sequence[Finding]) -> Re
     sentences = [f"{cause['field']}: {cause['message']}" for cause in causes]
     said = sentences[0] if len(sentences) == 1 else f"[{', '.join(sentences)}]"
     details = {**about(resource, name, resource.kind), "causes": causes}
-    return RefusalError(422, "Invalid", f'{kind} "{name}" is invalid: {said}', details)
+    return StatusError(422, "Invalid", f'{kind} "{name}" is invalid: {said}', details)
 
 
 def _cause(found: Finding, made: Object) -> Object:

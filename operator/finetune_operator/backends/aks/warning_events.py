@@ -31,7 +31,7 @@ class _Wait:
     said: Obstacle
 
 
-class StuckGangs:
+class WarningEvents:
     """Gangs of this process that wait without a word, by the attempt's uid."""
 
     def __init__(self) -> None:

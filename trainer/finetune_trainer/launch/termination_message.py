@@ -70,10 +70,10 @@ def agree(
 ) -> Termination:
     """Decide what the attempt ended with.
 
-    A guilty rank decides before a preempted one, and that one before a finished one; a rank that
-    was only ended because of another's failure has no say. Among guilty ranks those that say what
-    was wrong, or were killed, come before an unclassified error, which may be their consequence;
-    then the earliest.
+    A rank that failed decides before a preempted one, and that one before a finished one; a rank
+    that was only ended because of another's failure does not count. Of those that failed, the
+    root cause is one that says what was wrong, or was killed, before an unclassified error, which
+    may be its consequence; then the earliest.
 
     Args:
         exits: one for each rank of this node.
@@ -99,7 +99,7 @@ def agree(
 
 
 def preempted_before_training(reason: str | None) -> Termination:
-    """Return the last words of an attempt that was stopped when there was nothing to save yet."""
+    """Return the termination of an attempt that was stopped when there was nothing to save yet."""
     return Termination(
         failure_class=FailureClass.PREEMPTED,
         exit_code=ExitCode.PREEMPTED,
@@ -108,7 +108,7 @@ def preempted_before_training(reason: str | None) -> Termination:
 
 
 def write_termination(path: Path, termination: Termination) -> None:
-    """Write the last words as JSON of at most 4096 bytes, atomically where the file allows it."""
+    """Write it as JSON of at most 4096 bytes, atomically where the file allows it."""
     text = _shortened(termination)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -141,7 +141,7 @@ def with_progress(termination: Termination, progress: Progress) -> Termination:
 
 
 def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
-    """Return what this rank is guilty of, or None."""
+    """Return the failure that this rank caused, or None."""
     if exit_.outcome == ExitCode.DONE or exit_.is_preempted:
         return None
     if exit_.ended_by is EndedBy.FAILURE_OF_ANOTHER:
@@ -158,7 +158,9 @@ def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
     if exit_.code < 0:
         return _killed(exit_, is_out_of_memory)
     code = ExitCode(exit_.code) if exit_.code in list(ExitCode) else ExitCode.ERROR
-    message = f"rank {exit_.rank} exited with {exit_.code} without last words; look at its log"
+    message = (
+        f"rank {exit_.rank} exited with {exit_.code} without a termination message; look at its log"
+    )
     return _termination(exit_.rank, code, message)
 
 
@@ -179,7 +181,7 @@ def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:
 
 
 def _lost_peers(exits: Sequence[RankExit]) -> Termination:
-    """Nobody here is guilty, yet not all finished: the cause is on another node."""
+    """No rank here failed by itself, yet not all finished: the root cause is on another node."""
     first = min(exits, key=lambda e: (e.time, e.rank))
     if first.report is not None:
         return first.report.termination
@@ -202,7 +204,7 @@ def _shortened(termination: Termination) -> str:
 
 
 def _ever_shorter(full: Termination) -> Iterator[Termination]:
-    """Yield the last words with less and less beside the class, the step and the sentence."""
+    """Yield the message with less and less beside the class, the step and the sentence."""
     yield full
     progress = full.progress
     if progress is not None:

@@ -1,6 +1,6 @@
-"""Keep the last lines of a failed attempt's guilty pod, as pods and their logs do not last.
+"""Keep the end of the log of the pod that failed first, as pods and their logs do not last.
 
-They go onto the batch Job, once, as soon as the attempt is seen to have failed.
+It is written onto the batch Job, once, as soon as the attempt is seen to have failed.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import was_cancelled
-from finetune_operator.backends.aks.names import CONTAINER, LAST_LINES_ANNOTATION, AttemptName
-from finetune_operator.backends.aks.observe import guilty_pod
-from finetune_operator.backends.aks.words import end_of
+from finetune_operator.backends.aks.names import CONTAINER, LOG_TAIL_ANNOTATION, AttemptName
+from finetune_operator.backends.aks.observe import root_cause_pod
+from finetune_operator.backends.aks.pod_termination import termination_of
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import JOBS, Object
 from finetune_trainer.config import ExitCode
@@ -24,8 +24,8 @@ _MAX_CHARACTERS = 16_384
 _MOST_TRIES = 3
 
 
-class LastLines:
-    """Keeps last lines in one cluster; remembers which could not be written down."""
+class LogTails:
+    """Writes log tails in one cluster; remembers which could not be written."""
 
     def __init__(self) -> None:
         self._failures: dict[str, int] = {}
@@ -33,21 +33,21 @@ class LastLines:
     async def keep(
         self, children: Children, name: AttemptName, batch_job: Object, pods: Sequence[Object]
     ) -> None:
-        """Write down what the guilty pod said last, unless that was done.
+        """Write the log tail of the root cause, unless it is written already.
 
-        A log that cannot be read is no reason to hold the attempt up: that is written down instead.
+        A log that cannot be read does not delay the attempt: the reason is written instead.
 
         Raises:
-            ApiError: it was not written down, and may be within seconds.
+            ApiError: it was not written, and another try may succeed.
         """
-        if kept_lines(batch_job) or was_cancelled(batch_job):
+        if kept_tail(batch_job) or was_cancelled(batch_job):
             return
-        pod = guilty_pod(pods)
-        if pod is None or end_of(pod).words.exit_code == ExitCode.PREEMPTED:
+        pod = root_cause_pod(pods)
+        if pod is None or termination_of(pod).termination.exit_code == ExitCode.PREEMPTED:
             return  # it never ran, or was told to stop
         uid = batch_job["metadata"]["uid"]
-        text = await _last_words(children, pod)
-        change = {"metadata": {"uid": uid, "annotations": {LAST_LINES_ANNOTATION: text}}}
+        text = await _log_tail(children, pod)
+        change = {"metadata": {"uid": uid, "annotations": {LOG_TAIL_ANNOTATION: text}}}
         try:
             client = children.cluster.client
             children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
@@ -56,14 +56,14 @@ class LastLines:
             # What stops the rest of the attempt comes after, and then nobody asks again.
             if error.retryable and self._failures[uid] < _MOST_TRIES:
                 raise
-            log.warning("the last lines of %s are not kept (%s)", name, error)
+            log.warning("the log tail of %s is not kept (%s)", name, error)
 
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""
         self._failures.pop(uid, None)
 
 
-async def _last_words(children: Children, pod: Object) -> str:
+async def _log_tail(children: Children, pod: Object) -> str:
     client, metadata = children.cluster.client, pod["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
     try:
@@ -75,7 +75,7 @@ async def _last_words(children: Children, pod: Object) -> str:
     return f"the last lines of pod {name}:\n{said or '(none)'}"
 
 
-def kept_lines(batch_job: Object) -> list[str]:
+def kept_tail(batch_job: Object) -> list[str]:
     """Return what was kept; empty if nothing was."""
     annotations = batch_job["metadata"].get("annotations") or {}
-    return str(annotations.get(LAST_LINES_ANNOTATION, "")).splitlines()
+    return str(annotations.get(LOG_TAIL_ANNOTATION, "")).splitlines()

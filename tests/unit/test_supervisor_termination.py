@@ -13,7 +13,8 @@ from finetune_trainer.config import (
     SampleAnswer,
     Termination,
 )
-from finetune_trainer.launch.last_words import (
+from finetune_trainer.launch.report import RankReport
+from finetune_trainer.launch.termination_message import (
     MAX_TERMINATION_BYTES,
     EndedBy,
     RankExit,
@@ -21,7 +22,6 @@ from finetune_trainer.launch.last_words import (
     with_published,
     write_termination,
 )
-from finetune_trainer.launch.report import RankReport
 
 CLASSES = {
     0: FailureClass.COMPLETED,

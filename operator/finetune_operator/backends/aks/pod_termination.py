@@ -1,4 +1,4 @@
-"""What became of one pod: its last words, or what its status tells where it left none. Pure."""
+"""How one pod ended: its termination message, or else what its status tells. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune_operator.backends.aks.names import CONTAINER, INDEX_LABEL
-from finetune_operator.backends.guilt import TOLD_TO_LEAVE, innocence, told_to_leave
+from finetune_operator.backends.root_cause import (
+    STOPPED_BY_SIGNAL,
+    root_cause_order,
+    stopped_by_signal,
+)
 from finetune_operator.kube.resources import Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
@@ -14,20 +18,20 @@ _LONGEST_TAIL = 400
 
 
 @dataclass(frozen=True)
-class PodEnd:
+class PodTermination:
     """How a pod ended.
 
     Attributes:
         index: Number of its node.
-        words: Why.
+        termination: Why.
         node: Where it ran; empty if nowhere.
-        innocence: How little that explains of the others' ends.
+        order: As `root_cause_order` gives it.
     """
 
     index: int
-    words: Termination
+    termination: Termination
     node: str
-    innocence: int
+    order: int
 
 
 def index_of(pod: Object) -> int:
@@ -54,21 +58,22 @@ def container_state(pod: Object, state: str) -> Any:
     return None
 
 
-def end_of(pod: Object) -> PodEnd:
+def termination_of(pod: Object) -> PodTermination:
     """Return how a pod that is not alive ended."""
     name = pod["metadata"]["name"]
     node = pod.get("spec", {}).get("nodeName", "")
     ended = container_state(pod, "terminated")
     disruption = _disruption(pod)
-    if disruption and not _has_words(ended):
+    if disruption and not _has_message(ended):
         where = f" on {node}" if node else ""
         text = f"pod {name}{where} was taken away ({disruption})"
-        words = _words(ExitCode.PREEMPTED, FailureClass.PREEMPTED, text)
-        return PodEnd(index_of(pod), words, node, innocence(ExitCode.KILLED, is_victim=False))
-    words = _said(name, ended) if ended else _unsaid(name, pod)
+        termination = _termination(ExitCode.PREEMPTED, FailureClass.PREEMPTED, text)
+        order = root_cause_order(ExitCode.KILLED, is_victim=False)
+        return PodTermination(index_of(pod), termination, node, order)
+    termination = _from_container(name, ended) if ended else _from_status(name, pod)
     is_victim = "deletionTimestamp" in pod["metadata"] and not disruption
-    guilt = innocence(words.exit_code, is_victim=is_victim)
-    return PodEnd(index_of(pod), words, node, guilt)
+    order = root_cause_order(termination.exit_code, is_victim=is_victim)
+    return PodTermination(index_of(pod), termination, node, order)
 
 
 def _disruption(pod: Object) -> str:
@@ -82,16 +87,16 @@ def _disruption(pod: Object) -> str:
     return str(target.get("message") or target.get("reason") or "DisruptionTarget")
 
 
-def _has_words(ended: Any) -> bool:
+def _has_message(ended: Any) -> bool:
     return bool(ended) and _parse(ended.get("message", "")) is not None
 
 
-def _said(name: str, ended: Any) -> Termination:
+def _from_container(name: str, ended: Any) -> Termination:
     """Join what the trainer said with the exit code that the kubelet saw."""
     code, message = int(ended["exitCode"]), ended.get("message", "")
     said = _parse(message)
     if said is None:
-        return _without_words(name, code, str(ended.get("reason", "")), message)
+        return _without_message(name, code, str(ended.get("reason", "")), message)
     if said.exit_code == code:
         return said
     failure = said.failure_class
@@ -102,38 +107,38 @@ def _said(name: str, ended: Any) -> Termination:
     return said.model_copy(update=changed)
 
 
-def _without_words(name: str, code: int, reason: str, tail: str) -> Termination:
+def _without_message(name: str, code: int, reason: str, tail: str) -> Termination:
     last = tail.strip()[-_LONGEST_TAIL:]
     if reason == "OOMKilled":
         text = (
             f"pod {name} was killed as it reached its memory limit; lower "
             "spec.training.microBatchSize or maxSeqLength, or give the pods more memory"
         )
-        return _words(ExitCode.KILLED, FailureClass.OUT_OF_MEMORY, text)
+        return _termination(ExitCode.KILLED, FailureClass.OUT_OF_MEMORY, text)
     if code == ExitCode.DONE:
-        text = f"pod {name} ended with exit code 0 without last words"
-        return _words(code, FailureClass.COMPLETED, text)
+        text = f"pod {name} ended with exit code 0 without a termination message"
+        return _termination(code, FailureClass.COMPLETED, text)
     if code == ExitCode.KILLED:
-        text = f"pod {name} was killed (SIGKILL) without last words"
-        return _words(code, FailureClass.WORKER_LOST, text)
-    if code in TOLD_TO_LEAVE:
-        return told_to_leave(f"pod {name}", code)
+        text = f"pod {name} was killed (SIGKILL) without a termination message"
+        return _termination(code, FailureClass.WORKER_LOST, text)
+    if code in STOPPED_BY_SIGNAL:
+        return stopped_by_signal(f"pod {name}", code)
     said = f" ({reason})" if reason not in ("", "Error") else ""
     told = f"; it said last: {last}" if last else "; see its log"
-    text = f"pod {name} ended with exit code {code}{said} without last words{told}"
-    return _words(code, FailureClass.ERROR, text)
+    text = f"pod {name} ended with exit code {code}{said} without a termination message{told}"
+    return _termination(code, FailureClass.ERROR, text)
 
 
-def _unsaid(name: str, pod: Object) -> Termination:
-    """Return the words for a pod whose container never ended, as it never ran or its node died."""
+def _from_status(name: str, pod: Object) -> Termination:
+    """Return the termination of a pod whose container never ran, or whose node died."""
     status = pod.get("status", {})
     if status.get("phase") == "Succeeded":
-        text = f"pod {name} ended with exit code 0 without last words"
-        return _words(ExitCode.DONE, FailureClass.COMPLETED, text)
+        text = f"pod {name} ended with exit code 0 without a termination message"
+        return _termination(ExitCode.DONE, FailureClass.COMPLETED, text)
     reason = status.get("reason") or "no reason given"
     told = f": {status['message'].strip()}" if status.get("message") else ""
     text = f"pod {name} failed ({reason}){told}"
-    return _words(ExitCode.KILLED, FailureClass.WORKER_LOST, text)
+    return _termination(ExitCode.KILLED, FailureClass.WORKER_LOST, text)
 
 
 def _parse(message: str) -> Termination | None:
@@ -143,5 +148,5 @@ def _parse(message: str) -> Termination | None:
         return None  # the end of the log, which Kubernetes puts in its place
 
 
-def _words(code: int, failure: FailureClass, message: str) -> Termination:
+def _termination(code: int, failure: FailureClass, message: str) -> Termination:
     return Termination(failure_class=failure, exit_code=code, message=message)
