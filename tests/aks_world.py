@@ -12,7 +12,6 @@ from aks_cases import JOB, profile
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import CONTAINER, INDEX_LABEL
 from finetune_operator.backends.aks.pod_termination import condition, is_alive
-from finetune_operator.kernel.watches import WATCHED
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,
@@ -32,7 +31,6 @@ ADDRESS = "127.0.0.1"
 """Of every pod; rank 0's progress is served there."""
 
 _TRACKING = "batch.kubernetes.io/job-tracking"
-_WATCHED = tuple(WATCHED[kind] for kind in AksBackend.watches)
 
 
 class AksWorld(World):
@@ -72,7 +70,7 @@ class AksWorld(World):
         """Let the watches deliver everything, as they keep it."""
         listing = await self.api.list(FINE_TUNE_JOBS)
         self.cache(FINE_TUNE_JOBS).replace(listing.items, listing.resource_version)
-        for one in _WATCHED:
+        for one in AksBackend.watches:
             listing = await self.api.list(one.resource, label_selector=one.selector, trim=one.trim)
             self.cache(one.resource).replace(listing.items, listing.resource_version)
 

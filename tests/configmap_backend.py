@@ -5,6 +5,7 @@ its owner reference), and needs no node: a test writes into the ConfigMap what b
 (`play` in `operators.py`).
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, ClassVar
@@ -25,13 +26,16 @@ from finetune_operator.backends.base import (
 from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.errors import AlreadyOwnedError, NoSuchRankError, TransientError
 from finetune_operator.kube.cache import Key
+from finetune_operator.kube.compact import compact
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import CONFIG_MAPS, Object
+from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 
 PENDING = {"phase": "Pending"}
+RETRY_AFTER_SECONDS = 40.0
 
 
 def _demand_quiet(job: FineTuneJob) -> None:
@@ -45,7 +49,7 @@ class ConfigMapBackend:
 
     name: ClassVar[str] = "configmap"
     lives_in_cluster: ClassVar[bool] = True
-    watches: ClassVar[tuple[str, ...]] = ("v1/ConfigMap",)
+    watches: ClassVar[tuple[Watch, ...]] = (Watch(CONFIG_MAPS),)
 
     def __init__(self, context: BackendContext) -> None:
         assert context.cluster is not None
@@ -162,14 +166,14 @@ class UnwatchedBackend(ConfigMapBackend):
     """Backend `unwatched`: lives in the cluster, and is asked instead of watched."""
 
     name: ClassVar[str] = "unwatched"
-    watches: ClassVar[tuple[str, ...]] = ()
+    watches: ClassVar[tuple[Watch, ...]] = ()
 
 
 class DistantBackend(FakeBackend):
     """Backend `distant`: lives elsewhere, and is woken by what happens in the cluster."""
 
     name: ClassVar[str] = "distant"
-    watches: ClassVar[tuple[str, ...]] = ("v1/ConfigMap",)
+    watches: ClassVar[tuple[Watch, ...]] = (Watch(CONFIG_MAPS),)
 
 
 class OpeningBackend(ConfigMapBackend):
@@ -205,3 +209,34 @@ def _words(code: int) -> Termination:
     kinds = {0: FailureClass.COMPLETED, 75: FailureClass.PREEMPTED}
     kind = kinds.get(code, FailureClass.WORKER_LOST)
     return Termination(failure_class=kind, exit_code=code, message=f"it ended with {code}")
+
+
+class GreedyBackend(ConfigMapBackend):
+    """Backend `greedy`: keeps less of a ConfigMap than `configmap` does."""
+
+    name: ClassVar[str] = "greedy"
+    watches: ClassVar[tuple[Watch, ...]] = (Watch(CONFIG_MAPS, trim=compact),)
+
+
+class FirstVersionBackend(ConfigMapBackend):
+    """Backend `first-version`: names the kinds that it watches, as contracts once had it."""
+
+    name: ClassVar[str] = "first-version"
+    watches: ClassVar[tuple[Watch, ...]] = ("v1/ConfigMap",)  # type: ignore[assignment]
+
+
+class ThrottledBackend(FakeBackend):
+    """Backend `throttled`: its service asks to wait once before it takes an attempt.
+
+    Attributes:
+        asked: When `submit` was called, on the loop's clock.
+    """
+
+    name: ClassVar[str] = "throttled"
+    asked: ClassVar[list[float]] = []
+
+    async def submit(self, request: Request) -> Handle:
+        self.asked.append(asyncio.get_running_loop().time())
+        if len(self.asked) == 1:
+            raise TransientError("too many requests", retry_after=RETRY_AFTER_SECONDS)
+        return await super().submit(request)

@@ -19,9 +19,14 @@ from typing import ClassVar
 
 
 class FineTuneError(Exception):
-    """The root; a command prints its message and exits with 1."""
+    """The root; a command prints its message and exits with 1.
+
+    Attributes:
+        retry_after: Seconds after which the same call may be made again; None where nobody said.
+    """
 
     retryable: ClassVar[bool] = False
+    retry_after: float | None = None
 
 
 class ManifestError(FineTuneError):
@@ -49,6 +54,15 @@ class NoSuchRankError(BackendError):
 
 
 class TransientError(BackendError):
-    """The same call may work later."""
+    """The same call may work later.
+
+    Args:
+        message: One sentence.
+        retry_after: Seconds that the service asks to wait; None if it does not.
+    """
 
     retryable = True
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

@@ -49,6 +49,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
+from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 from operators import KUBECONFIG, Api, condition, open_api, wait_until
@@ -97,7 +98,7 @@ class EachOnItsOwn:
 
     name: ClassVar[str] = "aks"
     lives_in_cluster: ClassVar[bool] = AksBackend.lives_in_cluster
-    watches: ClassVar[tuple[str, ...]] = AksBackend.watches
+    watches: ClassVar[tuple[Watch, ...]] = AksBackend.watches
 
     def __init__(self, owners: Callable[[str], Object]) -> None:
         self._owners = owners

@@ -60,7 +60,7 @@ def test_a_namespace_that_is_deleted_keeps_no_other_from_being_served_and_may_co
             account.grant_in(other, RIGHTS)
             starts(api, other, "back", 30)
             wait_until(lambda: operator.health("readyz")["refused"] == {}, 30)
-            assert len(operator.said("list refused")) == 1
+            assert len(operator.said("list forbidden")) == 1
             assert not any(
                 line["message"].startswith(("Request attempt #2", "Request attempt #3"))
                 for line in operator.lines

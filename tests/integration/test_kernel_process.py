@@ -12,6 +12,7 @@ from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
+from finetune_operator.kube.watch import Watch
 from finetune_operator.reconcile.decide import MENDED_SECONDS
 from operators import Api, OperatorProcess, condition, wait_until
 
@@ -259,15 +260,15 @@ def test_a_job_whose_attempt_is_outside_the_cluster_waits_for_its_end(
     wait_until(lambda: api.job(namespace, "outside") is None, 10)
 
 
-class NoKinds(tuple[str, ...]):
-    def __iter__(self) -> Iterator[str]:
+class NoKinds(tuple[Watch, ...]):
+    def __iter__(self) -> Iterator[Watch]:
         raise RuntimeError("a fault that ends the operator")
 
 
 class FaultyBackend(FakeBackend):
     """A plugin with a fault that nobody has thought of."""
 
-    watches: ClassVar[tuple[str, ...]] = NoKinds()
+    watches: ClassVar[tuple[Watch, ...]] = NoKinds()
 
 
 def test_an_operator_that_a_fault_ends_gives_its_lease_back(api: Api) -> None:

@@ -155,7 +155,12 @@ def test_a_namespace_that_comes_back_is_served_soon_and_told_once_each_way(
     with caplog.at_level(logging.INFO):
         play(script)
     told = [one.getMessage() for one in caplog.records]
-    for message in ("list refused", "watch refused", "list allowed again", "watch allowed again"):
+    for message in (
+        "list forbidden",
+        "watch forbidden",
+        "list allowed again",
+        "watch allowed again",
+    ):
         assert told.count(message) == 1
 
 

@@ -9,13 +9,14 @@ import pytest
 from kubernetes.aio.client import Configuration
 
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.watches import WATCHED, KindWatch
+from finetune_operator.kernel.informer import Informer
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import CONFIG_MAPS, Object
+from finetune_operator.kube.watch import Watch
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
 
@@ -88,16 +89,16 @@ def test_a_watch_that_was_cut_off_goes_on_after_the_last_whole_event() -> None:
     async def work() -> set[str]:
         cache = ObjectCache(CONFIG_MAPS)
         async with server as client, asyncio.timeout(20):
-            watch = KindWatch(
+            informer = Informer(
                 client,
-                WATCHED["v1/ConfigMap"],
+                Watch(CONFIG_MAPS),
                 cache,
                 wake=lambda job: None,
-                on_gap=lambda: None,
+                on_missed_events=lambda: None,
                 namespace=None,
                 backoff=Backoff(0.01, 0.01),
             )
-            task = asyncio.create_task(watch.run())
+            task = asyncio.create_task(informer.run())
             while len(cache) < 2:
                 await asyncio.sleep(0.01)
             task.cancel()

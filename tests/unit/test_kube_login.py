@@ -8,12 +8,13 @@ import pytest
 from kubernetes.aio.client import Configuration
 
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.watches import WATCHED, KindWatch
+from finetune_operator.kernel.informer import Informer
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.errors import UnauthorizedError
 from finetune_operator.kube.resources import CONFIG_MAPS
+from finetune_operator.kube.watch import Watch
 
 
 def by_file(token: Path, on_read: Callable[[], None]) -> KubeClient:
@@ -36,21 +37,21 @@ def test_a_token_that_cannot_be_read_is_told_and_ends_no_watch(tmp_path: Path) -
                 await client.get(CONFIG_MAPS, "one", "ns")
             with pytest.raises(UnauthorizedError, match="there is no token now"):
                 await anext(client.watch(CONFIG_MAPS, resource_version="1"))
-            watch = KindWatch(
+            informer = Informer(
                 client,
-                WATCHED["v1/ConfigMap"],
+                Watch(CONFIG_MAPS),
                 ObjectCache(CONFIG_MAPS),
                 wake=lambda job: None,
-                on_gap=lambda: None,
+                on_missed_events=lambda: None,
                 namespace=None,
                 backoff=Backoff(0.01, 0.01),
             )
-            task = asyncio.create_task(watch.run())
+            task = asyncio.create_task(informer.run())
             async with asyncio.timeout(20):
                 for _ in range(5):  # two by the requests above
                     await tries.acquire()
             assert not task.done()
-            assert not watch.is_synced.is_set()
+            assert not informer.is_synced.is_set()
             task.cancel()
             await asyncio.wait({task})
 

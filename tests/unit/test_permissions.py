@@ -7,7 +7,6 @@ from pathlib import Path
 from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.submit import CHILD_KINDS
-from finetune_operator.kernel.watches import WATCHED
 from finetune_operator.kube import permissions, resources
 from finetune_operator.kube.permissions import Permission
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, LEASES, PODS, Resource
@@ -29,9 +28,7 @@ VERBS = {
 VARIABLES = {
     ("backends/aks/submit.py", "resource"): set(CHILD_KINDS.values()),
     ("backends/aks/upkeep.py", "resource"): set(kept.KINDS),
-    ("kernel/watches.py", "self.watched.resource"): {
-        WATCHED[kind].resource for kind in AksBackend.watches
-    },
+    ("kernel/informer.py", "self.watch.resource"): {one.resource for one in AksBackend.watches},
 }
 NOT_CALLED = {(FINE_TUNE_JOBS, "update", "finalizers")}
 """Asked for by an admission plugin when a child is created."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile
+from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Progress, Termination
 
@@ -174,11 +175,10 @@ class Backend(Protocol):
     Where attempts live elsewhere, jobs get a finalizer, which stays until their attempt has ended.
     """
 
-    watches: ClassVar[tuple[str, ...]]
-    """Kinds in the cluster whose events wake a job, such as `batch/v1/Job`; may be empty.
+    watches: ClassVar[tuple[Watch, ...]]
+    """Kinds in the cluster whose events have a job reconciled; may be empty.
 
-    No job is looked at while one of them cannot be listed and watched in its namespace, unless the
-    table of kinds that can be watched says that it can be done without.
+    No job is reconciled while a vital one cannot be listed and watched in its namespace.
     """
 
     def __init__(self, context: BackendContext) -> None: ...

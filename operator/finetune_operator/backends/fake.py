@@ -22,6 +22,7 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.errors import AlreadyOwnedError, BackendError, NoSuchRankError
+from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import ExitCode, FailureClass, Progress, Termination
 
@@ -88,7 +89,7 @@ class FakeBackend:
 
     name: ClassVar[str] = "fake"
     lives_in_cluster: ClassVar[bool] = False
-    watches: ClassVar[tuple[str, ...]] = ()
+    watches: ClassVar[tuple[Watch, ...]] = ()
 
     def __init__(
         self,

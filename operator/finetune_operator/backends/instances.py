@@ -3,6 +3,7 @@
 The operator's kernel holds them; what is registered says `registry`.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
@@ -10,6 +11,10 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.errors import BrokenBackendError, FineTuneError, UnknownBackendError
+from finetune_operator.kube.resources import Resource
+from finetune_operator.kube.watch import Watch
+
+log = logging.getLogger(__name__)
 
 
 class Backends:
@@ -32,15 +37,36 @@ class Backends:
         self._points = [*installed, *points]
         self._has_only_given = given is not None
         self._made: dict[str, Backend] = dict(given or {})
+        self._broken: dict[str, FineTuneError] = {}
 
-    def load_all(self) -> dict[str, Backend | FineTuneError]:
-        """Return every registered backend by its name, or why it cannot be used."""
-        found: dict[str, Backend | FineTuneError] = {}
-        for name in {*self._made, *registry.available(self._points)}:
+    def load_all(self) -> dict[str, Backend]:
+        """Return every backend that can be used, by its name; the log tells why one cannot.
+
+        Caches are shared by kind. A plugin that keeps other fields of a kind than those before it
+        is left out; those of this package come first.
+        """
+        found: dict[str, Backend] = {}
+        kept: dict[Resource, tuple[Watch, str]] = {}
+        ours = {
+            point.name for point in self._points if point.value.startswith("finetune_operator.")
+        }
+        names = {*self._made, *registry.available(self._points)}
+        for name in sorted(names, key=lambda one: (one not in ours, one)):
             try:
-                found[name] = self.get(name)
+                backend = self.get(name)
+                for watch in backend.watches:
+                    there, other = kept.setdefault(watch.resource, (watch, name))
+                    if there != watch:
+                        raise BrokenBackendError(
+                            f"spec.backend.type {name} keeps other fields of {watch.resource} than "
+                            f"{other} does, and they share a cache; uninstall one of the two, or "
+                            "let both declare the same Watch"
+                        )
             except FineTuneError as error:
-                found[name] = error
+                self._broken[name] = error
+                log.error("backend left out", extra={"backend": name, "error": str(error)})
+            else:
+                found[name] = backend
         return found
 
     def get(self, name: str) -> Backend:
@@ -48,8 +74,10 @@ class Backends:
 
         Raises:
             UnknownBackendError: none is registered under it.
-            BrokenBackendError: it cannot be imported or made.
+            BrokenBackendError: it cannot be imported or made, or was left out.
         """
+        if name in self._broken:
+            raise self._broken[name]
         if name not in self._made:
             if self._has_only_given and name not in registry.available(self._points):
                 raise UnknownBackendError(

@@ -5,9 +5,11 @@ Looking at names imports nothing; only `load` imports the one plugin that is ask
 
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
 
 from finetune_operator.backends.base import Backend
 from finetune_operator.errors import BrokenBackendError, UnknownBackendError
+from finetune_operator.kube.watch import Watch
 
 GROUP = "finetune_operator.backends"
 
@@ -58,14 +60,24 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
             f"spec.backend.type {name}: the plugin {point.value} cannot be imported "
             f"({type(error).__name__}: {error}); reinstall it or ask its author"
         ) from error
-    missing = [part for part in (*_DATA, *_VERBS) if not hasattr(made, part)]
-    if missing or not isinstance(made, type):
-        lacks = f"lacks {', '.join(missing)}" if missing else "is not a class"
+    if fault := _fault(made):
         raise BrokenBackendError(
-            f"spec.backend.type {name}: the plugin {point.value} {lacks}; it needs a version for "
+            f"spec.backend.type {name}: the plugin {point.value} {fault}; it needs a version for "
             "this release of finetune-operator"
         )
-    return made
+    return cast(type[Backend], made)
+
+
+def _fault(made: Any) -> str:
+    """Return what keeps an object from being a backend of this release; empty for nothing."""
+    missing = [part for part in (*_DATA, *_VERBS) if not hasattr(made, part)]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    if not isinstance(made, type):
+        return "is not a class"
+    if not all(isinstance(one, Watch) for one in made.watches):  # type: ignore[attr-defined]
+        return "has watches that are not of type finetune_operator.kube.watch.Watch"
+    return ""
 
 
 def _points(points: Iterable[EntryPoint] | None) -> Iterable[EntryPoint]:

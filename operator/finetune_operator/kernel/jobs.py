@@ -20,7 +20,7 @@ from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.api.v1alpha1.status import AttemptStatus
 from finetune_operator.backends.base import Attempt, AttemptPhase, Handle, Observation
 from finetune_operator.backends.instances import Backends
-from finetune_operator.errors import BackendError, FineTuneError
+from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import Object
@@ -251,8 +251,10 @@ class JobBook:
             return _refusal(found)
         try:
             backend = self._backends.get(job.spec.backend.type)
-        except FineTuneError as error:
+        except UnknownBackendError as error:
             return Refusal(Reason.BACKEND_NOT_FOUND, str(error))
+        except FineTuneError as error:
+            return Refusal(Reason.BACKEND_FAILED, str(error))
         try:
             problems = [*backend.validate(job), *backend.check_inputs(job)]
         except Exception as error:

@@ -25,6 +25,7 @@ from finetune_operator.kernel import refusals
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
+from finetune_operator.kernel.informer import WatchForbidden
 from finetune_operator.kernel.jobs import (
     LOOK_AGAIN_SECONDS,
     JobBook,
@@ -35,7 +36,6 @@ from finetune_operator.kernel.jobs import (
 )
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Look
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
-from finetune_operator.kernel.watches import Refused
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.planner.plan import Plan
@@ -62,7 +62,7 @@ FIRST_LOOK_SECONDS = 1.5
 """How long after an attempt was created it is looked at, unless something is seen of it before."""
 
 _MAX_ARTIFACTS = 16
-_REFUSED_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
+_FORBIDDEN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
 
 class Reconciler:
@@ -74,7 +74,7 @@ class Reconciler:
         backends: Who runs attempts.
         events: Who tells people.
         now: The time, with a zone.
-        lacks: What keeps the attempts of a backend in a namespace from being seen; by their names.
+        forbidden: What keeps a backend's attempts in a namespace from being seen; by both names.
         is_busy: Whether other jobs are to be looked at, which comes before reporting.
         wake: Has a job looked at, as it may have got what it was refused.
     """
@@ -87,14 +87,14 @@ class Reconciler:
         events: EventPoster,
         *,
         now: Callable[[], datetime],
-        lacks: Callable[[str, str], Refused | None] = lambda namespace, backend: None,
+        forbidden: Callable[[str, str], WatchForbidden | None] = lambda namespace, backend: None,
         is_busy: Callable[[], bool] = lambda: False,
         wake: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._backends = backends
         self._events = events
         self._now = now
-        self._lacks = lacks
+        self._forbidden = forbidden
         self._pending = PendingStatuses()
         self._book = JobBook(cache.get, backends, self._pending)
         self._folders = FolderBook(cache, self._book.get, backends, self._pending, wake)
@@ -124,8 +124,8 @@ class Reconciler:
         if not view.is_ours:
             return NEVER
         try:
-            if (lacks := self._lacks(key.namespace, view.backend)) is not None:
-                return await self._stand_by(view, lacks)
+            if (forbidden := self._forbidden(key.namespace, view.backend)) is not None:
+                return await self._stand_by(view, forbidden)
             if view.is_deleted:
                 return await self._finalize(view)
             if view.refusal is not None:
@@ -262,12 +262,12 @@ class Reconciler:
         await self._writer.report(view, status)
         return Look(MENDED_SECONDS)
 
-    async def _stand_by(self, view: JobView, lacks: Refused) -> Look:
+    async def _stand_by(self, view: JobView, forbidden: WatchForbidden) -> Look:
         """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
-        left = lacks.since + _REFUSED_SECONDS - asyncio.get_running_loop().time()
+        left = forbidden.since + _FORBIDDEN_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or view.is_deleted:
             return Look(max(left, LOOK_AGAIN_SECONDS))
-        return await self._hold(view, refusals.unseen(view, lacks), "it can be seen")
+        return await self._hold(view, refusals.unseen(view, forbidden), "it can be seen")
 
     async def _finalize(self, view: JobView) -> Look:
         try:

@@ -3,8 +3,8 @@
 import logging
 
 from finetune_operator.errors import FineTuneError, UnknownBackendError
+from finetune_operator.kernel.informer import WatchForbidden
 from finetune_operator.kernel.jobs import JobView, fault_of
-from finetune_operator.kernel.watches import Refused
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import Reason
 from finetune_operator.reconcile.decide import Refusal
@@ -12,11 +12,11 @@ from finetune_operator.reconcile.decide import Refusal
 log = logging.getLogger(__name__)
 
 
-def unseen(view: JobView, lacks: Refused) -> Refusal:
+def unseen(view: JobView, forbidden: WatchForbidden) -> Refusal:
     """Return that the API server does not show what runs for a job."""
     text = (
         f"spec.backend.type {view.backend}: the operator cannot see what runs in this namespace "
-        f"({lacks.message}); give it that right"
+        f"({forbidden.message}); give it that right"
     )
     return Refusal(Reason.BACKEND_FAILED, text)
 

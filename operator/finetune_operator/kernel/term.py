@@ -18,18 +18,18 @@ from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.events import EventPoster
 from finetune_operator.kernel.handlers import JobEvents, KopfOptions, KopfThread, OnEvent
 from finetune_operator.kernel.health import Health
-from finetune_operator.kernel.lists import JobLists
+from finetune_operator.kernel.informer import Informer
+from finetune_operator.kernel.informers import Informers, Place
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
+from finetune_operator.kernel.resync import Resync
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kernel.sight import Place, Sight
 from finetune_operator.kernel.surroundings import Surroundings
-from finetune_operator.kernel.watches import KindWatch, Watched
-from finetune_operator.kube.cache import Key, ObjectCache, key_of, trim_metadata
+from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
+from finetune_operator.kube.watch import Watch, trim_metadata
 from finetune_operator.reconcile.conditions import ConditionType
 
 log = logging.getLogger(__name__)
@@ -79,16 +79,16 @@ class Term:
         self._queue = WorkQueue(retries, _REST_SECONDS, is_urgent=self._is_new)
         self._cluster = Cluster(client, self._cache, settings.namespaces)
         self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
-        self._lists = JobLists(
+        self._resync = Resync(
             client,
             self._jobs,
             namespaces=settings.namespaces,
             resync_seconds=settings.resync_seconds,
             backoff=_WATCH_BACKOFF,
-            look=self._queue.add,
+            wake=self._queue.add,
             on_served=self._listen_anew,
         )
-        self._sight = Sight(self._backends.load_all(), settings.namespaces, self._watch)
+        self._informers = Informers(self._backends.load_all(), settings.namespaces, self._informer)
         self._events: JobEvents | None = None
         self._loop = asyncio.get_running_loop()
         self._jobs_asked_at = self._loop.time()
@@ -100,7 +100,7 @@ class Term:
             self._backends,
             EventPoster(client, settings.identity),
             now=now,
-            lacks=self._sight.lacks,
+            forbidden=self._informers.forbidden_to,
             is_busy=lambda: self._queue.is_busy,
             wake=self._queue.add,
         )
@@ -109,15 +109,15 @@ class Term:
         """Work until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                for watch in self._sight.watches:
-                    group.create_task(watch.run())
+                for informer in self._informers.all:
+                    group.create_task(informer.run())
                 group.create_task(self._run_kopf())
-                await self._lists.list_all()
-                await self._sight.settle()
+                await self._resync.list_all()
+                await self._informers.wait_until_synced()
                 self._is_synced = True
                 self._backlog.update(key_of(one) for one in self._jobs)
                 log.info("synced", extra={"jobs": len(self._jobs)})
-                group.create_task(self._lists.run())
+                group.create_task(self._resync.run())
                 workers = self._settings.workers
                 for number in range(workers + workers // 2):
                     group.create_task(self._work(only_to_catch_up=number >= workers))
@@ -127,18 +127,18 @@ class Term:
 
     def health(self) -> Health:
         """Return how it goes."""
-        silence = max(self._silence_of_jobs(), self._lists.late_seconds)
-        silent = {**self._sight.silent_seconds(), str(FINE_TUNE_JOBS): silence}
+        silence = max(self._silence_of_jobs(), self._resync.late_seconds)
+        silent = {**self._informers.silent_seconds(), str(FINE_TUNE_JOBS): silence}
         return Health(
             is_leading=True,
-            is_ready=self._is_synced and not self._lists.sees_nothing,
+            is_ready=self._is_synced and not self._resync.sees_nothing,
             queue=len(self._queue),
             held=self._queue.num_held,
             backlog=len(self._backlog),
             oldest_seconds=self._queue.oldest_seconds,
             silent_seconds=silent,
-            refused={**self._lists.refused(), **self._sight.refused()},
-            absent={**self._lists.absent(), **self._sight.absent()},
+            refused={**self._resync.forbidden(), **self._informers.forbidden()},
+            absent={**self._resync.absent(), **self._informers.absent()},
         )
 
     def _silence_of_jobs(self) -> float:
@@ -148,8 +148,8 @@ class Term:
         for by the lists alone.
         """
         asked = self._events.asked_at() if self._events else None
-        if asked is None and self._lists.absent():
-            asked = self._lists.listed_at
+        if asked is None and self._resync.absent():
+            asked = self._resync.listed_at
         self._jobs_asked_at = max(self._jobs_asked_at, asked or 0.0)
         return self._loop.time() - self._jobs_asked_at
 
@@ -159,8 +159,7 @@ class Term:
             try:
                 look = await self._reconciler.reconcile(key)
             except FineTuneError as error:
-                asked = error.retry_after if isinstance(error, ApiError) else None
-                wait = self._queue.failed(key, asked or 0.0)
+                wait = self._queue.failed(key, error.retry_after or 0.0)
                 log.warning("look failed", extra=_failure(key, error, wait))
             except Exception as error:
                 # A fault of ours in one job must not end the work on all others.
@@ -198,7 +197,7 @@ class Term:
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
             # It looks for the kind when it starts, and never again; so the kind must be there.
-            await self._lists.list_anew()
+            await self._resync.list_anew()
 
     def _listen_anew(self) -> None:
         """Have kopf look for the kind once more."""
@@ -211,8 +210,8 @@ class Term:
         if changed:
             self._queue.add(key_of(kept))
         if kind is None and self._is_synced:
-            # kopf lists after a gap, and says nothing of what was deleted in it.
-            self._lists.gap.set()
+            # kopf lists after missed events, and says nothing of what was deleted meanwhile.
+            self._resync.missed_events.set()
 
     def _is_new(self, key: Key) -> bool:
         return self._reconciler.is_new(key)
@@ -227,13 +226,13 @@ class Term:
             if any(_is_stalled(condition) for condition in conditions):
                 self._queue.add(key_of(one))
 
-    def _watch(self, watched: Watched, place: Place) -> KindWatch:
-        return KindWatch(
+    def _informer(self, watch: Watch, place: Place) -> Informer:
+        return Informer(
             self._client,
-            watched,
-            self._cache(watched.resource),
+            watch,
+            self._cache(watch.resource),
             wake=self._wake,
-            on_gap=self._lists.gap.set,
+            on_missed_events=self._resync.missed_events.set,
             namespace=place,
             backoff=_WATCH_BACKOFF,
         )

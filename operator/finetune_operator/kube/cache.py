@@ -35,12 +35,6 @@ def job_key_of(made: Object) -> Key | None:
     return Key(metadata.get("namespace", ""), name) if name else None
 
 
-def trim_metadata(made: Object) -> Object:
-    """Keep everything but managedFields."""
-    metadata = {key: value for key, value in made["metadata"].items() if key != "managedFields"}
-    return {**made, "metadata": metadata}
-
-
 def version_of(made: Object) -> int:
     """Return the resourceVersion as a number, which Kubernetes 1.35 declares it to be.
 

@@ -24,9 +24,9 @@ from finetune_operator.kube.errors import (
     error_of,
 )
 from finetune_operator.kube.resources import PODS, Object, Resource
+from finetune_operator.kube.watch import Trim
 
 Propagation = Literal["Background", "Foreground", "Orphan"]
-Trim = Callable[[Object], Object]
 """Keeps of an object what the caller needs, before it is held beside thousands of others."""
 
 _JSON = "application/json"

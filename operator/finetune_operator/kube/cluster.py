@@ -15,11 +15,9 @@ class Cluster:
 
     Attributes:
         client: For writes, and for what is not watched.
-        cache: Returns the cache of a kind; the kinds in the backend's `watches` are kept filled
-            with the objects that carry JOB_UID_LABEL. Of a pod or batch Job most of the spec is
-            left out; of a pod all annotations but GRACE_ANNOTATION; of a batch Job's status all but
-            `active` and `conditions`. Put the answer to a write into it, so that the next look
-            sees it.
+        cache: Returns the cache of a kind; those of the backend's `watches` are kept filled with
+            what their `trim` keeps. Put the answer to a write into it, trimmed, so that the next
+            reconcile sees it.
         namespaces: Namespaces that are served; empty for all.
         at_end: What is to be closed once no backend is asked any more; push it there.
     """

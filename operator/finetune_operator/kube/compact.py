@@ -1,10 +1,8 @@
 """Objects that are kept by the hundred and seldom looked into: what they are called, and a text.
 
-The watch of such a kind keeps them so (`kernel/watches.py`); a backend reads them with `expand` and
+The informer of such a kind keeps them so; a backend reads them with `expand` and
 puts the answers to its writes into the cache the same way.
 """
-
-import orjson
 
 from finetune_operator.kube.labels import JOB_LABEL
 from finetune_operator.kube.resources import Object
@@ -18,6 +16,8 @@ def compact(made: Object) -> Object:
 
     The rest is without its status and without annotations, which are not ours.
     """
+    import orjson  # not among what `ftctl validate` needs
+
     metadata = made["metadata"]
     names = {key: metadata[key] for key in _NAMING if key in metadata}
     if job := (metadata.get("labels") or {}).get(JOB_LABEL):
@@ -30,6 +30,8 @@ def compact(made: Object) -> Object:
 
 def expand(kept: Object) -> Object:
     """Return what `compact` has kept."""
+    import orjson
+
     made: Object = orjson.loads(kept["text"])
     return {**made, "metadata": {**made["metadata"], **_without_labels(kept["metadata"])}}
 

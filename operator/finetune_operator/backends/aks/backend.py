@@ -13,6 +13,7 @@ from finetune_operator.backends.aks import checks
 from finetune_operator.backends.aks.names import BACKEND, AttemptName
 from finetune_operator.backends.aks.profiles import FIELD, ProfileError, Profiles
 from finetune_operator.backends.aks.render import render
+from finetune_operator.backends.aks.watched import WATCHES
 from finetune_operator.backends.aks.written import written
 from finetune_operator.backends.base import (
     Attempt,
@@ -24,6 +25,7 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.errors import BackendError
+from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -43,14 +45,7 @@ class AksBackend:
 
     name: ClassVar[str] = BACKEND
     lives_in_cluster: ClassVar[bool] = True
-    watches: ClassVar[tuple[str, ...]] = (
-        "batch/v1/Job",
-        "v1/Pod",
-        "finetune.dev/v1alpha1/FineTuneProfile",
-        "v1/Service",
-        "networking.k8s.io/v1/NetworkPolicy",
-        "discovery.k8s.io/v1/EndpointSlice",
-    )
+    watches: ClassVar[tuple[Watch, ...]] = WATCHES
 
     def __init__(self, context: BackendContext) -> None:
         self._cluster = context.cluster

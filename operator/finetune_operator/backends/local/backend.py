@@ -34,6 +34,7 @@ from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
 from finetune_operator.backends.local.render import BACKEND, attempt_uid, render
 from finetune_operator.backends.local.start import start
 from finetune_operator.errors import BackendError
+from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Termination
 
@@ -58,7 +59,7 @@ class LocalBackend:
 
     name: ClassVar[str] = BACKEND
     lives_in_cluster: ClassVar[bool] = False
-    watches: ClassVar[tuple[str, ...]] = ()
+    watches: ClassVar[tuple[Watch, ...]] = ()
 
     def __init__(
         self,

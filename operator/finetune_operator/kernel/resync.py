@@ -1,6 +1,6 @@
-"""Full lists of FineTuneJobs: at the start, after each gap, and every so often.
+"""Resync: list all FineTuneJobs at the start, after missed events, and every so often.
 
-They correct the cache that kopf's events fill. What the API server refuses to list (a namespace
+Lists correct the cache that kopf's events fill. What the API server forbids to list (a namespace
 whose Role is gone) keeps no other namespace waiting, is asked for again, and stays as it was known.
 """
 
@@ -10,34 +10,35 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.sight import Place, name_in
-from finetune_operator.kernel.watches import ABSENT_SECONDS
-from finetune_operator.kube.cache import Key, ObjectCache, key_of, trim_metadata
+from finetune_operator.kernel.informer import ABSENT_SECONDS
+from finetune_operator.kernel.informers import Place, name_in
+from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
+from finetune_operator.kube.watch import trim_metadata
 
 log = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 1.0  # one LIST for all the gaps that one outage makes
-_REFUSED_SECONDS = 10.0
+_SETTLE_SECONDS = 1.0  # one LIST for all the events that one outage loses
+_FORBIDDEN_SECONDS = 10.0
 
 
-class JobLists:
+class Resync:
     """Lists FineTuneJobs.
 
     Args:
         client: Who asks.
         cache: What is corrected.
         namespaces: Namespaces served; empty for all.
-        resync_seconds: The longest time between two full lists.
+        resync_seconds: The longest time between two resyncs.
         backoff: Waits between two tries.
-        look: Called with each job that was listed or is gone.
+        wake: Called with each job that was listed or is gone.
         on_served: Called when the API server has come to know the kind.
 
     Attributes:
-        gap: Set it where events may have been lost.
-        listed_at: When the API server was last asked for a full list, on the loop's clock.
+        missed_events: Set it where events may have been lost.
+        listed_at: When the API server was last asked for one, on the loop's clock.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class JobLists:
         namespaces: Sequence[str],
         resync_seconds: float,
         backoff: Backoff,
-        look: Callable[[Key], None],
+        wake: Callable[[Key], None],
         on_served: Callable[[], None],
     ) -> None:
-        self.gap = asyncio.Event()
+        self.missed_events = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self.listed_at = self._loop.time()
         self._client = client
@@ -59,39 +60,39 @@ class JobLists:
         self._places: Sequence[Place] = namespaces or (None,)
         self._resync_seconds = resync_seconds
         self._backoff = backoff
-        self._look = look
+        self._wake = wake
         self._on_served = on_served
-        self._refused: dict[Place, str] = {}
+        self._forbidden: dict[Place, str] = {}
         self._absent = ""
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def sees_nothing(self) -> bool:
-        """Whether every list was refused, or the kind is not served."""
-        return bool(self._absent) or len(self._refused) == len(self._places)
+        """Whether every list was forbidden, or the kind is not served."""
+        return bool(self._absent) or len(self._forbidden) == len(self._places)
 
     @property
     def late_seconds(self) -> float:
-        """How much longer than it may the last full list is ago."""
+        """By how much the next resync is late."""
         return max(0.0, self._loop.time() - self.listed_at - self._resync_seconds)
 
-    def refused(self) -> dict[str, str]:
+    def forbidden(self) -> dict[str, str]:
         """Return what is not listed, and why."""
-        return {name_in(FINE_TUNE_JOBS, place): said for place, said in self._refused.items()}
+        return {name_in(FINE_TUNE_JOBS, place): said for place, said in self._forbidden.items()}
 
     def absent(self) -> dict[str, str]:
         """Return the kind, and what the API server says, while it does not serve it."""
         return {str(FINE_TUNE_JOBS): self._absent} if self._absent else {}
 
     async def list_anew(self) -> None:
-        """Return when everything was listed once more; `run` does it, after other gaps."""
+        """Return when everything was listed once more; `run` does it, after other missed events."""
         done = self._loop.create_future()
         self._waiting.append(done)
-        self.gap.set()
+        self.missed_events.set()
         await done
 
     async def list_all(self) -> None:
-        """Return when everything is listed, or refused."""
+        """Return when everything is listed, or forbidden."""
         await self._list_until_done(self._places)
         self.listed_at = self._loop.time()
 
@@ -99,16 +100,16 @@ class JobLists:
         """Go on listing until cancelled."""
         due = self._next()
         while True:
-            soon = self._loop.time() + _REFUSED_SECONDS
+            soon = self._loop.time() + _FORBIDDEN_SECONDS
             try:
-                async with asyncio.timeout_at(min(due, soon) if self._refused else due):
-                    await self.gap.wait()
+                async with asyncio.timeout_at(min(due, soon) if self._forbidden else due):
+                    await self.missed_events.wait()
             except TimeoutError:
                 if self._loop.time() < due:
-                    await self._list_until_done(tuple(self._refused))
+                    await self._list_until_done(tuple(self._forbidden))
                     continue
             await asyncio.sleep(_SETTLE_SECONDS)
-            self.gap.clear()
+            self.missed_events.clear()
             waiting, self._waiting = self._waiting, []
             await self.list_all()
             for one in waiting:
@@ -150,15 +151,15 @@ class JobLists:
         try:
             listing = await self._client.list(FINE_TUNE_JOBS, place, trim=trim_metadata)
         except ForbiddenError as error:
-            if place not in self._refused:
-                log.warning("list refused", extra=_about(place, error=str(error)))
-            self._refused[place] = str(error)
+            if place not in self._forbidden:
+                log.warning("list forbidden", extra=_about(place, error=str(error)))
+            self._forbidden[place] = str(error)
             return
-        if self._refused.pop(place, None) is not None:
+        if self._forbidden.pop(place, None) is not None:
             log.info("list allowed again", extra=_about(place))
         gone = self._cache.replace(listing.items, listing.resource_version, place)
         for one in (*gone, *listing.items):
-            self._look(key_of(one))
+            self._wake(key_of(one))
 
 
 def _about(place: Place, **fields: str) -> dict[str, str]:

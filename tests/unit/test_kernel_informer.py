@@ -5,34 +5,38 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fake_api import FakeApi
+from finetune_operator.backends.aks.watched import WATCHES, trim_job, trim_pod
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.watches import ABSENT_SECONDS, WATCHED, KindWatch
+from finetune_operator.kernel.informer import ABSENT_SECONDS, Informer
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.errors import ApiError, NotFoundError, UnavailableError
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import CONFIG_MAPS, JOBS, SERVICES, Object, Resource
+from finetune_operator.kube.watch import Watch
 from virtual_time import run
+
+CHILDREN = Watch(CONFIG_MAPS)
 
 
 class Scene:
     """A server, a watch of one kind on it, and what the watch told."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, watch: Watch) -> None:
         self.api = FakeApi()
-        self.watched = WATCHED[kind]
+        self.watched = watch
         self.cache = ObjectCache(self.watched.resource)
         self.woken: list[Key | None] = []
         self.gaps = 0
-        self.watch = KindWatch(
+        self.informer = Informer(
             self.api,
             self.watched,
             self.cache,
             wake=self.woken.append,
-            on_gap=self._gap,
+            on_missed_events=self._gap,
             namespace=None,
             backoff=Backoff(1.0, 15.0),
         )
-        self.task = asyncio.create_task(self.watch.run())
+        self.task = asyncio.create_task(self.informer.run())
 
     def _gap(self) -> None:
         self.gaps += 1
@@ -46,11 +50,11 @@ class Scene:
         return {one["metadata"]["name"] for one in self.cache}
 
 
-def play(script: Callable[[Scene], Coroutine[Any, Any, None]], kind: str = "v1/ConfigMap") -> Scene:
+def play(script: Callable[[Scene], Coroutine[Any, Any, None]], watch: Watch = CHILDREN) -> Scene:
     """Run a script beside a watch that is synced."""
 
     async def work() -> Scene:
-        scene = Scene(kind)
+        scene = Scene(watch)
         await script(scene)
         scene.task.cancel()
         return scene
@@ -76,7 +80,7 @@ AWAY = UnavailableError(0, "ClientConnectorError", "connection refused")
 def test_what_is_there_and_what_comes_wakes_its_job() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("a")
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await scene.make("b")
         await asyncio.sleep(1)
         assert scene.woken == [Key("ns", "job-of-a"), Key("ns", "job-of-b")]
@@ -90,7 +94,7 @@ def test_what_is_there_and_what_comes_wakes_its_job() -> None:
 
 def test_the_answer_to_our_own_write_wakes_nobody() -> None:
     async def script(scene: Scene) -> None:
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         scene.cache.put(await scene.make("a"))
         await asyncio.sleep(1)
 
@@ -100,7 +104,7 @@ def test_the_answer_to_our_own_write_wakes_nobody() -> None:
 def test_a_change_that_came_with_the_answer_to_our_own_write_wakes_its_job() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("a")
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await asyncio.sleep(1)
         scene.api.watch_lag = lambda: 1.0
         await scene.api.patch(CONFIG_MAPS, "a", "ns", {"data": {"theirs": "1"}})
@@ -115,7 +119,7 @@ def test_a_change_that_came_with_the_answer_to_our_own_write_wakes_its_job() -> 
 def test_a_change_of_nothing_that_is_kept_wakes_nobody() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("a", status={"active": 2, "ready": 0, "conditions": []})
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await asyncio.sleep(1)
         scene.woken.clear()
         counters = {"ready": 2, "succeeded": 1, "startTime": "2026-01-01T00:00:00Z"}
@@ -129,13 +133,13 @@ def test_a_change_of_nothing_that_is_kept_wakes_nobody() -> None:
         await scene.api.patch(JOBS, "a", "ns", {"status": fewer}, subresource="status")
         await asyncio.sleep(1)
 
-    assert play(script, "batch/v1/Job").woken == [Key("ns", "job-of-a")]
+    assert play(script, Watch(JOBS, trim=trim_job)).woken == [Key("ns", "job-of-a")]
 
 
 def test_a_change_that_the_answer_to_our_own_write_overtook_wakes_its_job() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("a", spec={"parallelism": 2}, status={"active": 2})
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await asyncio.sleep(1)
         scene.api.watch_lag = lambda: 1.0
         theirs = {"status": {"active": 1}}
@@ -145,14 +149,14 @@ def test_a_change_that_the_answer_to_our_own_write_overtook_wakes_its_job() -> N
         scene.woken.clear()
         await asyncio.sleep(5)
 
-    assert play(script, "batch/v1/Job").woken == [Key("ns", "job-of-a")]
+    assert play(script, Watch(JOBS, trim=trim_job)).woken == [Key("ns", "job-of-a")]
 
 
 def test_a_deletion_that_falls_into_an_expired_gap_is_found_by_the_list() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("stays")
         await scene.make("goes")
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await asyncio.sleep(1)
         scene.api.before = failing(AWAY, "watch", "event", "list")
         scene.api.break_watches()
@@ -171,7 +175,7 @@ def test_a_deletion_that_falls_into_an_expired_gap_is_found_by_the_list() -> Non
 
 def test_a_long_outage_is_asked_after_for_ever_and_not_in_a_storm() -> None:
     async def script(scene: Scene) -> None:
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         scene.api.before = failing(AWAY, "watch", "event", "list")
         scene.api.break_watches()
         await asyncio.sleep(3600)
@@ -187,12 +191,12 @@ def test_a_long_outage_is_asked_after_for_ever_and_not_in_a_storm() -> None:
 
 def test_a_watch_that_the_server_ends_goes_on_where_it_was() -> None:
     async def script(scene: Scene) -> None:
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await asyncio.sleep(1000)
         await scene.make("a")
         await asyncio.sleep(1)
         assert scene.names() == {"a"}
-        assert asyncio.get_running_loop().time() - scene.watch.heard_at < 301
+        assert asyncio.get_running_loop().time() - scene.informer.last_activity < 301
 
     assert play(script).gaps == 0
 
@@ -201,7 +205,7 @@ def test_a_kind_that_is_not_installed_counts_as_seen_and_is_found_later() -> Non
     async def script(scene: Scene) -> None:
         missing = NotFoundError(404, "NotFound", "the server could not find the resource")
         scene.api.before = failing(missing, "list")
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         scene.api.before = passing
         await scene.make("a")
         await asyncio.sleep(20)
@@ -213,7 +217,7 @@ def test_a_kind_that_is_not_installed_counts_as_seen_and_is_found_later() -> Non
 def test_a_kind_that_is_deleted_has_no_objects_and_is_watched_again_soon_after_its_return() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("a")
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await asyncio.sleep(1)
         missing = NotFoundError(404, "NotFound", "the server could not find the resource")
         scene.api.before = failing(missing, "list", "watch", "event")
@@ -221,11 +225,11 @@ def test_a_kind_that_is_deleted_has_no_objects_and_is_watched_again_soon_after_i
         scene.woken.clear()
         await asyncio.sleep(600)
         assert (scene.names(), scene.woken) == (set(), [Key("ns", "job-of-a")])
-        assert scene.watch.absent == "the server could not find the resource"
-        assert asyncio.get_running_loop().time() - scene.watch.heard_at <= ABSENT_SECONDS
+        assert scene.informer.absent == "the server could not find the resource"
+        assert asyncio.get_running_loop().time() - scene.informer.last_activity <= ABSENT_SECONDS
         scene.api.before = passing
         await asyncio.sleep(ABSENT_SECONDS)
-        assert (scene.names(), scene.watch.absent) == ({"a"}, "")
+        assert (scene.names(), scene.informer.absent) == ({"a"}, "")
         await scene.make("b")
         await asyncio.sleep(1)
         assert scene.names() == {"a", "b"}
@@ -236,7 +240,7 @@ def test_a_kind_that_is_deleted_has_no_objects_and_is_watched_again_soon_after_i
 def test_an_object_that_is_given_to_another_job_wakes_both() -> None:
     async def script(scene: Scene) -> None:
         await scene.make("a")
-        await scene.watch.is_synced.wait()
+        await scene.informer.is_synced.wait()
         await asyncio.sleep(1)
         scene.woken.clear()
         labels = {"metadata": {"labels": {JOB_LABEL: "other"}}}
@@ -244,7 +248,7 @@ def test_an_object_that_is_given_to_another_job_wakes_both() -> None:
         await asyncio.sleep(1)
         assert set(scene.woken) == {Key("ns", "job-of-a"), Key("ns", "other")}
 
-    play(script, "v1/Service")
+    play(script, next(one for one in WATCHES if one.resource == SERVICES))
 
 
 def test_of_a_pod_all_that_is_long_is_left_out_and_what_its_end_needs_is_kept() -> None:
@@ -259,12 +263,12 @@ def test_of_a_pod_all_that_is_long_is_left_out_and_what_its_end_needs_is_kept() 
         "spec": {"nodeName": "node-1", "containers": [{"name": "trainer", "args": [long]}]},
         "status": {"phase": "Running"},
     }
-    kept = WATCHED["v1/Pod"].trim(made)
+    kept = trim_pod(made)
     assert kept["metadata"]["annotations"] == {GRACE_ANNOTATION: "600"}
     assert kept["spec"] == {"nodeName": "node-1", "containers": [{"name": "trainer"}]}
     assert len(str(kept)) < 300
     del made["metadata"]["annotations"]
-    assert "annotations" not in WATCHED["v1/Pod"].trim(made)["metadata"]
+    assert "annotations" not in trim_pod(made)["metadata"]
 
 
 def test_of_a_batch_job_the_facts_are_kept_and_the_pods_template_is_not() -> None:
@@ -274,7 +278,7 @@ def test_of_a_batch_job_the_facts_are_kept_and_the_pods_template_is_not() -> Non
         "metadata": {"name": "tiny-1", "annotations": facts},
         "spec": {"parallelism": 2, "template": template},
     }
-    kept = WATCHED["batch/v1/Job"].trim(made)
+    kept = trim_job(made)
     assert kept == {
         "metadata": {"name": "tiny-1", "annotations": facts},
         "spec": {"parallelism": 2},

@@ -1,0 +1,77 @@
+"""What the aks backend watches, and what is kept of each object: there are thousands of pods."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_operator.kube.compact import compact
+from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICES,
+    Object,
+)
+from finetune_operator.kube.watch import Watch
+
+_METADATA = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "labels",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "ownerReferences",
+)
+
+
+def _kept(source: Mapping[str, Any], *names: str) -> Object:
+    return {name: source[name] for name in names if name in source}
+
+
+def trim_pod(made: Object) -> Object:
+    """Keep of a pod who it is, where it is and how it is; of its annotations GRACE_ANNOTATION."""
+    spec = _kept(made.get("spec", {}), "nodeName", "containers")
+    names = [_kept(one, "name") for one in spec.pop("containers", ())]
+    metadata = _kept(made["metadata"], *_METADATA)
+    if grace := _kept(made["metadata"].get("annotations") or {}, GRACE_ANNOTATION):
+        metadata["annotations"] = grace
+    return {
+        "metadata": metadata,
+        "spec": {**spec, "containers": names},
+        "status": made.get("status", {}),
+    }
+
+
+def trim_job(made: Object) -> Object:
+    """Keep of a batch Job who it is, its size, its conditions, and how many of its pods live.
+
+    And what makes it end, or make a pod anew: somebody may change that.
+    """
+    spec = made.get("spec", {})
+    return {
+        "metadata": _kept(made["metadata"], *_METADATA, "annotations"),
+        "spec": _kept(
+            spec, "activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend"
+        ),
+        "status": _kept(made.get("status", {}), "active", "conditions"),
+    }
+
+
+WATCHES = (
+    Watch(JOBS, trim=trim_job),
+    Watch(PODS, trim=trim_pod),
+    Watch(FINE_TUNE_PROFILES, selector=None),
+    Watch(SERVICES, trim=compact, is_vital=False),
+    Watch(NETWORK_POLICIES, trim=compact, is_vital=False),
+    Watch(
+        ENDPOINT_SLICES,
+        # Controllers copy a Service's labels to the slices that they write.
+        selector=f"{JOB_UID_LABEL},endpointslice.kubernetes.io/managed-by=finetune.dev",
+        trim=compact,
+        is_vital=False,
+    ),
+)

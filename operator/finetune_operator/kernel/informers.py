@@ -1,0 +1,83 @@
+"""The informers of one leader term: one for each kind and place that its backends watch."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from finetune_operator.backends.base import Backend
+from finetune_operator.kernel.informer import Informer, WatchForbidden
+from finetune_operator.kube.resources import Resource
+from finetune_operator.kube.watch import Watch
+
+Place = str | None
+"""A namespace; None for all of them, and for kinds without namespaces."""
+
+
+class Informers:
+    """Every informer of one term.
+
+    Args:
+        backends: By name, those that can be used.
+        namespaces: Namespaces served; empty for all.
+        make: Makes the informer of one kind in one place.
+    """
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        namespaces: Sequence[str],
+        make: Callable[[Watch, Place], Informer],
+    ) -> None:
+        self._vital = {
+            name: frozenset(one.resource for one in backend.watches if one.is_vital)
+            for name, backend in backends.items()
+        }
+        watches = {one.resource: one for each in backends.values() for one in each.watches}
+        self.all = [
+            make(watch, place)
+            for watch in watches.values()
+            for place in _places(watch.resource, namespaces)
+        ]
+
+    async def wait_until_synced(self) -> None:
+        """Return when every kind was listed once, or the API server has refused it."""
+        for informer in self.all:
+            await informer.is_synced.wait()
+
+    def forbidden_to(self, namespace: str, backend: str) -> WatchForbidden | None:
+        """Return what keeps a backend's attempts in a namespace from being seen."""
+        needed = self._vital.get(backend, frozenset())
+        found = (
+            informer.forbidden
+            for informer in self.all
+            if informer.forbidden
+            and informer.watch.resource in needed
+            and informer.namespace in (None, namespace)
+        )
+        return min(found, key=lambda one: one.since, default=None)
+
+    def forbidden(self) -> dict[str, str]:
+        """Return what is not shown, and why."""
+        return {name_of(one): one.forbidden.message for one in self.all if one.forbidden}
+
+    def absent(self) -> dict[str, str]:
+        """Return which kinds the API server does not serve, and what it says."""
+        return {name_of(one): one.absent for one in self.all if one.absent}
+
+    def silent_seconds(self) -> dict[str, float]:
+        """Return for how long each informer has neither heard nor asked anything."""
+        now = asyncio.get_running_loop().time()
+        return {name_of(one): now - one.last_activity for one in self.all}
+
+
+def name_of(informer: Informer) -> str:
+    """Return `KIND NAMESPACE` of an informer."""
+    return name_in(informer.watch.resource, informer.namespace)
+
+
+def name_in(resource: Resource, place: Place) -> str:
+    """Return `KIND NAMESPACE`."""
+    return f"{resource} {place or ''}".strip()
+
+
+def _places(resource: Resource, namespaces: Sequence[str]) -> Sequence[Place]:
+    return namespaces if resource.namespaced and namespaces else (None,)

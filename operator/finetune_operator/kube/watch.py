@@ -1,0 +1,34 @@
+"""What is watched of a kind of object, and what is kept of each; a backend names its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_operator.kube.resources import Object, Resource
+
+Trim = Callable[[Object], Object]
+"""Returns what is kept of an object."""
+
+
+def trim_metadata(made: Object) -> Object:
+    """Keep everything but managedFields."""
+    metadata = {key: value for key, value in made["metadata"].items() if key != "managedFields"}
+    return {**made, "metadata": metadata}
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A kind whose events have a job reconciled.
+
+    Caches are shared by kind: two backends that name one kind must keep the same of it.
+
+    Attributes:
+        selector: Label selector; None where objects of the kind belong to no single job.
+        trim: What is kept of an object.
+        is_vital: Whether no job is reconciled while its objects are not shown.
+    """
+
+    resource: Resource
+    selector: str | None = JOB_UID_LABEL
+    trim: Trim = trim_metadata
+    is_vital: bool = True

@@ -1,0 +1,94 @@
+"""Plugins that do not fit are named in their jobs, and the others go on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+
+from builders import manifest
+from configmap_backend import RETRY_AFTER_SECONDS, ThrottledBackend
+from fake_api import FakeApi
+from finetune_operator.api.validate import defaulted
+from finetune_operator.kernel.term import Term
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
+from kernel_world import START
+from live_world import SETTINGS, FollowedJobs
+from virtual_time import run
+
+
+@asynccontextmanager
+async def operated(*backends: str) -> AsyncIterator[FakeApi]:
+    """Have the operator work with these plugins beside those of this package."""
+    api = FakeApi()
+    api.now = _time
+    settings = SETTINGS.model_copy(update={"backends": backends})
+    task = asyncio.create_task(Term(api, settings, listen=FollowedJobs, now=_time).run())
+    try:
+        yield api
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def apply(api: FakeApi, backend: str) -> None:
+    fields = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+    made = manifest(name=f"by-{backend}", backend={"type": backend}, **fields)
+    await api.create(FINE_TUNE_JOBS, defaulted(made), "ns")
+
+
+async def condition(api: FakeApi, backend: str, kind: str) -> Object:
+    status = (await api.get(FINE_TUNE_JOBS, f"by-{backend}", "ns")).get("status", {})
+    found = [one for one in status.get("conditions", ()) if one["type"] == kind]
+    return found[0] if found else {}
+
+
+def _time() -> datetime:
+    return START + timedelta(seconds=asyncio.get_running_loop().time())
+
+
+def test_a_plugin_that_keeps_other_fields_of_a_shared_kind_is_named_and_the_first_goes_on() -> None:
+    async def work() -> None:
+        plugins = ("configmap:ConfigMapBackend", "greedy:GreedyBackend")
+        named = (one.partition(":") for one in plugins)
+        points = [f"{name}=configmap_backend:{kind}" for name, _, kind in named]
+        async with operated(*points) as api:
+            await apply(api, "greedy")
+            await apply(api, "configmap")
+            await asyncio.sleep(15)
+            stalled = await condition(api, "greedy", "Stalled")
+            assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
+            assert stalled["message"].startswith(
+                "spec.backend.type greedy keeps other fields of configmaps than configmap does, "
+                "and they share a cache; uninstall one of the two, or let both declare the same "
+                "Watch"
+            )
+            assert (await condition(api, "configmap", "Accepted"))["status"] == "True"
+
+    run(work())
+
+
+def test_a_plugin_for_an_earlier_contract_is_named_with_the_cure() -> None:
+    async def work() -> None:
+        async with operated("first-version=configmap_backend:FirstVersionBackend") as api:
+            await apply(api, "first-version")
+            await asyncio.sleep(15)
+            stalled = await condition(api, "first-version", "Stalled")
+            assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
+            assert (
+                "has watches that are not of type finetune_operator.kube.watch.Watch; it needs a "
+                "version for this release of finetune-operator"
+            ) in stalled["message"]
+
+    run(work())
+
+
+def test_a_service_that_asks_to_wait_is_not_asked_again_before() -> None:
+    async def work() -> None:
+        async with operated("throttled=configmap_backend:ThrottledBackend") as api:
+            await apply(api, "throttled")
+            await asyncio.sleep(2 * RETRY_AFTER_SECONDS)
+
+    ThrottledBackend.asked.clear()
+    run(work())
+    first, second = ThrottledBackend.asked
+    assert RETRY_AFTER_SECONDS <= second - first < RETRY_AFTER_SECONDS + 5
