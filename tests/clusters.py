@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_operator.embedded import EmbeddedApi, Faults
+from finetune_operator.embedded.faults import Faults
+from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.kube.resources import Object
 from loop_thread import loop_thread
 

@@ -12,11 +12,10 @@ from datetime import datetime, timedelta
 from typing import Self
 
 from fake_api import BeforeCall
-from finetune_operator.kernel.handlers import JobEvents, KopfOptions, OnEvent
+from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.term import Term
-from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError, GoneError, UnavailableError
+from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Resource
 from kernel_world import KEY, START, Crash, World, at_write, nothing
 
@@ -26,49 +25,6 @@ SETTINGS = Settings(
     # A full list would find what a wake-up had missed.
     resync_seconds=86_400,
 )
-
-
-class FollowedJobs:
-    """Tells of FineTuneJobs as kopf does: lists after a gap without a word about deletions."""
-
-    def __init__(self, client: KubeClient, options: KopfOptions, on_event: OnEvent) -> None:
-        self._client = client
-        self._options = options
-        self._on_event = on_event
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        places = self._options.namespaces or (None,)
-        self._tasks = [asyncio.create_task(self._follow(place)) for place in places]
-
-    async def ended(self) -> None:
-        await asyncio.wait(self._tasks)
-
-    def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-    def asked_at(self) -> float | None:
-        return asyncio.get_running_loop().time()
-
-    async def _follow(self, place: str | None) -> None:
-        version: str | None = None
-        waits = iter(self._options.backoff)
-        while True:
-            try:
-                if version is None:
-                    listing = await self._client.list(FINE_TUNE_JOBS, place)
-                    version = listing.resource_version
-                    for one in listing.items:
-                        self._on_event(None, one)
-                watch = self._client.watch(FINE_TUNE_JOBS, place, resource_version=version)
-                async for event in watch:
-                    version = event.resource_version
-                    self._on_event(event.type, event.object)
-            except GoneError:
-                version = None
-            except ApiError:
-                await asyncio.sleep(next(waits))
 
 
 class LiveWorld(World):
@@ -174,7 +130,7 @@ class LiveWorld(World):
 
     async def _operate(self) -> None:
         while True:
-            term = Term(self.api, SETTINGS, listen=_listen, now=self._time)
+            term = Term(self.api, SETTINGS, listen=FollowedJobs, now=self._time)
             try:
                 await term.run()
             except* Crash:  # another process
@@ -187,7 +143,3 @@ class LiveWorld(World):
 
     def _time(self) -> datetime:
         return START + timedelta(seconds=asyncio.get_running_loop().time())
-
-
-def _listen(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
-    return FollowedJobs(client, options, on_event)

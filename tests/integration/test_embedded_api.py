@@ -14,7 +14,7 @@ import pytest
 from builders import manifest
 from clusters import embedded_cluster
 from finetune_operator.api.crd import custom_resource_definition
-from finetune_operator.embedded import EmbeddedApi
+from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.embedded.store import StateError
 from finetune_operator.kube.errors import GoneError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, SECRETS

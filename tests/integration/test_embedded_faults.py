@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from clusters import embedded_cluster
-from finetune_operator.embedded import Fault, Faults
+from finetune_operator.embedded.faults import Fault, Faults
 from finetune_operator.kube.errors import GoneError, ThrottledError, UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS
 from operators import Api, OperatorProcess, condition, wait_until

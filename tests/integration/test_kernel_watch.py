@@ -10,7 +10,8 @@ from kubernetes.aio.config import load_kube_config
 
 from clusters import embedded_cluster
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.handlers import KopfOptions, KopfThread
+from finetune_operator.kernel.handlers import KopfThread
+from finetune_operator.kernel.job_events import ListenOptions
 from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource
@@ -49,7 +50,7 @@ def test_an_idle_watch_is_asked_for_all_the_time_and_one_that_hangs_has_ended(ap
         configuration = Configuration()
         loader = await load_kube_config(api.kubeconfig, client_configuration=configuration)
         access = StickingAccess(configuration, loader)
-        options = KopfOptions((namespace,), Backoff(0.1, 0.5), 1.0, watch_seconds=1)
+        options = ListenOptions((namespace,), Backoff(0.1, 0.5), 1.0, watch_seconds=1)
         events = KopfThread(access, options, lambda kind, made: None)
         events.start()
         try:
@@ -73,7 +74,7 @@ def test_an_idle_watch_is_asked_for_all_the_time_and_one_that_hangs_has_ended(ap
 
 def test_what_looks_for_its_kind_in_vain_has_ended(tmp_path: Path) -> None:
     async def work(kubeconfig: str) -> float:
-        options = KopfOptions((), Backoff(0.1, 0.5), 5.0)
+        options = ListenOptions((), Backoff(0.1, 0.5), 5.0)
         events = KopfThread(await load_access(kubeconfig), options, lambda kind, made: None)
         start = asyncio.get_running_loop().time()
         events.start()

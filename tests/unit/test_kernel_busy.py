@@ -8,10 +8,11 @@ from itertools import pairwise
 from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
+from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.term import Term
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from kernel_world import START
-from live_world import SETTINGS, FollowedJobs
+from live_world import SETTINGS
 from virtual_time import run
 
 NUM_JOBS = 40

@@ -8,13 +8,13 @@ from builders import manifest
 from configmap_backend import OpeningBackend
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
-from finetune_operator.kernel.handlers import JobEvents, KopfOptions, OnEvent
+from finetune_operator.kernel.job_events import FollowedJobs, JobEvents, ListenOptions, OnEvent
 from finetune_operator.kernel.term import Term
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from kernel_world import nothing
-from live_world import SETTINGS, FollowedJobs
+from live_world import SETTINGS
 from virtual_time import run
 
 STUCK_SECONDS = 300
@@ -50,7 +50,7 @@ class KindlessJobs(FollowedJobs):
         self._stopped.set()
 
 
-def kindless(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
+def kindless(client: KubeClient, options: ListenOptions, on_event: OnEvent) -> JobEvents:
     return KindlessJobs(client, options, on_event)
 
 
@@ -59,7 +59,7 @@ def refuse(verb: str, resource: Resource, name: str) -> None:
         raise NotFoundError(404, "NotFound", "the server could not find the requested resource")
 
 
-def deaf(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
+def deaf(client: KubeClient, options: ListenOptions, on_event: OnEvent) -> JobEvents:
     return DeafJobs(client, options, on_event)
 
 

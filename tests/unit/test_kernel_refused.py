@@ -13,6 +13,7 @@ from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.backends.aks import kept
+from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.term import Term
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
@@ -22,7 +23,7 @@ from finetune_operator.kube.resources import (
     Object,
 )
 from kernel_world import START
-from live_world import SETTINGS, FollowedJobs
+from live_world import SETTINGS
 from virtual_time import run
 
 PLACES = ("team-a", "team-b")

@@ -16,7 +16,7 @@ from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.cli.dev_backend import DevBackend
 from finetune_operator.cli.dev_folder import DevFolder
 from finetune_operator.cli.dev_stop import StopSignals, resume_all, stop_all
-from finetune_operator.embedded import EmbeddedApi
+from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings

@@ -5,7 +5,6 @@ and every user of this machine could start jobs; clients send no token over plai
 """
 
 import asyncio
-import re
 import secrets
 import socket
 from collections.abc import Sequence
@@ -24,16 +23,12 @@ from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.tables import table
-from finetune_operator.embedded.verbs import VERBS, Asked
+from finetune_operator.embedded.verbs import VERBS, Asked, asked_for
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import NAMESPACES, Object, Resource
 
 _BODY_BYTES = 3 * 2**20
-_PATH = re.compile(
-    r"(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)(?:/namespaces/(?P<namespace>[^/]+)(?=/))?"
-    r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?:/(?P<subresource>[^/]+))?)?"
-)
 _VERBS = {
     ("GET", True): "get",
     ("GET", False): "list",
@@ -146,21 +141,12 @@ class EmbeddedApi:
             return _json(refusal.status, refusal.code, headers)
 
     async def _asked(self, request: web.Request, path: str) -> Asked:
-        parts = _PATH.fullmatch(path)
-        if parts is None:
-            raise _no_page()
-        group, version, namespace, plural, name, subresource = parts.groups("")
-        kind = self._store.kinds.get(f"{plural}.{group}".rstrip("."))
-        if (
-            kind is None
-            or kind.resource.version != version
-            or (namespace and not kind.resource.namespaced)
-            or (subresource and subresource not in kind.subresources)
-        ):
-            raise _no_page()
         body = await request.read()
         content_type = request.content_type if body else ""
-        return Asked(kind, Key(namespace, name), subresource, request.query, content_type, body)
+        asked = asked_for(self._store, path, request.query, content_type, body)
+        if asked is None:
+            raise _no_page()
+        return asked
 
     async def _serve(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         verb = _VERBS.get((request.method, bool(asked.key.name)))

@@ -1,6 +1,7 @@
 """Every verb but watch, on the store: what a request asks for, and the object of its answer."""
 
 import base64
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,10 @@ from finetune_operator.embedded.tables import find
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import NAMESPACES, Object
 
+_PATH = re.compile(
+    r"(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)(?:/namespaces/(?P<namespace>[^/]+)(?=/))?"
+    r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?:/(?P<subresource>[^/]+))?)?"
+)
 _YAML = "application/yaml"
 _MOST_DIGITS = 19  # of a number of 64 bits
 
@@ -66,6 +71,33 @@ class Asked:
                 f"{parameter}: Invalid value: {text}: must be a whole number of 64 bits"
             )
         return int(text)
+
+
+def asked_for(
+    store: Store, path: str, query: Mapping[str, str], content_type: str, body: bytes
+) -> Asked | None:
+    """Return what a request asks for, or None where nothing is served.
+
+    Args:
+        store: What is served.
+        path: Of the URL, without a slash at its start.
+        query: The URL's parameters.
+        content_type: Of the body, without parameters.
+        body: What was sent.
+    """
+    parts = _PATH.fullmatch(path)
+    if parts is None:
+        return None
+    group, version, namespace, plural, name, subresource = parts.groups("")
+    kind = store.kinds.get(f"{plural}.{group}".rstrip("."))
+    if (
+        kind is None
+        or kind.resource.version != version
+        or (namespace and not kind.resource.namespaced)
+        or (subresource and subresource not in kind.subresources)
+    ):
+        return None
+    return Asked(kind, Key(namespace, name), subresource, query, content_type, body)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,14 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import kopf
 
-from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kernel.job_events import ListenOptions, OnEvent
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
@@ -29,46 +28,6 @@ _LOOK_SECONDS = 0.5
 
 _THREAD = "kopf"
 
-OnEvent = Callable[[str | None, Object], None]
-"""Called with the type (`ADDED`, `MODIFIED`, `DELETED`, None from a list) and the object."""
-
-
-@dataclass(frozen=True)
-class KopfOptions:
-    """What kopf is told.
-
-    Attributes:
-        namespaces: Namespaces served; empty for all.
-        backoff: Waits between two tries, without an end: kopf would end the process with them.
-        request_seconds: Longest time for one request that is no watch.
-        watch_seconds: Longest time for one watch; whole, as the API server refuses a fraction.
-    """
-
-    namespaces: Sequence[str]
-    backoff: Backoff
-    request_seconds: float
-    watch_seconds: int = 60
-
-
-class JobEvents(Protocol):
-    """What tells of FineTuneJobs: first all there are, then each change."""
-
-    def start(self) -> None:
-        """Start to tell."""
-
-    async def ended(self) -> None:
-        """Return when it tells no more, whether it says so or not."""
-
-    def stop(self) -> None:
-        """Tell no more."""
-
-    def asked_at(self) -> float | None:
-        """Return when it last asked for FineTuneJobs, on the loop's clock; None before it has.
-
-        Of several places the one that it has not asked for the longest; an API server that does not
-        answer counts as asked.
-        """
-
 
 class KopfThread:
     """One run of `kopf.operator()`; `stop` ends it, another run needs another instance.
@@ -79,7 +38,7 @@ class KopfThread:
         on_event: Called on the event loop that made this object.
     """
 
-    def __init__(self, access: ClusterAccess, options: KopfOptions, on_event: OnEvent) -> None:
+    def __init__(self, access: ClusterAccess, options: ListenOptions, on_event: OnEvent) -> None:
         self._access = access
         self._options = options
         self._on_event = on_event

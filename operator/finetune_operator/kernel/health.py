@@ -7,9 +7,10 @@ That the API server is away does not count, as a restart of this process would n
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from aiohttp import web
+if TYPE_CHECKING:
+    from aiohttp import web
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class HealthServer:
         Raises:
             OSError: the port is taken.
         """
+        from aiohttp import web
+
         app = web.Application()
         app.add_routes([web.get("/healthz", self._healthz), web.get("/readyz", self._readyz)])
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
@@ -101,17 +104,19 @@ class HealthServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _healthz(self, request: web.Request) -> web.Response:
+    async def _healthz(self, request: "web.Request") -> "web.Response":
         health = self._look()
         complaints = health.complaints(self._stuck_seconds)
         return _answer(health, complaints, is_good=not complaints)
 
-    async def _readyz(self, request: web.Request) -> web.Response:
+    async def _readyz(self, request: "web.Request") -> "web.Response":
         health = self._look()
         return _answer(health, [], is_good=health.is_ready)
 
 
-def _answer(health: Health, complaints: list[str], *, is_good: bool) -> web.Response:
+def _answer(health: Health, complaints: list[str], *, is_good: bool) -> "web.Response":
+    from aiohttp import web
+
     body = {
         "leading": health.is_leading,
         "ready": health.is_ready,

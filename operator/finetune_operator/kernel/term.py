@@ -16,10 +16,10 @@ from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.events import EventPoster
-from finetune_operator.kernel.handlers import JobEvents, KopfOptions, KopfThread, OnEvent
 from finetune_operator.kernel.health import Health
 from finetune_operator.kernel.informer import Informer
 from finetune_operator.kernel.informers import Informers, Place
+from finetune_operator.kernel.job_events import JobEvents, ListenOptions, OnEvent
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.resync import Resync
@@ -40,8 +40,10 @@ _LASTING_SECONDS = 60.0  # what tells of jobs for so long has not failed at its 
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
 
 
-def listen_by_kopf(client: KubeClient, options: KopfOptions, on_event: OnEvent) -> JobEvents:
+def listen_by_kopf(client: KubeClient, options: ListenOptions, on_event: OnEvent) -> JobEvents:
     """Return what tells of FineTuneJobs, by kopf."""
+    from finetune_operator.kernel.handlers import KopfThread  # only who listens by it needs kopf
+
     return KopfThread(client.access, options, on_event)
 
 
@@ -66,7 +68,7 @@ class Term:
         settings: Settings,
         surroundings: Surroundings | None = None,
         *,
-        listen: Callable[[KubeClient, KopfOptions, OnEvent], JobEvents] = listen_by_kopf,
+        listen: Callable[[KubeClient, ListenOptions, OnEvent], JobEvents] = listen_by_kopf,
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
         self._client = client
@@ -180,7 +182,7 @@ class Term:
         """Keep kopf running: what it cannot bear is followed by another try."""
         failures = 0
         while True:
-            options = KopfOptions(
+            options = ListenOptions(
                 self._settings.namespaces, _WATCH_BACKOFF, self._settings.request_seconds
             )
             events = self._listen(self._client, options, self._on_event)

@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import aiohttp
 import orjson
 
 from finetune_operator.kube.config import ClusterAccess, load_access
@@ -25,6 +24,9 @@ from finetune_operator.kube.errors import (
 )
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
+
+if TYPE_CHECKING:
+    import aiohttp
 
 Propagation = Literal["Background", "Foreground", "Orphan"]
 """Keeps of an object what the caller needs, before it is held beside thousands of others."""
@@ -99,6 +101,8 @@ class CallCounts:
 class KubeClient:
     """The API server's verbs; use it as an async context manager.
 
+    Requests go through `exchange` and `lines`; `embedded/client.py` serves them in this process.
+
     Args:
         access: Cluster and credentials.
         options: Limits.
@@ -128,6 +132,8 @@ class KubeClient:
 
     async def __aenter__(self) -> Self:
         """Open the pool of connections; no request is sent yet."""
+        import aiohttp  # here and below, as `ftctl run` asks nobody and must not need it
+
         context, options = self.access.ssl_context(), self.options
         agent = {"User-Agent": options.user_agent, "Accept": _JSON}
 
@@ -302,7 +308,7 @@ class KubeClient:
         if label_selector:
             query["labelSelector"] = label_selector
         path = resource.path(namespace)
-        async for line in self._lines("watch", resource, path, query):
+        async for line in self.lines("watch", resource, path, query):
             try:
                 event = orjson.loads(line)
                 made, kind = event["object"], event["type"]
@@ -341,7 +347,7 @@ class KubeClient:
         if follow:
             query["follow"] = "true"
         path = PODS.path(namespace, name, "log")
-        async for line in self._lines("log", PODS, path, query, is_patient=follow):
+        async for line in self.lines("log", PODS, path, query, is_patient=follow):
             yield line.decode(errors="replace")
 
     async def _send(
@@ -356,12 +362,12 @@ class KubeClient:
         """Send one request and return the object in its answer."""
         data = None if body is None else orjson.dumps(body)
         try:
-            return await self._exchange(verb, resource, path, data, query)
+            return await self.exchange(verb, resource, path, data, query)
         except UnauthorizedError:
             await self.access.renew()
-            return await self._exchange(verb, resource, path, data, query)
+            return await self.exchange(verb, resource, path, data, query)
 
-    async def _exchange(
+    async def exchange(
         self,
         verb: str,
         resource: Resource,
@@ -369,6 +375,9 @@ class KubeClient:
         data: bytes | None,
         query: Mapping[str, str] | None,
     ) -> Object:
+        """Send one request and return the object in its answer; all verbs but streams use it."""
+        import aiohttp
+
         assert self._requests is not None, "the client is used outside of its context"
         seconds = self.options.request_seconds
         if verb not in ("get", "list"):
@@ -396,7 +405,7 @@ class KubeClient:
         finally:
             self.calls.add(verb, resource.plural, status)
 
-    async def _lines(
+    async def lines(
         self,
         verb: str,
         resource: Resource,
@@ -405,7 +414,9 @@ class KubeClient:
         *,
         is_patient: bool = False,
     ) -> AsyncIterator[bytes]:
-        """Yield the lines of an answer that has no end of its own."""
+        """Yield the lines of an answer that has no end of its own: a watch, a log."""
+        import aiohttp
+
         assert self._streams is not None, "the client is used outside of its context"
         silence = None if is_patient else self.options.silence_seconds
         limits = aiohttp.ClientTimeout(

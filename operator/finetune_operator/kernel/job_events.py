@@ -1,0 +1,123 @@
+"""What tells a term of FineTuneJobs, and the plain way of telling: a list, then a watch.
+
+kopf tells the operator in a cluster (`handlers.py`). `FollowedJobs` asks by the operator's own
+client and needs no thread, no second loop and no import of kopf; `ftctl run` listens by it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import ApiError, GoneError
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
+
+OnEvent = Callable[[str | None, Object], None]
+"""Called with the type (`ADDED`, `MODIFIED`, `DELETED`, None from a list) and the object."""
+
+
+@dataclass(frozen=True)
+class ListenOptions:
+    """How FineTuneJobs are asked for.
+
+    Attributes:
+        namespaces: Namespaces served; empty for all.
+        backoff: Waits between two tries, without an end: kopf would end the process with them.
+        request_seconds: Longest time for one request that is no watch.
+        watch_seconds: Longest time for one watch; whole, as the API server refuses a fraction.
+    """
+
+    namespaces: Sequence[str]
+    backoff: Backoff
+    request_seconds: float
+    watch_seconds: int = 60
+
+
+class JobEvents(Protocol):
+    """What tells of FineTuneJobs: first all there are, then each change."""
+
+    def start(self) -> None:
+        """Start to tell."""
+
+    async def ended(self) -> None:
+        """Return when it tells no more, whether it says so or not."""
+
+    def stop(self) -> None:
+        """Tell no more."""
+
+    def asked_at(self) -> float | None:
+        """Return when it last asked for FineTuneJobs, on the loop's clock; None before it has.
+
+        Of several places the one that it has not asked for the longest; an API server that does not
+        answer counts as asked.
+        """
+
+
+class FollowedJobs:
+    """Tells of FineTuneJobs as kopf does: after a gap it lists, without a word about deletions.
+
+    Args:
+        client: Who asks.
+        options: How.
+        on_event: Called on the event loop.
+    """
+
+    def __init__(self, client: KubeClient, options: ListenOptions, on_event: OnEvent) -> None:
+        self._client = client
+        self._options = options
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._asked_at: dict[str | None, float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start to ask."""
+        places = self._options.namespaces or (None,)
+        self._tasks = [asyncio.create_task(self._follow(place)) for place in places]
+
+    async def ended(self) -> None:
+        """Return when it was stopped; what it cannot bear is raised."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        for task in self._tasks:
+            task.cancel()
+
+    def asked_at(self) -> float | None:
+        """Return when the place that was asked for the longest ago was."""
+        is_whole = len(self._asked_at) == len(self._tasks)
+        return min(self._asked_at.values(), default=None) if is_whole else None
+
+    async def _follow(self, place: str | None) -> None:
+        version: str | None = None
+        failures = 0
+        while True:
+            self._asked_at[place] = self._loop.time()
+            try:
+                if version is None:
+                    listing = await self._client.list(FINE_TUNE_JOBS, place)
+                    version = listing.resource_version
+                    for one in listing.items:
+                        self._on_event(None, one)
+                watch = self._client.watch(
+                    FINE_TUNE_JOBS,
+                    place,
+                    resource_version=version,
+                    timeout_seconds=self._options.watch_seconds,
+                )
+                async for event in watch:
+                    version = event.resource_version
+                    if event.type != "BOOKMARK":
+                        self._on_event(event.type, event.object)
+                failures = 0
+            except GoneError:
+                version = None
+            except ApiError:
+                failures += 1
+                await asyncio.sleep(self._options.backoff.seconds(failures))
