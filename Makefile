@@ -27,7 +27,7 @@ help:  ## List the targets
 install: $(VENV)/.installed  ## Create .venv and install everything a CPU machine can use
 
 run: install quickstart-assets  ## Fine-tune a real model through the operator (EXAMPLE=FILE for another)
-	$(OFFLINE) $(BIN)/ftctl dev --run $(EXAMPLE)
+	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
 
 # A file's tests run one after the other on one worker (docs/decisions/0003-one-pytest-run.md).
 test: install quickstart-assets  ## Run every test this machine can run (PYTEST_ARGS="-k words")

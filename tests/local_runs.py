@@ -18,6 +18,28 @@ from finetune_operator.backends.local.environment import ENV_MARK
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_trainer.py")))
 
 
+def write_inputs(folder: Path) -> None:
+    """Write what the manifest of `builders` names, as far as it is looked at before a start."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "train.jsonl").write_text("{}\n")
+
+
+def local_context(
+    folder: Path,
+    plays: Mapping[str, Mapping[str, Any]] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> BackendContext:
+    """Return what the backend of a manifest in `folder` is given; its trainer plays `plays`."""
+    passed = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "FINETUNE_STAND_IN": json.dumps(plays or {}),
+        **(environ or {}),
+    }
+    return BackendContext(folder, passed)
+
+
 def local_backend(
     folder: Path,
     plays: Mapping[str, Mapping[str, Any]] | None = None,
@@ -25,13 +47,8 @@ def local_backend(
     **settings: Any,
 ) -> LocalBackend:
     """Return the backend of a manifest in `folder`, whose trainer plays `plays`."""
-    passed = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(folder),
-        "FINETUNE_STAND_IN": json.dumps(plays or {}),
-        **(environ or {}),
-    }
-    return LocalBackend(BackendContext(folder, passed), command=STAND_IN, cores=2, **settings)
+    context = local_context(folder, plays, environ)
+    return LocalBackend(context, command=STAND_IN, cores=2, **settings)
 
 
 def starts(folder: Path) -> list[tuple[int, int]]:

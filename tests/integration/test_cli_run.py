@@ -246,19 +246,10 @@ def test_preview_gives_the_trainers_own_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "variables"),
-    [
-        pytest.param("run", {}, id="alone"),
-        pytest.param("dev --run", {"PATH": "/nowhere"}, id="through the operator, without kubectl"),
-    ],
-)
-def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(
-    tmp_path: Path, command: str, variables: dict[str, str]
-) -> None:
+def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_path: Path) -> None:
     file = write_project(tmp_path, **{"training.maxSteps": ENDLESS, "checkpoint.keep": 1})
-    words = [*command.split(), file.name]
-    with started(*words, folder=tmp_path, **variables) as run:
+    no_kubectl = {"PATH": "/nowhere"}
+    with started("run", file.name, folder=tmp_path, **no_kubectl) as run:
         run.read_until(r"checkpoint of step \d+ committed")
         run.interrupt()
         code = run.wait()
@@ -266,13 +257,13 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(
 
     assert code == 130
     assert kept is not None
-    assert f"Go on with: ftctl {command} job.yaml" in run.lines
-    with started(*words, folder=tmp_path, **variables) as again:
+    assert "Go on with: ftctl run job.yaml" in run.lines
+    with started("run", file.name, folder=tmp_path, **no_kubectl) as again:
         again.read_until(rf"goes on from the checkpoint of step {kept[1]}$")
         again.interrupt()
         again.interrupt()
         assert again.wait() == 130
-    with started(*words, folder=tmp_path, **variables) as third:
+    with started("run", file.name, folder=tmp_path, **no_kubectl) as third:
         third.read_until(r"  (Res|S)tarting$")  # before the attempt has said anything
         third.interrupt()
         third.interrupt()
@@ -280,12 +271,9 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(
     assert re.search(r"Stopped .*; the checkpoint of step \d+ is kept", "\n".join(third.lines))
 
 
-@pytest.mark.parametrize("command", ["run", "dev --run"])
-def test_a_reader_that_goes_away_is_told_what_becomes_of_the_job(
-    tmp_path: Path, command: str
-) -> None:
+def test_a_reader_that_goes_away_is_told_what_becomes_of_the_job(tmp_path: Path) -> None:
     file = write_project(tmp_path, **{"training.maxSteps": ENDLESS, "checkpoint.keep": 1})
-    words, again = [*command.split(), file.name], f"ftctl {command} job.yaml\n"
+    words, again = ["run", file.name], "ftctl run job.yaml\n"
     there: dict[str, Any] = {"folder": tmp_path, "stderr": subprocess.PIPE}
 
     with ExitStack() as at_the_end, started(*words, **there) as unread:
@@ -377,6 +365,24 @@ def test_a_job_suspended_by_its_manifest_says_what_to_change(tmp_path: Path) -> 
     assert done.returncode == 130
 
 
+def test_fresh_and_an_unreadable_run_directory(complete: tuple[Path, str], tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    shutil.copytree(complete[0], folder)
+    state = folder / "runs/default/tiny/job.json"
+    state.write_text("{")
+
+    refused = ftctl("run", "job.yaml", folder=folder)
+    left = state.read_text()
+    done = ftctl("run", "job.yaml", "--fresh", folder=folder)
+
+    assert "job.json cannot be read as a job" in refused.stderr
+    assert "start anew with --fresh, which moves it aside" in refused.stderr
+    assert (refused.returncode, left) == (1, "{")
+    assert done.returncode == 0, done.stderr
+    assert "moved the old run to" in done.stdout
+    assert (folder / "runs/default/tiny.1/output/adapter_config.json").is_file()
+
+
 def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     settings = {"training.maxSteps": ENDLESS, "deadlines.terminationGraceSeconds": 86_400}
     file = write_project(tmp_path, **settings)
@@ -464,11 +470,19 @@ def test_run_refuses_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "dev --run"])
-def test_a_job_that_takes_over_cannot_start_afresh(tmp_path: Path, command: str) -> None:
+def test_a_refusal_names_the_line_of_the_field(tmp_path: Path) -> None:
+    file = write_project(tmp_path, **{"model.source": "file://./nowhere"})
+
+    done = ftctl("run", file.name, folder=tmp_path)
+
+    line = file.read_text().splitlines().index("    source: file://./nowhere") + 1
+    assert done.stderr.startswith(f"job.yaml:{line}: spec.model.source file://./nowhere: ")
+
+
+def test_a_job_that_takes_over_cannot_start_afresh(tmp_path: Path) -> None:
     file = write_project(tmp_path, takeOver=True)
 
-    done = ftctl(*command.split(), file.name, "--fresh", folder=tmp_path)
+    done = ftctl("run", file.name, "--fresh", folder=tmp_path)
 
     assert re.search(r"job\.yaml:\d+: spec\.takeOver true goes on .* leave out one", done.stderr)
     assert done.returncode == 1

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from builders import job as model_of
 from builders import manifest
 from disks import fill
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
-from local_runs import is_running, kill_what_runs_below, starts
+from local_runs import is_running, kill_what_runs_below, starts, write_inputs
 from operators import Api, condition, phase_of, wait_until
 
 FTCTL = [sys.executable, "-m", "finetune_operator"]
@@ -106,9 +105,7 @@ Serve = Callable[..., Dev]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with all that a job names."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "train.jsonl").write_text("{}\n")
+    write_inputs(tmp_path)
     return tmp_path
 
 
@@ -298,16 +295,18 @@ def test_a_backend_that_needs_a_cluster_is_refused_by_its_name(serve: Serve) -> 
 
 def test_a_second_process_is_told_of_the_first(serve: Serve, folder: Path) -> None:
     dev = serve()
-    for arguments in (["dev"], ["dev", "--run", write(folder)]):
-        refused = ftctl(*arguments, folder=folder)
-        assert refused.returncode == 1
-        assert f"{folder} is served by process {dev.process.pid}" in refused.stderr
+    refused = ftctl("dev", folder=folder)
+    assert refused.returncode == 1
+    assert f"{folder} is served by process {dev.process.pid}" in refused.stderr
 
 
-def write(folder: Path, **overrides: Any) -> Path:
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(manifest(**overrides)))
-    return file
+@pytest.mark.parametrize("options", [[], ["--fresh"], ["--plain", "--fresh"]], ids=str)
+def test_a_job_is_run_by_another_command(folder: Path, options: list[str]) -> None:
+    refused = ftctl("dev", "--run", "a job.yaml", *options, folder=folder)
+    assert refused.returncode == 2
+    said = " ".join(refused.stderr.replace("│", " ").split())
+    assert f"use: ftctl run 'a job.yaml'{' --fresh' * ('--fresh' in options)}" in said
+    assert not (folder / "runs").exists()
 
 
 def test_what_keeps_it_from_starting_is_one_sentence(folder: Path) -> None:
@@ -326,12 +325,3 @@ def test_what_keeps_it_from_starting_is_one_sentence(folder: Path) -> None:
     refused = ftctl("dev", "file", folder=folder)
     assert "runs/.dev cannot be written (Not a directory)" in refused.stderr
     assert len(damaged.stderr.splitlines()) == len(refused.stderr.splitlines()) == 1
-
-
-def test_a_manifest_is_refused_with_its_line_before_anything_starts(folder: Path) -> None:
-    file = write(folder, model__source="file://./nowhere")
-    refused = ftctl("dev", "--run", file.name, folder=folder)
-    assert refused.returncode == 1
-    line = file.read_text().splitlines().index("    source: file://./nowhere") + 1
-    assert refused.stderr.startswith(f"job.yaml:{line}: spec.model.source file://./nowhere: ")
-    assert not (folder / "runs").exists()

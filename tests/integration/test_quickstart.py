@@ -37,7 +37,7 @@ def finished(tmp_path_factory) -> tuple[Path, str, int]:
     )
     (folder / "examples" / ".quickstart").symlink_to(ASSETS)
     process = subprocess.Popen(
-        [*FTCTL, "dev", "--run", "examples/00-quickstart.yaml"],
+        [*FTCTL, "run", "examples/00-quickstart.yaml"],
         cwd=folder,
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")},
         stdout=subprocess.PIPE,

@@ -116,7 +116,7 @@ def test_make_run_runs_the_quickstart_that_the_other_tests_check() -> None:
     done = subprocess.run(["make", "--dry-run", "run"], cwd=ROOT, capture_output=True, text=True)
 
     assert ".venv/bin/python examples/quickstart/prepare.py" in done.stdout
-    assert ".venv/bin/ftctl dev --run examples/00-quickstart.yaml" in done.stdout
+    assert ".venv/bin/ftctl run examples/00-quickstart.yaml" in done.stdout
 
 
 def test_readme_manifest_is_the_quickstart(tmp_path: Path) -> None:

@@ -1,30 +1,38 @@
 """Any order of events, with crashes between any two effects: the job converges, and never doubles.
 
-The machine runs the real `drive`, one round at a time, against `FakeBackend`, and kills it before
-or after any save, submit or cancel. What was saved last is all that a new round knows.
+The machine runs the kernel's reconciler on an API server in memory, one look at a time, against
+`FakeBackend`, and kills it before or after any write, submit or cancel. What the API server has is
+all that a new process knows.
 """
 
 import asyncio
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from builders import job
+from builders import manifest
 from decisions import START, lives, running
-from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.base import Handle, Observation, Request
+from fake_api import FakeApi
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
+from finetune_operator.api.validate import defaulted
+from finetune_operator.backends.base import BackendContext, Handle, Observation, Request
 from finetune_operator.backends.fake import RUNNING, FakeBackend, FakeRun, ended
-from finetune_operator.backends.local.run_folder import RunFolder
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kernel.events import EventPoster
+from finetune_operator.kernel.jobs import Backends
+from finetune_operator.kernel.reconciler import Reconciler
+from finetune_operator.kube.cache import ObjectCache
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Resource
 from finetune_operator.planner.plan import make_plan
 from finetune_operator.reconcile.attempts import handle_of
-from finetune_operator.reconcile.conditions import is_settled
+from finetune_operator.reconcile.conditions import is_finished, is_settled
 from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.drive import StopRequest, drive
 from finetune_trainer.config import FailureClass
+from kernel_world import KEY, WRITES, Crash
 
 MAX_RESTARTS = 3
 CLASSES = {
@@ -34,14 +42,6 @@ CLASSES = {
     75: FailureClass.PREEMPTED,
     137: FailureClass.WORKER_LOST,
 }
-
-
-class Crash(BaseException):
-    """The process is gone; nothing may catch it."""
-
-
-class PauseError(Exception):
-    """The end of one round."""
 
 
 class Fuse:
@@ -57,22 +57,6 @@ class Fuse:
             if self.left < 0:
                 self.left = None
                 raise Crash
-
-
-class MemoryStore(RunFolder):
-    """What is saved, in memory."""
-
-    def __init__(self, saved: FineTuneJob, fuse: Fuse) -> None:
-        super().__init__(Path("unused"))
-        self.saved = saved
-        self.history = [saved]
-        self._fuse = fuse
-
-    def save(self, job: FineTuneJob) -> None:
-        self._fuse.burn()
-        self.saved = job
-        self.history.append(job)
-        self._fuse.burn()
 
 
 class FragileBackend(FakeBackend):
@@ -92,19 +76,6 @@ class FragileBackend(FakeBackend):
         self.fuse.burn()
 
 
-class OneRound:
-    """A clock that ends the round instead of waiting."""
-
-    def __init__(self, now: datetime) -> None:
-        self._now = now
-
-    def now(self) -> datetime:
-        return self._now
-
-    async def wait(self, event: asyncio.Event, seconds: float | None) -> None:
-        raise PauseError
-
-
 class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -112,29 +83,58 @@ class AnyOrder(RuleBasedStateMachine):
         self.backend = FragileBackend()
         self.backend.fuse = self.fuse
         self.backend.after_cancel = lives(RUNNING)  # it goes on until the world ends it
+        self.now = START
+        self.api = FakeApi()
+        self.api.now = lambda: self.now
+        self.history: list[FineTuneJobStatus] = []
         policy = {
             "maxRestarts": MAX_RESTARTS,
             "maxDisruptions": 3,
             "backoff": {"baseSeconds": 5, "maxSeconds": 60},
         }
-        made = job(restart_policy=policy, metadata={"uid": "uid-1"})
-        self.store = MemoryStore(made, self.fuse)
-        self.now = START
+        hub = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+        made = manifest(restart_policy=policy, backend={"type": "fake"}, **hub)
+        asyncio.run(self.api.create(FINE_TUNE_JOBS, defaulted(made), KEY.namespace))
+        self.api.before, self.api.after = self.before, self.after
+        self.start_process()
+
+    def before(self, verb: str, resource: Resource, name: str) -> None:
+        if verb in WRITES:
+            self.fuse.burn()
+
+    def after(self, verb: str, resource: Resource, name: str) -> None:
+        if resource == FINE_TUNE_JOBS:
+            self.history.append(self.job.status)
+        self.fuse.burn()
+
+    def start_process(self) -> None:
+        """Begin with nothing but what the API server knows."""
+        self.cache = ObjectCache(FINE_TUNE_JOBS)
+        self.reconciler = Reconciler(
+            self.api,
+            self.cache,
+            Backends(BackendContext(Path()), (), {"fake": self.backend}),
+            EventPoster(self.api, "test"),
+            now=lambda: self.now,
+        )
+
+    @property
+    def job(self) -> FineTuneJob:
+        (made,) = self.api.objects(FINE_TUNE_JOBS)
+        return FineTuneJob.model_validate(made)
+
+    async def look_once(self) -> None:
+        listing = await self.api.list(FINE_TUNE_JOBS)
+        self.cache.replace(listing.items, listing.resource_version)
+        await self.reconciler.reconcile(KEY)
 
     def round(self) -> None:
-        clock = OneRound(self.now)
-        work = drive(
-            self.store.saved,
-            self.backend,
-            self.store,
-            on_change=lambda job, seen: None,
-            stop=StopRequest(),
-            clock=clock,
-        )
         try:
-            asyncio.run(work)
-        except (PauseError, Crash):
-            return
+            asyncio.run(self.look_once())
+        except FineTuneError:
+            return  # it is tried again
+        except Crash:
+            self.start_process()
         finally:
             self.fuse.left = None
 
@@ -178,8 +178,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(value=st.booleans())
     def suspend(self, value: bool) -> None:
-        spec = self.store.saved.spec.model_copy(update={"suspend": value})
-        self.store.saved = self.store.saved.model_copy(update={"spec": spec})
+        change = {"spec": {"suspend": value}}
+        asyncio.run(self.api.patch(FINE_TUNE_JOBS, KEY.name, KEY.namespace, change))
 
     @invariant()
     def never_two_attempts_live(self) -> None:
@@ -189,32 +189,33 @@ class AnyOrder(RuleBasedStateMachine):
     def attempts_are_numbered_without_gap_and_only_grow(self) -> None:
         numbers = [run.request.attempt for run in self.backend.runs.values()]
         assert numbers == list(range(1, len(numbers) + 1))
-        saved = [job.status.attempt for job in self.store.history]
+        saved = [status.attempt for status in self.history]
         assert saved == sorted(saved)
 
     @invariant()
     def restarts_stay_within_their_limits(self) -> None:
-        restarts = self.store.saved.status.restarts
+        restarts = self.job.status.restarts
         assert restarts.counted <= MAX_RESTARTS
         assert restarts.disruptions <= 3
 
     @invariant()
-    def a_finished_job_is_never_saved_again_and_nothing_of_it_lives(self) -> None:
-        phases = [job.status.phase.value for job in self.store.history]
-        finished = [phase for phase in phases if phase in ("Succeeded", "Failed")]
-        assert finished in ([], [phases[-1]])
-        if finished:
+    def a_finished_job_stays_as_it_ended_and_nothing_of_it_lives(self) -> None:
+        ends = [status for status in self.history if is_finished(status)]
+        assert ends == self.history[len(self.history) - len(ends) :]
+        said = [one.model_copy(update={"observed_generation": 0}) for one in ends]
+        assert said == said[:1] * len(said)
+        if ends:
             assert not self.open_runs
 
     @invariant()
     def complete_means_that_the_last_attempt_ended_with_0(self) -> None:
-        if self.store.saved.status.phase.value == "Succeeded":
-            run = self.backend.run(self.store.saved.status.attempt)
+        if self.job.status.phase.value == "Succeeded":
+            run = self.backend.run(self.job.status.attempt)
             assert run.script[0] == ended(0, message="exit code 0")
 
     @invariant()
     def deciding_again_on_the_same_sight_says_the_same(self) -> None:
-        job = self.store.saved
+        job = self.job
         handle = handle_of(job.status)
         if handle is None or is_settled(job.status):
             return
@@ -234,10 +235,10 @@ class AnyOrder(RuleBasedStateMachine):
             self.now += timedelta(seconds=100)
             for run in self.open_runs:
                 run.script[:] = [ended(message="exit code 0")]
-            if self.store.saved.status.phase.value in ("Succeeded", "Failed"):
+            if self.job.status.phase.value in ("Succeeded", "Failed"):
                 break
-        assert self.store.saved.status.phase.value in ("Succeeded", "Failed")
-        self.a_finished_job_is_never_saved_again_and_nothing_of_it_lives()
+        assert self.job.status.phase.value in ("Succeeded", "Failed")
+        self.a_finished_job_stays_as_it_ended_and_nothing_of_it_lives()
 
 
 TestAnyOrder = AnyOrder.TestCase

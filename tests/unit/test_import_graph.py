@@ -98,6 +98,14 @@ def test_shared_contract_imports_with_pydantic_alone(name: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_job_is_run_on_this_machine_where_no_library_of_a_cluster_is_installed() -> None:
+    of_a_cluster = ["aiohttp", "jsonpatch", "kopf", "kubernetes", "prometheus_client"]
+
+    result = import_blocked(of_a_cluster, ["finetune_operator.cli.run"])
+
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_blocked_library_cannot_be_imported() -> None:
     result = import_blocked(["typer"], ["finetune_operator.cli.app"])
 

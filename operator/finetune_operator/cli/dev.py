@@ -5,6 +5,7 @@ machine.
 """
 
 import asyncio
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -24,49 +25,35 @@ def dev(
             show_default=False,
         ),
     ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--run", metavar="FILE", help="Apply this manifest, follow its job, and end with it."
-        ),
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="With --run: start anew though the job is not over.")
-    ] = False,
     port: Annotated[
         int, typer.Option(min=0, max=65_535, help="Port of the API; 0 takes a free one.")
     ] = 0,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="With --run: print lines, also on a terminal.")
-    ] = False,
+    run: Annotated[Path | None, typer.Option("--run", hidden=True)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", hidden=True)] = False,
+    plain: Annotated[bool, typer.Option("--plain", hidden=True)] = False,
 ) -> None:
     """Serve a Kubernetes API with the operator on this machine, for kubectl.
 
     Jobs of the local backend run here, with their files beside the manifests of FOLDER. The first
     line printed makes kubectl ask this API. Ctrl-C once stops all jobs with a checkpoint, twice
     kills them; the next start goes on with them.
-
-    Exit codes with --run: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped, 141 nobody
-    reads what is printed: the job goes on.
     """
+    if run is not None or fresh or plain:
+        options = " --fresh" * fresh + " --plain" * plain
+        raise typer.BadParameter(
+            "ftctl dev serves a folder and runs no job by itself; use: "
+            f"ftctl run {shlex.quote(str(run or 'FILE'))}{options}"
+        )
     if find_spec("kopf") is None or find_spec("kubernetes") is None:
         raise FineTuneError(
             "ftctl dev runs the operator, which is not installed; install it: "
             'pip install "finetune-operator[operator]"'
         )
     # Imported here: kopf and the client take half a second that --help need not wait for.
-    from finetune_operator.cli.dev_run import run_one
     from finetune_operator.cli.dev_server import serve
     from finetune_operator.kernel.logs import set_up
     from finetune_operator.kernel.settings import LogFormat
 
-    if run is not None:
-        if folder is not None:
-            raise typer.BadParameter("--run serves the folder of FILE; leave out FOLDER")
-        run_one(run, port=port, fresh=fresh, plain=plain)
-        return
-    if fresh or plain:
-        raise typer.BadParameter("--fresh and --plain go with --run FILE")
     served = DevFolder(folder or Path())
     if not served.base.is_dir():
         raise typer.BadParameter(f"{folder} is no folder")

@@ -28,7 +28,6 @@ class DevFolder:
         base: The folder, absolute.
         state: The objects of the API.
         kubeconfig: What kubectl needs; the path is the same at each start.
-        log: The operator's log where it is not printed.
         export: The line that makes kubectl ask this API.
     """
 
@@ -37,7 +36,6 @@ class DevFolder:
         self._path = self.base / "runs" / ".dev"
         self.state = self._path / "state.json"
         self.kubeconfig = self._path / "kubeconfig"
-        self.log = self._path / "operator.log"
         self.export = f"export KUBECONFIG={shlex.quote(str(self.kubeconfig))}"
 
     @contextmanager

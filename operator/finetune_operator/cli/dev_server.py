@@ -13,9 +13,10 @@ import yaml
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.local.backend import TRAINER
-from finetune_operator.cli.dev_backend import DevBackend
 from finetune_operator.cli.dev_folder import DevFolder
-from finetune_operator.cli.dev_stop import StopSignals, resume_all, stop_all
+from finetune_operator.cli.dev_stop import resume_all, stop_all
+from finetune_operator.cli.folder_backend import FolderBackend
+from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.run import operate
@@ -44,7 +45,7 @@ class DevServer:
     """
 
     client: KubeClient
-    backend: DevBackend
+    backend: FolderBackend
     operator: "asyncio.Task[None]"
     signals: StopSignals
 
@@ -108,8 +109,9 @@ async def serving(
         client = await KubeClient.connect(str(folder.kubeconfig))
         await stack.enter_async_context(client)
         signals = StopSignals()
+        signals.listen()
         context = BackendContext(folder.base, dict(os.environ))
-        backend = DevBackend(context, is_forced=signals.forced.is_set, command=command)
+        backend = FolderBackend(context, is_forced=signals.forced.is_set, command=command)
         stack.callback(backend.release_all)
         surroundings = Surroundings(folder.base, {backend.name: backend})
         stop = asyncio.Event()

@@ -5,7 +5,6 @@ had suspended stay so. The mark is written in the same step, and outlives a cras
 """
 
 import asyncio
-import signal
 from contextlib import suppress
 
 from finetune_operator.kernel.jobs import JobView, read_job
@@ -23,35 +22,12 @@ _DEV = "ftctl-dev"
 _LOOK_SECONDS = 0.2
 
 
-class StopSignals:
-    """What Ctrl-C or SIGTERM asked for; make it on the event loop.
-
-    Attributes:
-        asked: Stop with a checkpoint.
-        forced: Kill what is still there.
-    """
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.forced = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._hit)
-
-    def _hit(self) -> None:
-        (self.forced if self.asked.is_set() else self.asked).set()
-
-
 async def resume_all(client: KubeClient) -> None:
     """Let the jobs go on that were suspended because their operator ended."""
     for known in await _jobs(client):
         annotations = known.raw["metadata"].get("annotations") or {}
         if annotations.get(SUSPENDED_BY) == _DEV:
-            await resume(client, key_of(known.raw))
-
-
-async def resume(client: KubeClient, key: Key) -> None:
-    """Let one job go on, whoever suspended it."""
-    await _suspend(client, key, suspend=False)
+            await _suspend(client, key_of(known.raw), suspend=False)
 
 
 async def stop_all(client: KubeClient) -> None:

@@ -1,15 +1,14 @@
 """`ftctl run`: validate, plan, submit and follow one job on this machine, to its end.
 
-The decisions are those of `reconcile`, which the operator uses in a cluster; this file listens to
-signals, shows what happens, and turns the end into an exit code.
+The operator of a cluster runs it (`run_operator`); this file listens to signals, shows what
+happens, and turns the end into an exit code.
 """
 
 import asyncio
+import os
 import shlex
-import signal
 import time
-from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,10 +16,13 @@ from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import check_start
-from finetune_operator.backends.base import Observation
+from finetune_operator.backends.base import BackendContext, Observation
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.conclusion import Conclusion
+from finetune_operator.cli.run_opening import open_job
+from finetune_operator.cli.run_operator import follow
 from finetune_operator.cli.screen import make_screen, stopping
+from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.cli.target import (
     BackendOption,
     FileArgument,
@@ -29,18 +31,8 @@ from finetune_operator.cli.target import (
 )
 from finetune_operator.cli.unheard import heard
 from finetune_operator.cli.view import View, look
-from finetune_operator.reconcile.drive import StopRequest, drive
-from finetune_operator.reconcile.opening import open_job
-
-
-class Screen(Protocol):
-    """Where a run is shown: `LiveScreen` on a terminal, `PlainScreen` elsewhere."""
-
-    def show(self, view: View) -> None:
-        """Show what is known now."""
-
-    def note(self, sentence: str) -> None:
-        """Keep one sentence on the screen."""
+from finetune_operator.kernel.logs import LogFile, set_up
+from finetune_operator.kernel.settings import LogFormat
 
 
 def run(
@@ -66,71 +58,39 @@ def run(
     if fresh:
         target.refuse_fresh()
     console = Console(highlight=False)
-    opening = RunFolder(target.folders.run, target.folders.checkpoint, target.folders.output)
-    if not opening.path.exists():
+    folders = target.folders
+    folder = RunFolder(folders.run, folders.checkpoint, folders.output)
+    if not folder.path.exists():
         target.refuse(check_start(target.job))  # with its line, and before a folder is made
     again = f"ftctl run {shlex.quote(str(target.manifest.path))}"
-    with opening as store:
+    with folder:
         job, last = asyncio.run(
-            _follow(target, store, console, again=again, fresh=fresh, plain=plain)
+            _follow(target, folder, console, again=again, fresh=fresh, plain=plain)
         )
     Conclusion(target, job, last, time.monotonic() - start, again).tell(console)
 
 
 async def _follow(
-    target: Target, store: RunFolder, console: Console, *, again: str, fresh: bool, plain: bool
+    target: Target, folder: RunFolder, console: Console, *, again: str, fresh: bool, plain: bool
 ) -> tuple[FineTuneJob, View]:
-    """Drive the job to its end on a screen; return it with the last view of it."""
-    opened = await open_job(target.job, target.backend, store, fresh=fresh)
+    """Follow the job to its end on a screen; return it with the last view of it."""
+    context = BackendContext(target.manifest.directory, dict(os.environ))
+    opened = await open_job(target.job, folder, context, fresh=fresh)
+    set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
     if opened.note:
-        console.print(Text(opened.note))
-    first = look(opened.job, None)
-    with make_screen(console, first, plain=plain) as screen:
-        follower = _Follower(screen, first)
-        interrupts = _Interrupts(screen, StopRequest(), target)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupts.hit)
-        job = await heard(
-            drive(
-                opened.job,
-                target.backend,
-                store,
-                on_change=follower.changed,
-                stop=interrupts.stop,
-            ),
-            is_stopping=lambda: interrupts.stop.is_requested,
-            name=first.name,
-            again=again,
+        console.print(Text(opened.note), soft_wrap=True)
+    last, stop = look(opened.job, None), StopSignals()
+    with make_screen(console, last, plain=plain) as screen:
+
+        def show(job: FineTuneJob, seen: Observation | None) -> None:
+            nonlocal last
+            last = look(job, seen, last)
+            screen.show(last)
+
+        grace = target.job.spec.deadlines.termination_grace_seconds
+        stop.listen(
+            lambda: screen.note("killing it now" if stop.forced.is_set() else stopping(grace))
         )
-    return job, follower.last
-
-
-@dataclass
-class _Follower:
-    """Turns what `drive` tells into views; keeps the last one for the conclusion."""
-
-    screen: Screen
-    last: View
-
-    def changed(self, job: FineTuneJob, observation: Observation | None) -> None:
-        self.last = look(job, observation, self.last)
-        self.screen.show(self.last)
-
-
-@dataclass
-class _Interrupts:
-    """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end, the second one kills."""
-
-    screen: Screen
-    stop: StopRequest
-    target: Target
-
-    def hit(self) -> None:
-        if not self.stop.is_requested:
-            self.stop.request()
-            grace = self.target.job.spec.deadlines.termination_grace_seconds
-            self.screen.note(stopping(grace))
-        elif not self.stop.is_forced:
-            self.stop.force()
-            self.screen.note("killing it now")
+        work = follow(opened.job, folder, context, on_look=show, stop=stop, then=opened.then)
+        job = await heard(work, is_stopping=stop.asked.is_set, name=last.name, again=again)
+    return job, last

@@ -1,7 +1,7 @@
 """Follow a job until it ends, or until nobody hears what is printed of it.
 
 A reader that goes away is what a closed terminal is (docs/decisions/0002): `ftctl` ends, training
-goes on. `ftctl run` and `ftctl dev --run` call it, and say so.
+goes on. `ftctl run` calls it.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.verbs import VERBS, Asked, asked_for
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
-from finetune_operator.kube.errors import ApiError, error_of
+from finetune_operator.kube.errors import error_of
 from finetune_operator.kube.resources import Object, Resource
 
 
@@ -43,14 +43,14 @@ class EmbeddedClient(KubeClient):
         query: Mapping[str, str] | None,
     ) -> Object:
         """Serve one request."""
-        content_type = MERGE if verb == "patch" else "application/json"
         try:
-            made = VERBS[verb](self._store, self._asked(path, query or {}, content_type, data))
+            made = VERBS[verb](self._store, self._asked(path, query or {}, data)).made
         except RefusalError as refusal:
-            raise _error(refusal.status) from refusal
+            said = refusal.status
+            raise error_of(refusal.code, said["reason"], said["message"]) from refusal
         if verb not in ("get", "list"):
-            self._on_write(made.made)
-        return made.made
+            self._on_write(made)
+        return made
 
     async def lines(
         self,
@@ -66,18 +66,9 @@ class EmbeddedClient(KubeClient):
         async for event in watch.events():
             yield orjson.dumps(event)
 
-    def _asked(
-        self,
-        path: str,
-        query: Mapping[str, str],
-        content_type: str = "",
-        data: bytes | None = None,
-    ) -> Asked:
-        asked = asked_for(self._store, path.lstrip("/"), query, content_type, data or b"")
+    def _asked(self, path: str, query: Mapping[str, str], data: bytes | None = None) -> Asked:
+        # Every body is JSON, and every patch a merge patch.
+        asked = asked_for(self._store, path.lstrip("/"), query, MERGE, data or b"")
         if asked is None:
             raise error_of(404, "NotFound", f"{path} is not served")
         return asked
-
-
-def _error(status: Object) -> ApiError:
-    return error_of(status["code"], status["reason"], status["message"])

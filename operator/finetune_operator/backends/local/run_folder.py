@@ -54,6 +54,11 @@ class RunFolder:
         """The file that holds the job."""
         return self.run_dir / "job.json"
 
+    @property
+    def log(self) -> Path:
+        """The log of the operator that `ftctl run` is."""
+        return self.run_dir / "operator.log"
+
     def __enter__(self) -> Self:
         """Take the lock.
 

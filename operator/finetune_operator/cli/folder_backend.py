@@ -1,8 +1,8 @@
-"""The local backend as `ftctl dev` gives it to the operator: one job at a time owns a run folder.
+"""The local backend as `ftctl` gives it to the operator: one job at a time owns a run folder.
 
 In a cluster a job's name may be used again at once, and its checkpoints are its own. Here they lie
 in a folder of that name: what another job has left there is moved aside before the first attempt,
-as `ftctl run` does it, and `job.json` says whose the folder is, for `ftctl run` and `ftctl logs`.
+and `job.json` says whose the folder is, for `ftctl run`, `ftctl dev` and `ftctl logs`.
 """
 
 import logging
@@ -24,13 +24,15 @@ from finetune_operator.reconcile import attempts
 log = logging.getLogger(__name__)
 
 
-class DevBackend(LocalBackend):
-    """Backend `local` of one folder that is served.
+class FolderBackend(LocalBackend):
+    """Backend `local` whose run folders nobody else uses meanwhile.
 
     Args:
-        context: The folder, and the environment that is passed on in part.
+        context: The folder of the manifests, and the environment that is passed on in part.
         is_forced: Whether who is cancelled gets no grace any more.
         command: What a node runs; the path of its configuration is appended.
+        held: The run folder of the only job, which the caller holds; by default each one is held
+            while something of its job lives.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class DevBackend(LocalBackend):
         *,
         is_forced: Callable[[], bool],
         command: Sequence[str] = TRAINER,
+        held: RunFolder | None = None,
     ) -> None:
         super().__init__(context, command=command)
         self._is_forced = is_forced
         self._base = context.manifest_dir
         self._jobs: dict[str, FineTuneJob] = {}
+        self._of_caller = held
         self._held: dict[Path, RunFolder] = {}
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
@@ -87,6 +91,8 @@ class DevBackend(LocalBackend):
             self._release(run_dir)
 
     def _hold(self, run_dir: Path, *others: Path) -> RunFolder:
+        if self._of_caller is not None:
+            return self._of_caller
         if run_dir not in self._held:
             self._held[run_dir] = RunFolder(run_dir, *others).__enter__()
         return self._held[run_dir]

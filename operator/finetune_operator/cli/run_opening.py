@@ -1,0 +1,177 @@
+"""Decide what running a manifest means where a run directory exists already.
+
+Called by `ftctl run` before `follow`: the same job goes on, or an old one is moved aside and a new
+one starts. It never lets two attempts write one folder.
+"""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from finetune_operator.api.problems import InvalidJobError, Problem
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobSpec, FineTuneJobStatus
+from finetune_operator.api.v1alpha1.transitions import changes_of_training, changes_that_suspend
+from finetune_operator.api.validate import check_start
+from finetune_operator.backends.base import BackendContext, Observation
+from finetune_operator.backends.local.backend import TRAINER
+from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
+from finetune_operator.cli.run_operator import follow
+from finetune_operator.cli.stop_signals import StopSignals
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import ConditionType, is_true
+
+
+@dataclass(frozen=True)
+class OpenedJob:
+    """A job ready to be followed.
+
+    Attributes:
+        job: With its uid and its status so far; already saved.
+        note: One sentence for the user about what happens to an earlier run; empty for a new job.
+        then: What its spec becomes once it is suspended; None for what it is.
+    """
+
+    job: FineTuneJob
+    note: str = ""
+    then: FineTuneJobSpec | None = None
+
+
+async def open_job(
+    manifest: FineTuneJob,
+    folder: RunFolder,
+    context: BackendContext,
+    *,
+    fresh: bool = False,
+    command: Sequence[str] = TRAINER,
+) -> OpenedJob:
+    """Return the job that running `manifest` means, saved in `folder`.
+
+    Nothing there: a new job. Unfinished, suspended or failed: the same job goes on, from its newest
+    committed checkpoint. Complete: the old run is moved aside and a new job starts; `fresh` does
+    that whatever the old run is, and ends first what still runs of it.
+
+    Args:
+        manifest: What is asked for.
+        folder: Its run directory, locked by the caller.
+        context: What its backend is given.
+        fresh: Start anew.
+        command: What a node runs.
+
+    Raises:
+        InvalidJobError: the manifest asks for another training than the unfinished run's, or no
+            job can begin with it.
+        RunFolderError: the run directory holds another job, or cannot be read.
+    """
+    opened = await _opened(manifest, folder, context, fresh, command)
+    folder.save(opened.job)
+    return opened
+
+
+async def _opened(
+    manifest: FineTuneJob,
+    folder: RunFolder,
+    context: BackendContext,
+    fresh: bool,
+    command: Sequence[str],
+) -> OpenedJob:
+    if fresh:
+        _refuse_start(manifest)
+    try:
+        stored = folder.load()
+    except RunFolderError:
+        if not fresh:
+            raise
+        return _new(manifest, _moved_aside(folder, manifest))
+    if stored is None:
+        _refuse_start(manifest)
+        return _new(manifest, _moved_aside(folder, manifest) if fresh and folder.outside() else "")
+    if fresh:
+        if attempts.current(stored.status) is not None:
+            stop = StopSignals()
+            stop.force()  # else what runs could write into the new run
+            await follow(stored, folder, context, on_look=_ignore, stop=stop, command=command)
+        return _new(manifest, _moved_aside(folder, manifest))
+    old, new = (f"{one.metadata.namespace}/{one.metadata.name}" for one in (stored, manifest))
+    if old != new:
+        raise RunFolderError(
+            f"{folder.run_dir} holds the job {old}, not {new}; set another "
+            "spec.backend.local.runDirectory, or move the old run aside with --fresh"
+        )
+    if not is_true(stored.status, ConditionType.COMPLETE):
+        return _go_on(stored, manifest, folder)
+    _refuse_start(manifest)
+    if manifest.spec.take_over:
+        folder.make_way()
+        note = "the earlier run is complete; going on with what it wrote (spec.takeOver)"
+        return _new(manifest, note)
+    aside = folder.move_aside(manifest.metadata)
+    return _new(manifest, f"the earlier run is complete; moved it to {aside}")
+
+
+def _ignore(job: FineTuneJob, seen: Observation | None) -> None:
+    """Show nothing of it."""
+
+
+def _refuse_start(manifest: FineTuneJob) -> None:
+    if problems := check_start(manifest):
+        raise InvalidJobError(problems)
+
+
+def _moved_aside(folder: RunFolder, manifest: FineTuneJob) -> str:
+    return f"moved the old run to {folder.move_aside(manifest.metadata)}"
+
+
+def _new(manifest: FineTuneJob, note: str) -> OpenedJob:
+    metadata = manifest.metadata.model_copy(update={"uid": str(uuid.uuid4()), "generation": 1})
+    new = {"metadata": metadata, "status": FineTuneJobStatus()}
+    return OpenedJob(manifest.model_copy(update=new), note)
+
+
+def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
+    status, newest = stored.status, folder.newest_step()
+    if not status.attempt:
+        _refuse_start(manifest)
+    lives = attempts.current(status) is not None
+    is_bound = lives or newest is not None or status.checkpoint.last is not None
+    if is_bound and (changed := changes_of_training(stored.spec, manifest.spec)):
+        message = (
+            f"differs from the unfinished run in {folder.run_dir} ({', '.join(changed)}); restore "
+            "the old values to go on, or start anew with --fresh, which moves that run aside"
+        )
+        raise InvalidJobError([Problem(f"spec.{changed[0]}", message)])
+    if is_true(status, ConditionType.FAILED):
+        stored = stored.model_copy(update={"status": attempts.reopen(status, datetime.now(UTC))})
+    if lives and (changed := changes_that_suspend(stored.spec, manifest.spec)):
+        spec = stored.spec.model_copy(update={"suspend": True})
+        note = (
+            f"attempt {status.attempt} runs with another {', '.join(changed)}; it is stopped with "
+            "a checkpoint first, as that changes only while the job is suspended"
+        )
+        return OpenedJob(_asked_anew(stored, spec), note, manifest.spec)
+    job = _asked_anew(stored, manifest.spec)
+    if not lives:
+        return OpenedJob(job, _note(job, newest))
+    is_late = stored.spec != manifest.spec
+    late = "; changes of the manifest take effect with the next attempt" if is_late else ""
+    return OpenedJob(job, f"attempt {status.attempt} is not over; going on with it{late}")
+
+
+def _asked_anew(job: FineTuneJob, spec: FineTuneJobSpec) -> FineTuneJob:
+    """Return the job with this spec, of which nothing was said yet: a cause may be mended."""
+    metadata = job.metadata.model_copy(update={"generation": job.metadata.generation + 1})
+    return job.model_copy(update={"metadata": metadata, "spec": spec})
+
+
+def _note(job: FineTuneJob, newest: int | None) -> str:
+    """Promise what the checkpoint folder holds; the status may tell of one that is gone."""
+    if not job.status.attempt:
+        return "going on with the job that was opened before"
+    named = job.spec.checkpoint.resume_from
+    if newest is not None:
+        start = f"from the checkpoint of step {newest}"
+    elif named in ("auto", "none"):
+        start = "from the first step, as there is no checkpoint"
+    else:
+        start = f"from {named}"
+    return f"going on with attempt {job.status.attempt + 1}, {start}"

@@ -1,0 +1,166 @@
+"""The operator of `ftctl run`: the one of a cluster, for one job, on an API that nobody else asks.
+
+The API's objects are in memory, and the job in `job.json` of its run directory: what is written to
+it is saved before the operator goes on. An attempt that runs when the operator ends runs on.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from finetune_operator.api.crd import custom_resource_definition
+from finetune_operator.api.v1alpha1 import KIND, FineTuneJob, FineTuneJobSpec
+from finetune_operator.backends.base import BackendContext, Observation
+from finetune_operator.backends.local.backend import TRAINER
+from finetune_operator.backends.local.run_folder import RunFolder
+from finetune_operator.cli.folder_backend import FolderBackend
+from finetune_operator.cli.stop_signals import StopSignals
+from finetune_operator.embedded.client import EmbeddedClient
+from finetune_operator.embedded.kinds import CRDS
+from finetune_operator.embedded.store import Store, timestamp
+from finetune_operator.errors import FineTuneError, TransientError
+from finetune_operator.kernel.job_events import FollowedJobs
+from finetune_operator.kernel.settings import Settings
+from finetune_operator.kernel.surroundings import Surroundings
+from finetune_operator.kernel.term import Term
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, Object
+from finetune_operator.reconcile.attempts import handle_of
+from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
+
+_LOOK_SECONDS = 0.2
+
+OnLook = Callable[[FineTuneJob, Observation | None], None]
+
+
+class StalledError(FineTuneError):
+    """The job does not go on until somebody mends the cause."""
+
+
+async def follow(
+    job: FineTuneJob,
+    folder: RunFolder,
+    context: BackendContext,
+    *,
+    on_look: OnLook,
+    stop: StopSignals,
+    then: FineTuneJobSpec | None = None,
+    command: Sequence[str] = TRAINER,
+) -> FineTuneJob:
+    """Have `job` run until it is Complete, Failed or Suspended, and return it as it is then.
+
+    Cancelling this coroutine, or killing the process, leaves a running attempt running: the next
+    call adopts it.
+
+    Args:
+        job: As `open_job` returned it.
+        folder: Its run directory, locked by the caller.
+        context: What its backend is given.
+        on_look: Called with the job and what is seen of its attempt, some times a second.
+        stop: A person's wish to stop it.
+        then: What its spec is to become once it is suspended, as the API takes that only then.
+        command: What a node runs.
+
+    Raises:
+        StalledError: somebody must mend something first.
+        RunFolderError: what became of the job cannot be saved.
+    """
+    async with _Operator(job, folder, context, stop, command) as operator:
+        while True:
+            if stop.asked.is_set() and not job.spec.suspend:
+                await operator.suspend()
+            job = await operator.read()
+            # What was said of an older spec, such as that it is suspended, is not true any more.
+            if is_finished(job.status) or job.status.observed_generation >= job.metadata.generation:
+                on_look(job, await operator.observe(job))
+                if is_settled(job.status):
+                    if then is None or stop.asked.is_set() or is_finished(job.status):
+                        return job
+                    await operator.change(then)
+                    then = None
+                elif (told := find(job.status, ConditionType.STALLED)) and told.status == "True":
+                    raise StalledError(told.message)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+class _Operator:
+    """API and operator of one job, which work inside the block."""
+
+    def __init__(
+        self,
+        job: FineTuneJob,
+        folder: RunFolder,
+        context: BackendContext,
+        stop: StopSignals,
+        command: Sequence[str],
+    ) -> None:
+        self._name, self._namespace = job.metadata.name, job.metadata.namespace
+        self._folder = folder
+        is_forced = stop.forced.is_set
+        self._backend = FolderBackend(context, is_forced=is_forced, command=command, held=folder)
+        self._client = EmbeddedClient(_store_of(job), self._save)
+        surroundings = Surroundings(context.manifest_dir, {self._backend.name: self._backend})
+        settings = Settings(
+            workers=1, leader_election=False, identity="ftctl-run", lease_namespace=""
+        )
+        term = Term(self._client, settings, surroundings, listen=FollowedJobs)
+        self._work = asyncio.create_task(term.run())
+        self._is_saved = True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._work.cancel()
+        await asyncio.wait({self._work})
+        if not self._is_saved:
+            self._folder.save(await self.read())
+
+    async def read(self) -> FineTuneJob:
+        """Return the job as it is now; what has ended the operator is raised."""
+        if self._work.done() and not self._work.cancelled():
+            self._work.result()
+        made = await self._client.get(FINE_TUNE_JOBS, self._name, self._namespace)
+        return FineTuneJob.model_validate(made)
+
+    async def observe(self, job: FineTuneJob) -> Observation | None:
+        """Look at the attempt itself: the status tells of progress more seldom, and less."""
+        handle = handle_of(job.status)
+        if handle is None:
+            return None
+        try:
+            return await self._backend.observe(handle)
+        except TransientError:
+            return None
+
+    async def suspend(self) -> None:
+        """Have the attempt stopped with a checkpoint, and no other one started."""
+        suspended = {"spec": {"suspend": True}}
+        await self._client.patch(FINE_TUNE_JOBS, self._name, self._namespace, suspended)
+
+    async def change(self, spec: FineTuneJobSpec) -> None:
+        """Make this the spec of the job."""
+        job = (await self.read()).model_copy(update={"spec": spec})
+        await self._client.replace(FINE_TUNE_JOBS, job.to_object(), self._namespace)
+
+    def _save(self, made: Object) -> None:
+        if made.get("kind") == KIND:
+            self._is_saved = False
+            self._folder.save(FineTuneJob.model_validate(made))
+            self._is_saved = True
+
+
+def _store_of(job: FineTuneJob) -> Store:
+    """Return a store with the job, its kind and its namespace."""
+    store = Store()
+    store.put(store.kinds[str(CRDS)], custom_resource_definition())
+    store.put(store.kinds[str(NAMESPACES)], {"metadata": {"name": job.metadata.namespace}})
+    made = job.to_object()
+    made["metadata"].setdefault("creationTimestamp", timestamp())
+    store.put(store.kinds[str(FINE_TUNE_JOBS)], made)
+    return store
