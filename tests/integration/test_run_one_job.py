@@ -20,6 +20,7 @@ from finetune_operator.backends.base import Attempt, BackendContext, Observation
 from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.environment import ENV_MARK
 from finetune_operator.backends.local.layout import folders_of
+from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.backends.local.run_folder import (
     RunFolder,
     RunFolderError,
@@ -486,3 +487,16 @@ def test_what_somebody_must_mend_ends_the_run_and_is_forgotten_once_it_is_mended
             run(here, job())
     (tmp_path / "train.jsonl").write_text("{}\n")
     assert run(here, job()).status.phase is JobPhase.SUCCEEDED
+
+
+def test_an_attempt_of_another_job_in_the_way_is_told_and_left_alone(tmp_path: Path) -> None:
+    here = local_context(tmp_path, {"*": {"steps": 1}})
+    note_of(here, job())  # opens the job
+    theirs = run_dir(tmp_path) / "attempts" / "1" / "attempt.json"
+    theirs.parent.mkdir(parents=True)
+    record = AttemptRecord(uid="other-1", attempt=1, nodes=1, processes_per_node=1, output_dir="x")
+    theirs.write_text(record.to_json())
+    with pytest.raises(StalledError, match=r"holds attempt other-1, not .*; set another"):
+        run(here, job())
+    assert AttemptRecord.read(theirs) == record
+    assert starts(tmp_path) == []

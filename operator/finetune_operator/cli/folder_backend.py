@@ -59,7 +59,7 @@ class FolderBackend(LocalBackend):
         """Start the attempt in a folder that is its job's own.
 
         Raises:
-            RunFolderError: another process drives a job in the folder, or it holds other things.
+            RunFolderError: another process runs a job in the folder, or it holds other things.
             BackendError: processes of the job before are still alive, or as for every backend.
         """
         job = self._jobs[request.job_uid]
@@ -121,7 +121,7 @@ def _claim(store: RunFolder, job: FineTuneJob, number: int) -> None:
             log.info("earlier run moved aside", extra={"folder": str(moved)})
         there = None
     if there is None or there.status.attempt < number:
-        # As a driver leaves the job that dies right after it has opened the attempt.
+        # As an operator leaves the job that dies right after it has opened the attempt.
         before = job.status.model_copy(update={"attempt": number - 1, "attempts": []})
         status = attempts.open_next(before, datetime.now(UTC))
         store.save(job.model_copy(update={"status": status}))
