@@ -10,7 +10,7 @@ import orjson
 
 from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.patches import MERGE
-from finetune_operator.embedded.refusals import RefusalError
+from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.verbs import VERBS, Asked, asked_for
 from finetune_operator.embedded.watching import Watch
@@ -45,7 +45,7 @@ class EmbeddedClient(KubeClient):
         """Serve one request."""
         try:
             made = VERBS[verb](self._store, self._asked(path, query or {}, data)).made
-        except RefusalError as refusal:
+        except StatusError as refusal:
             said = refusal.status
             raise error_of(refusal.code, said["reason"], said["message"]) from refusal
         if verb not in ("get", "list"):
