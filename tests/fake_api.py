@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.client import (
-    CallCounts,
-    ClientOptions,
     KubeClient,
     Listing,
     Propagation,
@@ -52,8 +50,7 @@ class FakeApi(KubeClient):
     """
 
     def __init__(self) -> None:
-        self.options = ClientOptions()
-        self.calls = CallCounts()
+        super().__init__()
         self.before: BeforeCall = lambda verb, resource, name: None
         self.after: BeforeCall = lambda verb, resource, name: None
         self.refused: dict[tuple[Resource, str | None], Sequence[str]] = {}
@@ -67,6 +64,12 @@ class FakeApi(KubeClient):
         self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
         self._log: list[tuple[int, str, WatchEvent]] = []
         self._changed = asyncio.Event()
+
+    async def exchange(self, *request: Any, **more: Any) -> Object:
+        raise AssertionError("every verb is answered by itself, and nothing is sent")
+
+    def lines(self, *request: Any, **more: Any) -> AsyncIterator[bytes]:
+        raise AssertionError("watches and logs are answered by themselves")
 
     def objects(self, resource: Resource) -> list[Object]:
         """Return all objects of a kind, by name."""

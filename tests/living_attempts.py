@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from finetune_operator.backends.aks.pod_termination import is_alive
-from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL
 from finetune_operator.kube.resources import PODS, Object
 from loop_thread import loop_thread
@@ -38,7 +38,7 @@ class LivingAttempts:
 
 
 async def _watch(kubeconfig: str, namespace: str, seen: LivingAttempts) -> None:
-    async with await KubeClient.connect(kubeconfig) as client:
+    async with await HttpClient.connect(kubeconfig) as client:
         version = (await client.list(PODS, namespace)).resource_version
         while True:
             async for event in client.watch(PODS, namespace, resource_version=version):

@@ -19,8 +19,8 @@ import yaml
 
 from builders import manifest
 from finetune_operator.api.v1alpha1 import FineTuneProfileSpec
-from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, ConflictError, NotFoundError
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
@@ -59,7 +59,7 @@ class Api:
     def __init__(self, kubeconfig: str) -> None:
         self.kubeconfig = kubeconfig
         self._runner = asyncio.Runner()
-        self.client = self.run(KubeClient.connect(kubeconfig))
+        self.client = self.run(HttpClient.connect(kubeconfig))
         self.run(self.client.__aenter__())
 
     def close(self) -> None:

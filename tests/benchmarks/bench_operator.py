@@ -24,7 +24,8 @@ from measured import FOLDER, commit, machine, spread
 from operator_lives import Bench, Result, shown
 from operator_page import page
 
-from finetune_operator.kube.client import ClientOptions, KubeClient
+from finetune_operator.kube.client import ClientOptions
+from finetune_operator.kube.http import HttpClient
 from operators import Api
 
 WARM_UP = 20
@@ -58,7 +59,7 @@ def main() -> None:
 
 async def measure(options: argparse.Namespace, cluster: BenchCluster) -> Result:
     """Return the published figures, and every run they are made from."""
-    client = await KubeClient.connect(
+    client = await HttpClient.connect(
         str(cluster.kubeconfig), ClientOptions(user_agent="bench", request_seconds=60.0)
     )
     async with client:

@@ -34,9 +34,9 @@ from finetune_operator.backends.base import (
 )
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.cache import ObjectCache
-from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import ForbiddenError
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,
@@ -106,7 +106,7 @@ class EachOnItsOwn:
 
     @asynccontextmanager
     async def _live(self) -> AsyncIterator[AksBackend]:
-        async with await KubeClient.connect(KUBECONFIG) as client:
+        async with await HttpClient.connect(KUBECONFIG) as client:
             yield AksBackend(BackendContext(Path(), cluster=Cluster(client, caches())))
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:

@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from aks_cases import JOB, profile
-from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
@@ -130,7 +130,7 @@ def place(api: Api, namespace: str, loop: LoopThread) -> Iterator[ProgressServer
     name = f"kills-{uuid4().hex[:8]}"
 
     async def enter(stack: contextlib.AsyncExitStack) -> ProgressServer:
-        client = await stack.enter_async_context(await KubeClient.connect(api.kubeconfig))
+        client = await stack.enter_async_context(await HttpClient.connect(api.kubeconfig))
         await stack.enter_async_context(played_node(client, name))
         await stack.enter_async_context(bound_claims(client, CLAIMS, namespace))
         said = ProgressServer(Progress(phase=Phase.TRAINING, step=1, total_steps=10))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune_operator.kube.client import ClientOptions, KubeClient, WatchEvent
+from finetune_operator.kube.client import ClientOptions, WatchEvent
 from finetune_operator.kube.config import load_access
 from finetune_operator.kube.errors import (
     AlreadyExistsError,
@@ -19,6 +19,7 @@ from finetune_operator.kube.errors import (
     NotLeadingError,
     UnavailableError,
 )
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES, PODS, Object, Resource
 from gates import Gate
 from operators import Api
@@ -75,7 +76,7 @@ def test_every_refusal_has_its_class_and_the_servers_sentence(api: Api, namespac
 def test_a_list_comes_in_pages_and_only_with_its_label(api: Api, namespace: str) -> None:
     async def work() -> list[str]:
         options = ClientOptions(page=2)
-        async with await KubeClient.connect(api.kubeconfig, options) as client:
+        async with await HttpClient.connect(api.kubeconfig, options) as client:
             for number in range(5):
                 await client.create(CONFIG_MAPS, config_map(f"page-{number}"), namespace)
             listing = await client.list(
@@ -106,7 +107,7 @@ def test_a_server_that_hangs_and_one_that_is_away_are_unavailable(
 ) -> None:
     async def work(gate: Gate) -> None:
         options = ClientOptions(request_seconds=3)
-        async with await KubeClient.connect(str(gate.kubeconfig), options) as client:
+        async with await HttpClient.connect(str(gate.kubeconfig), options) as client:
             await client.list(CONFIG_MAPS, namespace)
             gate.freeze()
             start = time.monotonic()
@@ -131,7 +132,7 @@ def test_who_may_not_write_any_more_is_stopped_before_the_server_hears_of_it(
 
     async def work() -> None:
         options = ClientOptions(seconds_to_write=lambda: next(times))
-        async with await KubeClient.connect(api.kubeconfig, options) as client:
+        async with await HttpClient.connect(api.kubeconfig, options) as client:
             await client.create(CONFIG_MAPS, config_map("in-time"), namespace)
             with pytest.raises(NotLeadingError):
                 await client.create(CONFIG_MAPS, config_map("late"), namespace)
@@ -162,7 +163,7 @@ def test_a_port_that_nobody_listens_on_is_unavailable(api: Api, tmp_path: Path) 
     )
 
     async def work() -> None:
-        async with await KubeClient.connect(str(config)) as client:
+        async with await HttpClient.connect(str(config)) as client:
             await client.list(PODS)
 
     with taken, pytest.raises(UnavailableError, match="no answer to list"):

@@ -16,6 +16,7 @@ import pytest
 from aks_cases import JOB, profile
 from builders import manifest
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
@@ -173,7 +174,7 @@ async def upgrade(namespace: str, first: OperatorProcess, newer: Path) -> None:
     name = f"newer-{uuid4().hex[:8]}"
     assert KUBECONFIG is not None
     async with (
-        await KubeClient.connect(KUBECONFIG) as client,
+        await HttpClient.connect(KUBECONFIG) as client,
         ProgressServer(Progress(phase=Phase.TRAINING, step=1, total_steps=10)).serving(
             own_address()
         ) as rank_zero,

@@ -17,6 +17,7 @@ from aks_cases import JOB, profile
 from audit import AuditLog, counted
 from builders import manifest
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, PODS, Object
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 from operators import KUBECONFIG, Api, OperatorProcess, condition, open_api, phase_of
@@ -127,7 +128,7 @@ async def played(namespace: str) -> AsyncIterator[Play]:
     kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
     made = {**kind, "metadata": {"name": name}, "spec": spec}
     async with (
-        await KubeClient.connect(KUBECONFIG) as client,
+        await HttpClient.connect(KUBECONFIG) as client,
         played_node(client, name),
         bound_claims(client, CLAIMS, namespace),
     ):

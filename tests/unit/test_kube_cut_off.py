@@ -14,6 +14,7 @@ from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import CONFIG_MAPS, Object
 from finetune_operator.kube.watch import Watch
@@ -46,7 +47,7 @@ class CuttingServer:
         self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
         configuration = Configuration(host=f"http://127.0.0.1:{port}")
-        self._client = KubeClient(ClusterAccess(configuration))
+        self._client = HttpClient(ClusterAccess(configuration))
         return await self._client.__aenter__()
 
     async def __aexit__(self, *_: object) -> None:

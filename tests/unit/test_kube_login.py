@@ -13,6 +13,7 @@ from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.errors import UnauthorizedError
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import CONFIG_MAPS
 from finetune_operator.kube.watch import Watch
 
@@ -26,7 +27,7 @@ def by_file(token: Path, on_read: Callable[[], None]) -> KubeClient:
 
     configuration = Configuration(host="http://127.0.0.1:9")  # nobody is asked
     configuration.refresh_api_key_hook = read
-    return KubeClient(ClusterAccess(configuration))
+    return HttpClient(ClusterAccess(configuration))
 
 
 def test_a_token_that_cannot_be_read_is_told_and_ends_no_watch(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from finetune_operator.backends.aks.names import BACKEND, AttemptName
 from finetune_operator.backends.base import BackendContext, Handle
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, ObjectCache
-from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, Object
 from finetune_trainer.config import FailureClass
 
@@ -40,7 +40,7 @@ async def print_log(job: Key, wanted: RankLog) -> None:
     Raises:
         FineTuneError: there is no such job, attempt or batch Job, or the cluster cannot be asked.
     """
-    async with await KubeClient.connect() as client:
+    async with await HttpClient.connect() as client:
         async for line in _lines(client, job, wanted):
             print(line, flush=True)
 
@@ -63,7 +63,7 @@ def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> in
     return newest
 
 
-async def _lines(client: KubeClient, job: Key, wanted: RankLog) -> AsyncIterator[str]:
+async def _lines(client: HttpClient, job: Key, wanted: RankLog) -> AsyncIterator[str]:
     made = await _get_job(client, job)
     status = FineTuneJobStatus.model_validate(made.get("status") or {})
     if not status.attempt:
@@ -82,7 +82,7 @@ async def _lines(client: KubeClient, job: Key, wanted: RankLog) -> AsyncIterator
         yield line
 
 
-async def _get_job(client: KubeClient, job: Key) -> Object:
+async def _get_job(client: HttpClient, job: Key) -> Object:
     try:
         return await client.get(FINE_TUNE_JOBS, job.name, job.namespace)
     except NotFoundError as error:
@@ -91,7 +91,7 @@ async def _get_job(client: KubeClient, job: Key) -> Object:
         ) from error
 
 
-async def _uid(client: KubeClient, name: AttemptName, job_uid: str) -> str:
+async def _uid(client: HttpClient, name: AttemptName, job_uid: str) -> str:
     """Return the uid of the attempt's batch Job."""
     try:
         there = await client.get(JOBS, name.batch_job, name.namespace)

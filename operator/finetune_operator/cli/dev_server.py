@@ -23,6 +23,7 @@ from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.http import HttpClient
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ async def serving(
                 f"--port {port} cannot be used ({said}); choose another, or 0 for a free one"
             ) from error
         folder.write_kubeconfig(yaml.safe_dump(api.kubeconfig(), sort_keys=False))
-        client = await KubeClient.connect(str(folder.kubeconfig))
+        client = await HttpClient.connect(str(folder.kubeconfig))
         await stack.enter_async_context(client)
         signals = StopSignals()
         signals.listen()

@@ -14,13 +14,13 @@ from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.verbs import VERBS, Asked, asked_for
 from finetune_operator.embedded.watching import Watch
-from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
+from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import error_of
 from finetune_operator.kube.resources import Object, Resource
 
 
 class EmbeddedClient(KubeClient):
-    """The verbs on a store; it has no `access`, and needs no `async with`.
+    """The verbs on a store; it needs no `async with`.
 
     Args:
         store: What it reads and writes.
@@ -28,8 +28,7 @@ class EmbeddedClient(KubeClient):
     """
 
     def __init__(self, store: Store, on_write: Callable[[Object], None]) -> None:
-        self.options = ClientOptions()
-        self.calls = CallCounts()
+        super().__init__()
         self._store = store
         self._faults = Faults(store)
         self._on_write = on_write

@@ -24,6 +24,7 @@ from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kernel.term import Term
 from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
 from finetune_operator.kube.config import load_access
+from finetune_operator.kube.http import HttpClient
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ async def operate(
         OSError: the health port is taken.
     """
     process = _Process(settings, surroundings or Surroundings())
-    client = KubeClient(await load_access(settings.kubeconfig), process.client_options())
+    client = HttpClient(await load_access(settings.kubeconfig), process.client_options())
     async with client, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
         await process.campaign(client, stop)

@@ -43,7 +43,9 @@ _WATCH_BACKOFF = Backoff(0.5, 10.0)
 def listen_by_kopf(client: KubeClient, options: ListenOptions, on_event: OnEvent) -> JobEvents:
     """Return what tells of FineTuneJobs, by kopf."""
     from finetune_operator.kernel.handlers import KopfThread  # only who listens by it needs kopf
+    from finetune_operator.kube.http import HttpClient
 
+    assert isinstance(client, HttpClient), "kopf asks over HTTP"
     return KopfThread(client.access, options, on_event)
 
 

@@ -1,38 +1,24 @@
-"""Requests to the API server over one pool of connections; used by the kernel and by backends.
+"""The API server's verbs, used by the kernel and by backends.
 
-Objects are JSON as they come (`Object`); nothing is cached, nothing is repeated but a request whose
-token had expired. Every failure is an `ApiError` of `finetune_operator.kube.errors`: what a verb's
-docstring names, and for all of them ForbiddenError, UnauthorizedError, ThrottledError and
-UnavailableError.
+Objects are JSON as they come (`Object`); nothing is cached. Every failure is an `ApiError` of
+`finetune_operator.kube.errors`: what a verb's docstring names, and for all of them ForbiddenError,
+UnauthorizedError, ThrottledError and UnavailableError.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal
 
 import orjson
 
-from finetune_operator.kube.config import ClusterAccess, load_access
-from finetune_operator.kube.errors import (
-    ApiError,
-    NotLeadingError,
-    UnauthorizedError,
-    UnavailableError,
-    error_of,
-)
+from finetune_operator.kube.errors import ApiError, UnavailableError, error_of
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
 
-if TYPE_CHECKING:
-    import aiohttp
-
 Propagation = Literal["Background", "Foreground", "Orphan"]
-"""Keeps of an object what the caller needs, before it is held beside thousands of others."""
-
-_JSON = "application/json"
-_MERGE = "application/merge-patch+json"
+"""What becomes of the objects that a deleted one owns."""
 
 
 @dataclass(frozen=True)
@@ -98,62 +84,44 @@ class CallCounts:
         self.by_kind[key] = self.by_kind.get(key, 0) + 1
 
 
-class KubeClient:
-    """The API server's verbs; use it as an async context manager.
+class KubeClient(ABC):
+    """The API server's verbs; how requests travel is what `exchange` and `lines` say.
 
-    Requests go through `exchange` and `lines`; `embedded/client.py` serves them in this process.
+    `kube/http.py` sends them to a cluster, `embedded/client.py` serves them in this process.
 
     Args:
-        access: Cluster and credentials.
         options: Limits.
 
     Attributes:
-        access: Cluster and credentials.
         calls: What was asked so far.
     """
 
-    def __init__(self, access: ClusterAccess, options: ClientOptions | None = None) -> None:
+    def __init__(self, options: ClientOptions | None = None) -> None:
         self.options = options or ClientOptions()
         self.calls = CallCounts()
-        self.access = access
-        self._requests: aiohttp.ClientSession | None = None
-        self._streams: aiohttp.ClientSession | None = None
 
-    @classmethod
-    async def connect(
-        cls, kubeconfig: str | None = None, options: ClientOptions | None = None
-    ) -> Self:
-        """Return a client of the cluster that `load_access` finds.
-
-        Raises:
-            KubeConfigError: there is none.
-        """
-        return cls(await load_access(kubeconfig), options)
-
-    async def __aenter__(self) -> Self:
-        """Open the pool of connections; no request is sent yet."""
-        import aiohttp  # here and below, as `ftctl run` asks nobody and must not need it
-
-        context, options = self.access.ssl_context(), self.options
-        agent = {"User-Agent": options.user_agent, "Accept": _JSON}
-
-        def session(limit: int) -> aiohttp.ClientSession:
-            connector = aiohttp.TCPConnector(limit=limit, ssl=context, keepalive_timeout=60)
-            return aiohttp.ClientSession(connector=connector, headers=agent, auto_decompress=True)
-
-        self._requests, self._streams = session(options.connections), session(0)
-        return self
-
-    async def __aexit__(
+    @abstractmethod
+    async def exchange(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close every connection; watches end with an error."""
-        for session in (self._requests, self._streams):
-            if session is not None:
-                await session.close()
+        verb: str,
+        resource: Resource,
+        path: str,
+        data: bytes | None,
+        query: Mapping[str, str] | None,
+    ) -> Object:
+        """Send one request and return the object in its answer; all verbs but streams use it."""
+
+    @abstractmethod
+    def lines(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        is_patient: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """Yield the lines of an answer that has no end of its own: a watch, a log."""
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
         """Return one object.
@@ -314,9 +282,9 @@ class KubeClient:
                 made, kind = event["object"], event["type"]
             except (orjson.JSONDecodeError, KeyError, TypeError) as error:
                 # What ends in the middle of a line has a proxy in between, which was cut off.
-                raise _no_answer(error, f"watch {path}") from error
+                raise no_answer(error, f"watch {path}") from error
             if kind == "ERROR":
-                raise _refusal(int(made.get("code", 500)), made, None)
+                raise error_in(int(made.get("code", 500)), made, None)
             yield WatchEvent(kind, made)
 
     async def log(
@@ -361,134 +329,11 @@ class KubeClient:
     ) -> Object:
         """Send one request and return the object in its answer."""
         data = None if body is None else orjson.dumps(body)
-        try:
-            return await self.exchange(verb, resource, path, data, query)
-        except UnauthorizedError:
-            await self.access.renew()
-            return await self.exchange(verb, resource, path, data, query)
-
-    async def exchange(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        data: bytes | None,
-        query: Mapping[str, str] | None,
-    ) -> Object:
-        """Send one request and return the object in its answer; all verbs but streams use it."""
-        import aiohttp
-
-        assert self._requests is not None, "the client is used outside of its context"
-        seconds = self.options.request_seconds
-        if verb not in ("get", "list"):
-            seconds = min(seconds, self._seconds_to_write(verb, resource, path))
-        status = 0
-        try:
-            async with self._requests.request(
-                _METHODS[verb],
-                self.access.host + path,
-                params=query,
-                data=data,
-                headers=await self._headers(_MERGE if verb == "patch" else _JSON),
-                proxy=self.access.proxy,
-                server_hostname=self.access.server_name,
-                timeout=aiohttp.ClientTimeout(total=seconds),
-            ) as answer:
-                status = answer.status
-                said = await answer.read()
-                if status < 400:
-                    made: Object = orjson.loads(said)
-                    return made
-                raise _refusal(status, _status_object(said), answer.headers.get("Retry-After"))
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise _no_answer(error, f"{verb} {path}") from error
-        finally:
-            self.calls.add(verb, resource.plural, status)
-
-    async def lines(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        query: Mapping[str, str],
-        *,
-        is_patient: bool = False,
-    ) -> AsyncIterator[bytes]:
-        """Yield the lines of an answer that has no end of its own: a watch, a log."""
-        import aiohttp
-
-        assert self._streams is not None, "the client is used outside of its context"
-        silence = None if is_patient else self.options.silence_seconds
-        limits = aiohttp.ClientTimeout(
-            total=None, sock_connect=self.options.request_seconds, sock_read=silence
-        )
-        status, rest = 0, b""
-        try:
-            async with self._streams.get(
-                self.access.host + path,
-                params=query,
-                headers=await self._headers(_JSON),
-                proxy=self.access.proxy,
-                server_hostname=self.access.server_name,
-                timeout=limits,
-            ) as answer:
-                status = answer.status
-                if status >= 400:
-                    said = _status_object(await answer.read())
-                    raise _refusal(status, said, answer.headers.get("Retry-After"))
-                # By hand: readline() refuses lines longer than its buffer, and objects may be.
-                async for chunk in answer.content.iter_any():
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        yield line
-                if rest:
-                    yield rest
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise _no_answer(error, f"{verb} {path}") from error
-        except UnauthorizedError:
-            await self.access.renew()
-            raise
-        finally:
-            self.calls.add(verb, resource.plural, status)
-
-    async def _headers(self, content_type: str) -> dict[str, str]:
-        return {"Content-Type": content_type, **await self.access.headers()}
-
-    def _seconds_to_write(self, verb: str, resource: Resource, path: str) -> float:
-        """Return the time a write may take.
-
-        The Lease itself is exempt: whoever does not lead yet must write it.
-        """
-        limit = self.options.seconds_to_write
-        if limit is None or resource.plural == "leases":
-            return self.options.request_seconds
-        if (left := limit()) <= 0:
-            raise NotLeadingError(f"{verb} {path} is not sent, as this replica does not lead")
-        return left
+        return await self.exchange(verb, resource, path, data, query)
 
 
-_METHODS = {
-    "get": "GET",
-    "list": "GET",
-    "create": "POST",
-    "update": "PUT",
-    "patch": "PATCH",
-    "delete": "DELETE",
-}
-
-
-def _status_object(said: bytes) -> Object:
-    """Return the `Status` in an answer; a proxy in between may answer in text."""
-    try:
-        made = orjson.loads(said)
-    except orjson.JSONDecodeError:
-        made = None
-    if isinstance(made, dict):
-        return made
-    return {"message": said.decode(errors="replace").strip()[:1024]}
-
-
-def _refusal(status: int, said: Mapping[str, Any], header: str | None) -> ApiError:
+def error_in(status: int, said: Mapping[str, Any], header: str | None) -> ApiError:
+    """Return the error that an answer with this HTTP status is."""
     details = said.get("details") or {}
     wait = header if header and header.isdigit() else details.get("retryAfterSeconds")
     message = str(said.get("message") or f"the API server answered {status}")
@@ -497,7 +342,8 @@ def _refusal(status: int, said: Mapping[str, Any], header: str | None) -> ApiErr
     )
 
 
-def _no_answer(error: Exception, what: str) -> ApiError:
+def no_answer(error: Exception, what: str) -> ApiError:
+    """Return the error of a request without an answer that can be read."""
     if isinstance(error, asyncio.TimeoutError):
         return UnavailableError(0, "Timeout", f"no answer in time to {what}")
     word = str(error) or type(error).__name__

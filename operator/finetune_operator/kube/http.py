@@ -1,0 +1,196 @@
+"""Requests to an API server over one pool of connections.
+
+Nothing is repeated but a request whose token had expired.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import orjson
+
+from finetune_operator.kube.client import ClientOptions, KubeClient, error_in, no_answer
+from finetune_operator.kube.config import ClusterAccess, load_access
+from finetune_operator.kube.errors import NotLeadingError, UnauthorizedError
+from finetune_operator.kube.resources import Object, Resource
+
+_JSON = "application/json"
+_MERGE = "application/merge-patch+json"
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "create": "POST",
+    "update": "PUT",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+
+class HttpClient(KubeClient):
+    """The verbs on a cluster; use it as an async context manager.
+
+    Args:
+        access: Cluster and credentials.
+        options: Limits.
+    """
+
+    def __init__(self, access: ClusterAccess, options: ClientOptions | None = None) -> None:
+        super().__init__(options)
+        self.access = access
+        self._requests: aiohttp.ClientSession | None = None
+        self._streams: aiohttp.ClientSession | None = None
+
+    @classmethod
+    async def connect(
+        cls, kubeconfig: str | None = None, options: ClientOptions | None = None
+    ) -> Self:
+        """Return a client of the cluster that `load_access` finds.
+
+        Raises:
+            KubeConfigError: there is none.
+        """
+        return cls(await load_access(kubeconfig), options)
+
+    async def __aenter__(self) -> Self:
+        """Open the pool of connections; no request is sent yet."""
+        context, options = self.access.ssl_context(), self.options
+        agent = {"User-Agent": options.user_agent, "Accept": _JSON}
+
+        def session(limit: int) -> aiohttp.ClientSession:
+            connector = aiohttp.TCPConnector(limit=limit, ssl=context, keepalive_timeout=60)
+            return aiohttp.ClientSession(connector=connector, headers=agent, auto_decompress=True)
+
+        self._requests, self._streams = session(options.connections), session(0)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close every connection; watches end with an error."""
+        for session in (self._requests, self._streams):
+            if session is not None:
+                await session.close()
+
+    async def exchange(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        data: bytes | None,
+        query: Mapping[str, str] | None,
+    ) -> Object:
+        """Send one request, once more where its token had expired; return the object."""
+        try:
+            return await self._exchange(verb, resource, path, data, query)
+        except UnauthorizedError:
+            await self.access.renew()
+            return await self._exchange(verb, resource, path, data, query)
+
+    async def _exchange(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        data: bytes | None,
+        query: Mapping[str, str] | None,
+    ) -> Object:
+        assert self._requests is not None, "the client is used outside of its context"
+        seconds = self.options.request_seconds
+        if verb not in ("get", "list"):
+            seconds = min(seconds, self._seconds_to_write(verb, resource, path))
+        status = 0
+        try:
+            async with self._requests.request(
+                _METHODS[verb],
+                self.access.host + path,
+                params=query,
+                data=data,
+                headers=await self._headers(_MERGE if verb == "patch" else _JSON),
+                proxy=self.access.proxy,
+                server_hostname=self.access.server_name,
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as answer:
+                status = answer.status
+                said = await answer.read()
+                if status < 400:
+                    made: Object = orjson.loads(said)
+                    return made
+                raise error_in(status, _status_object(said), answer.headers.get("Retry-After"))
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise no_answer(error, f"{verb} {path}") from error
+        finally:
+            self.calls.add(verb, resource.plural, status)
+
+    async def lines(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        is_patient: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """Yield the lines of an answer; broken off where the connection is."""
+        assert self._streams is not None, "the client is used outside of its context"
+        silence = None if is_patient else self.options.silence_seconds
+        limits = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.options.request_seconds, sock_read=silence
+        )
+        status, rest = 0, b""
+        try:
+            async with self._streams.get(
+                self.access.host + path,
+                params=query,
+                headers=await self._headers(_JSON),
+                proxy=self.access.proxy,
+                server_hostname=self.access.server_name,
+                timeout=limits,
+            ) as answer:
+                status = answer.status
+                if status >= 400:
+                    said = _status_object(await answer.read())
+                    raise error_in(status, said, answer.headers.get("Retry-After"))
+                # By hand: readline() refuses lines longer than its buffer, and objects may be.
+                async for chunk in answer.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield line
+                if rest:
+                    yield rest
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise no_answer(error, f"{verb} {path}") from error
+        except UnauthorizedError:
+            await self.access.renew()
+            raise
+        finally:
+            self.calls.add(verb, resource.plural, status)
+
+    async def _headers(self, content_type: str) -> dict[str, str]:
+        return {"Content-Type": content_type, **await self.access.headers()}
+
+    def _seconds_to_write(self, verb: str, resource: Resource, path: str) -> float:
+        """Return the time a write may take.
+
+        The Lease itself is exempt: whoever does not lead yet must write it.
+        """
+        limit = self.options.seconds_to_write
+        if limit is None or resource.plural == "leases":
+            return self.options.request_seconds
+        if (left := limit()) <= 0:
+            raise NotLeadingError(f"{verb} {path} is not sent, as this replica does not lead")
+        return left
+
+
+def _status_object(said: bytes) -> Object:
+    """Return the `Status` in an answer; a proxy in between may answer in text."""
+    try:
+        made = orjson.loads(said)
+    except orjson.JSONDecodeError:
+        made = None
+    if isinstance(made, dict):
+        return made
+    return {"message": said.decode(errors="replace").strip()[:1024]}
