@@ -24,6 +24,7 @@ from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kernel.term import Term
+from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, Object
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
@@ -94,7 +95,7 @@ class _Operator:
         stop: StopSignals,
         command: Sequence[str],
     ) -> None:
-        self._name, self._namespace = job.metadata.name, job.metadata.namespace
+        self._key = Key(job.metadata.namespace, job.metadata.name)
         self._folder = folder
         is_forced = stop.forced.is_set
         self._backend = FolderBackend(context, is_forced=is_forced, command=command, held=folder)
@@ -103,9 +104,10 @@ class _Operator:
         settings = Settings(
             workers=1, leader_election=False, identity="ftctl-run", lease_namespace=""
         )
-        term = Term(self._client, settings, surroundings, listen=FollowedJobs)
-        self._work = asyncio.create_task(term.run())
+        self._term = Term(self._client, settings, surroundings, listen=FollowedJobs)
+        self._work = asyncio.create_task(self._term.run())
         self._is_saved = True
+        self._seen: Observation | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -125,28 +127,34 @@ class _Operator:
         """Return the job as it is now; what has ended the operator is raised."""
         if self._work.done() and not self._work.cancelled():
             self._work.result()
-        made = await self._client.get(FINE_TUNE_JOBS, self._name, self._namespace)
+        made = await self._client.get(FINE_TUNE_JOBS, self._key.name, self._key.namespace)
         return FineTuneJob.model_validate(made)
 
     async def observe(self, job: FineTuneJob) -> Observation | None:
-        """Look at the attempt itself: the status tells of progress more seldom, and less."""
-        handle = handle_of(job.status)
+        """Look at the attempt itself: the status tells of progress more seldom, and less.
+
+        The operator is told to look, too, where something has begun or ended.
+        """
+        handle, before = handle_of(job.status), self._seen
         if handle is None:
             return None
         try:
-            return await self._backend.observe(handle)
+            seen = self._seen = await self._backend.observe(handle)
         except TransientError:
             return None
+        if before is None or (before.phase, before.all_gone) != (seen.phase, seen.all_gone):
+            self._term.wake(self._key)
+        return seen
 
     async def suspend(self) -> None:
         """Have the attempt stopped with a checkpoint, and no other one started."""
         suspended = {"spec": {"suspend": True}}
-        await self._client.patch(FINE_TUNE_JOBS, self._name, self._namespace, suspended)
+        await self._client.patch(FINE_TUNE_JOBS, self._key.name, self._key.namespace, suspended)
 
     async def change(self, spec: FineTuneJobSpec) -> None:
         """Make this the spec of the job."""
         job = (await self.read()).model_copy(update={"spec": spec})
-        await self._client.replace(FINE_TUNE_JOBS, job.to_object(), self._namespace)
+        await self._client.replace(FINE_TUNE_JOBS, job.to_object(), self._key.namespace)
 
     def _save(self, made: Object) -> None:
         if made.get("kind") == KIND:

@@ -220,7 +220,7 @@ class Term:
     def _is_new(self, key: Key) -> bool:
         return self._reconciler.is_new(key)
 
-    def _wake(self, key: Key | None) -> None:
+    def wake(self, key: Key | None) -> None:
         """Wake the job whose child changed; or all that wait for somebody to mend something."""
         if key is not None:
             self._queue.add(key)
@@ -235,7 +235,7 @@ class Term:
             self._client,
             watch,
             self._cache(watch.resource),
-            wake=self._wake,
+            wake=self.wake,
             on_missed_events=self._resync.missed_events.set,
             namespace=place,
             backoff=_WATCH_BACKOFF,
