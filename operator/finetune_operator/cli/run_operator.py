@@ -25,6 +25,7 @@ from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kernel.term import Term
 from finetune_operator.kube.cache import Key
+from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, Object
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
@@ -164,11 +165,15 @@ class _Operator:
 
 
 def _store_of(job: FineTuneJob) -> Store:
-    """Return a store with the job, its kind and its namespace."""
+    """Return a store with the job, its kind and its namespace.
+
+    The job has the finalizer that the operator would add before the first attempt.
+    """
     store = Store()
     store.put(store.kinds[str(CRDS)], custom_resource_definition())
     store.put(store.kinds[str(NAMESPACES)], {"metadata": {"name": job.metadata.namespace}})
     made = job.to_object()
     made["metadata"].setdefault("creationTimestamp", timestamp())
+    made["metadata"].setdefault("finalizers", [FINALIZER])
     store.put(store.kinds[str(FINE_TUNE_JOBS)], made)
     return store
