@@ -19,7 +19,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test e2e kill-series interleavings fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
+.PHONY: help install run test test-all e2e kill-series interleavings fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -29,9 +29,15 @@ install: $(VENV)/.installed  ## Create .venv and install everything a CPU machin
 run: install quickstart-assets  ## Fine-tune a real model through the operator (EXAMPLE=FILE for another)
 	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
 
-# A file's tests run one after the other on one worker (docs/decisions/0003-one-pytest-run.md).
-test: install quickstart-assets  ## Run every test this machine can run (PYTEST_ARGS="-k words")
-	$(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+# A file's tests run one after the other on one worker, the longest files first
+# (docs/decisions/0003-one-pytest-run.md, 0005-two-test-runs.md).
+PYTEST := $(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: install quickstart-assets  ## Run what each change must pass, in minutes (PYTEST_ARGS="-k words")
+	$(PYTEST) -m "not full and not cluster" $(PYTEST_ARGS)
+
+test-all: install quickstart-assets  ## Run every test this machine can run, those of `make test` first
+	$(PYTEST) $(PYTEST_ARGS)
 
 # One process, as the tests share one release of the chart. Images and more: tests/real_cluster.py.
 e2e: install  ## Test chart, operator and trainer on the cluster that KUBECONFIG names

@@ -1,4 +1,4 @@
-"""What tests share: no network, no time limit for an example, a disk that is soon full."""
+"""What tests share: no network, their order, no time limit for an example, a disk soon full."""
 
 import os
 import subprocess
@@ -8,13 +8,26 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from run_order import sort_files, tell_run
+
 # Tests never reach for a hub; set before any library reads them, and inherited by every process.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Workers share the cores already; more threads each would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example takes milliseconds, but may have to wait for the other tests that run.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+@pytest.hookimpl(trylast=True)  # what groups tests by their fixtures comes before
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let workers begin with what takes longest, so that none is left with it at the end."""
+    for item in items:
+        tell_run(item)
+    if hasattr(config, "workerinput"):
+        sort_files(items, config.rootpath)
 
 
 @pytest.fixture

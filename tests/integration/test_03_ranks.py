@@ -19,7 +19,7 @@ def test_one_rank_gives_the_numbers_of_a_plain_loop(tmp_path: Path) -> None:
     within_fp32(train_case(CASES[0], tmp_path, world), reference(CASES[0]))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_any_number_of_ranks_gives_the_numbers_of_a_plain_loop(
     world_size: int, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def losses(config: TrainConfig) -> dict[int, float]:
     ("strategy", "worlds"),
     [
         pytest.param("ddp", (1, 2, 4, 2, 1), id="ddp"),
-        pytest.param("fsdp", (2, 4, 2, 1), id="fsdp"),
+        pytest.param("fsdp", (2, 4, 2, 1), id="fsdp", marks=pytest.mark.full),
     ],
 )
 def test_ranks_may_come_and_go_between_attempts(

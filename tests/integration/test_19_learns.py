@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from parity import VOCAB, Case, Row, train_cases
@@ -39,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 def test_rows_are_learnt_by_heart_under_each_native_strategy(tmp_path: Path) -> None:
     last = {
         case.name: outcome.losses[-1]

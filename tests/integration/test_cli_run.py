@@ -137,6 +137,7 @@ def test_run_prints_phases_losses_and_answers(complete: tuple[Path, str]) -> Non
     assert "\x1b" not in output
 
 
+@pytest.mark.full
 def test_the_three_lines_of_python_load_the_adapter_offline(complete: tuple[Path, str]) -> None:
     folder, output = complete
     lines = output.split("Load it with:\n\n")[1].splitlines()
@@ -223,6 +224,7 @@ def test_preview_marks_the_tokens_that_are_learned(complete: tuple[Path, str]) -
     assert "train: 24 rows" in done.stdout
 
 
+@pytest.mark.full
 def test_preview_shows_text_with_line_separators_of_unicode(tmp_path: Path) -> None:
     file = write_project(tmp_path)
     row = {"prompt": "a\u2028b\x85c", "completion": "d\u2029e"}
@@ -234,6 +236,7 @@ def test_preview_shows_text_with_line_separators_of_unicode(tmp_path: Path) -> N
     assert "[[d\u2029e" in done.stdout
 
 
+@pytest.mark.full
 def test_preview_gives_the_trainers_own_sentence(tmp_path: Path) -> None:
     file = write_project(tmp_path)
     (tmp_path / "runs").touch()  # no run directory can be made, and none is needed
@@ -271,6 +274,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_pat
     assert re.search(r"Stopped .*; the checkpoint of step \d+ is kept", "\n".join(third.lines))
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_is_told_what_becomes_of_the_job(tmp_path: Path) -> None:
     file = write_project(tmp_path, **{"training.maxSteps": ENDLESS, "checkpoint.keep": 1})
     words, again = ["run", file.name], "ftctl run job.yaml\n"
@@ -383,6 +387,7 @@ def test_fresh_and_an_unreadable_run_directory(complete: tuple[Path, str], tmp_p
     assert (folder / "runs/default/tiny.1/output/adapter_config.json").is_file()
 
 
+@pytest.mark.full
 def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     settings = {"training.maxSteps": ENDLESS, "deadlines.terminationGraceSeconds": 86_400}
     file = write_project(tmp_path, **settings)
@@ -399,6 +404,7 @@ def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     assert any("killing it now" in line for line in run.lines)
 
 
+@pytest.mark.full
 def test_a_terminal_gets_a_frame_and_the_complete_run_is_moved_aside(
     complete: tuple[Path, str], tmp_path: Path
 ) -> None:

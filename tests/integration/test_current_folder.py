@@ -32,6 +32,7 @@ def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_a_preview_runs_nothing_that_lies_beside_the_manifest(folder: Path) -> None:
     by_module = (sys.executable, "-m", "finetune_operator")
     done = run(*by_module, "preview", "job.yaml", "--rows", "1", folder=folder)
@@ -40,6 +41,7 @@ def test_a_preview_runs_nothing_that_lies_beside_the_manifest(folder: Path) -> N
     assert "[[" in done.stdout
 
 
+@pytest.mark.full
 def test_a_trainer_and_its_ranks_run_nothing_of_the_folder_they_start_in(folder: Path) -> None:
     """However it is started: torchrun and Azure ML know nothing of `-P`."""
     training = {"global_batch_size": 1, "max_steps": 1, "learning_rate": 1e-3}

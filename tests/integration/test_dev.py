@@ -160,6 +160,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_start_goes_on_from_it(serve
     assert again.wait_for("Suspended", "by-hand")["spec"]["suspend"] is True
 
 
+@pytest.mark.full
 def test_ctrl_c_twice_kills_what_does_not_listen(serve: Serve) -> None:
     dev = serve(attempt_1=ENDLESS | {"is_deaf": True}, attempt_2={"steps": 51})
     dev.apply()
@@ -180,6 +181,7 @@ def test_a_crash_is_followed_by_the_next_attempt_from_the_last_checkpoint(serve:
     assert stored.status.attempt == 2
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_for_a_while_is_told_and_costs_no_job(
     small_disk: Path, serve: Serve, folder: Path
 ) -> None:
@@ -264,6 +266,7 @@ def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, fold
     dev.wait_for("Succeeded")
 
 
+@pytest.mark.full
 def test_ctrl_c_waits_for_no_attempt_that_could_not_be_created(serve: Serve, folder: Path) -> None:
     dev = serve()
     with RunFolder(run_dir(folder)) as theirs:
@@ -293,6 +296,7 @@ def test_a_backend_that_needs_a_cluster_is_refused_by_its_name(serve: Serve) -> 
     assert sentence in condition(dev.job(), "Accepted")["message"]
 
 
+@pytest.mark.full
 def test_a_second_process_is_told_of_the_first(serve: Serve, folder: Path) -> None:
     dev = serve()
     refused = ftctl("dev", folder=folder)

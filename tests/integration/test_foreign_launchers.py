@@ -85,7 +85,9 @@ def mpirun(job: Job, entry: str, environ: Mapping[str, str]) -> None:
 
 
 Launcher = Callable[[Job, str, Mapping[str, str]], None]
-launchers = pytest.mark.parametrize("launcher", [azure_ml, torchrun, accelerate, mpirun])
+OTHERS = [pytest.param(one, marks=pytest.mark.full) for one in (azure_ml, accelerate, mpirun)]
+each_launcher = pytest.mark.parametrize("launcher", [azure_ml, torchrun, accelerate, mpirun])
+torchrun_first = pytest.mark.parametrize("launcher", [torchrun, *OTHERS])
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             process.communicate()
 
 
-@launchers
+@each_launcher
 def test_ranks_that_finish_make_the_launcher_exit_with_0(job: Job, launcher: Launcher) -> None:
     launcher(job, "finish", {})
     assert set(job.wait()) == {0}, job.said
@@ -106,7 +108,7 @@ def test_ranks_that_finish_make_the_launcher_exit_with_0(job: Job, launcher: Lau
     assert "Completed: rank 0 of 2, sum 2" in job.said
 
 
-@launchers
+@torchrun_first
 def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Launcher) -> None:
     launcher(job, "train", {})
     ranks = job.ranks()
@@ -119,7 +121,7 @@ def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Laun
     until(lambda: not any(map(is_alive, ranks)))
 
 
-@launchers
+@torchrun_first
 def test_the_rank_that_is_to_blame_has_the_last_word(job: Job, launcher: Launcher) -> None:
     launcher(job, "act", {"ACT": "data", "ACT_RANK": "1"})
     assert 0 not in job.wait(), job.said
@@ -141,6 +143,7 @@ def lone_accelerate(job: Job, entry: str, *arguments: str) -> None:
     job.start([*command, "--mixed_precision=no", "--dynamo_backend=no"], entry, {})
 
 
+@pytest.mark.full
 def test_the_single_process_that_accelerate_starts_for_two_on_cpus_is_refused(job: Job) -> None:
     lone_accelerate(job, "finish", "--num_processes=2")
     assert job.wait() != [0]
@@ -148,6 +151,7 @@ def test_the_single_process_that_accelerate_starts_for_two_on_cpus_is_refused(jo
     assert "accelerate launch started 1 rank(s), but the configuration asks for 2" in job.said
 
 
+@pytest.mark.full
 def test_a_rank_leaves_when_accelerate_dies_without_telling_it(tmp_path: Path, job: Job) -> None:
     job.config = train_config(tmp_path, world={"nproc_per_node": 1})
     lone_accelerate(job, "train", "--num_processes=1")

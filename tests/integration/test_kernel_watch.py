@@ -45,6 +45,7 @@ async def most_silent(events: KopfThread, seconds: float) -> float:
     return most
 
 
+@pytest.mark.full
 def test_an_idle_watch_is_asked_for_all_the_time_and_one_that_hangs_has_ended(api: Api) -> None:
     async def work(namespace: str) -> tuple[float, float]:
         configuration = Configuration()

@@ -88,6 +88,7 @@ def unbroken(inputs, tmp_path_factory) -> dict[int, float]:
     return curve
 
 
+@pytest.mark.full
 def test_workers_that_are_killed_lose_no_step_beyond_the_last_commit(inputs, unbroken, tmp_path):
     path = write_manifest(inputs, tmp_path, restarts=len(KILLS))
     marks = tmp_path / "marks"
@@ -105,7 +106,14 @@ def test_workers_that_are_killed_lose_no_step_beyond_the_last_commit(inputs, unb
     assert last["failureClass"] == "Completed"
 
 
-@pytest.mark.parametrize("moment", ["job.json", "Training", "Done"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("job.json", marks=pytest.mark.full),
+        "Training",
+        pytest.param("Done", marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_ftctl_adopts_what_still_runs(moment, inputs, unbroken, tmp_path):
     path = write_manifest(inputs, tmp_path)
     with start_ftctl(path) as first:

@@ -9,6 +9,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "kill_series.py"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # some twenty starts of two ranks, each of which imports torch anew
 def test_killed_runs_end_with_the_weights_of_unbroken_ones() -> None:
     done = subprocess.run(

@@ -139,7 +139,7 @@ def go_on(trainers: Trainers, later: Ranks) -> None:
         verify(Path(ref.path))
 
 
-@pytest.mark.parametrize("place", ["trainers", "lagging"])
+@pytest.mark.parametrize("place", ["trainers", pytest.param("lagging", marks=pytest.mark.full)])
 def test_the_next_attempt_trains_and_the_one_before_leaves(
     request: pytest.FixtureRequest, place: str
 ) -> None:
@@ -151,6 +151,7 @@ def test_the_next_attempt_trains_and_the_one_before_leaves(
     go_on(trainers, second)
 
 
+@pytest.mark.full
 def test_an_attempt_that_was_stopped_meanwhile_leaves_when_it_comes_back(lagging: Trainers) -> None:
     first = lagging.train()
     pid = first.processes[0].pid
@@ -163,6 +164,7 @@ def test_an_attempt_that_was_stopped_meanwhile_leaves_when_it_comes_back(lagging
     go_on(lagging, second)
 
 
+@pytest.mark.full
 def test_both_ranks_of_an_overtaken_attempt_end(lagging: Trainers, tmp_path: Path) -> None:
     """Nobody saves: it is the watch that tells rank 0, and rank 0 that tells the other."""
     seldom = {"checkpoint": {"every_steps": 10**6}, "world": {"nproc_per_node": 2}}
@@ -188,7 +190,10 @@ def test_of_two_starts_of_one_attempt_one_trains(lagging: Trainers) -> None:
     assert other.codes() == [ExitCode.PREEMPTED]
 
 
-@pytest.mark.parametrize("shared", ["checkpoint", "output", "run_dir"])
+@pytest.mark.parametrize(
+    "shared",
+    ["checkpoint", *(pytest.param(one, marks=pytest.mark.full) for one in ("output", "run_dir"))],
+)
 def test_another_job_is_refused_and_the_first_trains_on(lagging: Trainers, shared: str) -> None:
     first = lagging.train()
     own = {
@@ -209,6 +214,7 @@ def test_another_job_is_refused_and_the_first_trains_on(lagging: Trainers, share
     assert {event["attempt"] for event in events(first.config)} == {1}
 
 
+@pytest.mark.full
 def test_a_job_made_anew_goes_on_from_the_orphans_checkpoints(lagging: Trainers) -> None:
     orphan = lagging.train()
     anew = JobRef(name="a", uid="uid-0")

@@ -7,6 +7,7 @@ import pytest
 from parity_families import compare
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
 def test_ten_steps_by_manifest_are_those_of_a_plain_loop(family: str, tmp_path: Path) -> None:
     lines = compare(family, tmp_path, [True])

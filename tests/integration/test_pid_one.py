@@ -134,6 +134,7 @@ def stopped(inputs: Path, folder: Path, moment: float) -> int | None:
     return code
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_stop_is_heard_at_any_moment(inputs: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:

@@ -131,6 +131,7 @@ def test_readme_manifest_is_the_quickstart(tmp_path: Path) -> None:
     assert len(manifest.splitlines()) <= 14
 
 
+@pytest.mark.full
 def test_the_trainer_runs_under_every_launcher_as_its_page_shows(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     (tmp_path / "job.yaml").write_text(SMALL_JOB)

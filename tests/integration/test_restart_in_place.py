@@ -40,6 +40,7 @@ def test_a_killed_rank_is_restarted_with_its_peers_and_continues_the_attempt(
     assert "WorkerLost: rank 1 was killed from outside (SIGKILL); starting all ranks" in run.stderr
 
 
+@pytest.mark.full
 def test_a_fault_that_comes_again_ends_the_attempt_with_its_own_code(started: Start) -> None:
     run = started("act", 1, ACT="bug", ACT_RANK="1")
     assert run.wait() == 1, run.stderr
@@ -47,6 +48,7 @@ def test_a_fault_that_comes_again_ends_the_attempt_with_its_own_code(started: St
     assert starts(run) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("act", "code"), [("data", 65), ("memory", 137)])
 def test_what_would_only_fail_again_is_not_restarted(started: Start, act: str, code: int) -> None:
     run = started("act", 3, ACT=act, ACT_RANK="1")
@@ -54,6 +56,7 @@ def test_what_would_only_fail_again_is_not_restarted(started: Start, act: str, c
     assert starts(run) == 1
 
 
+@pytest.mark.full
 def test_ranks_that_fail_while_they_are_told_to_stop_are_not_restarted(started: Start) -> None:
     run = started("train_on", 3)
     ranks = run.pids_of_ranks()

@@ -342,6 +342,7 @@ def _survives_a_kill(folder: Path, event: int) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_a_process_killed_anywhere_loses_no_attempt_and_starts_none_twice(tmp_path: Path) -> None:
     event = 2
     while _survives_a_kill(tmp_path / str(event), event):

@@ -47,9 +47,9 @@ def test_ranks_that_finish_exit_with_0_and_rank_0_has_the_last_word(
     ("act", "code", "failure_class"),
     [
         ("data", 65, "DataError"),
-        ("config", 78, "ConfigError"),
-        ("world", 93, "DoNotRestart"),
-        ("bug", 1, "Error"),
+        pytest.param("config", 78, "ConfigError", marks=pytest.mark.full),
+        pytest.param("world", 93, "DoNotRestart", marks=pytest.mark.full),
+        pytest.param("bug", 1, "Error", marks=pytest.mark.full),
         ("sigkill", 137, "WorkerLost"),
     ],
 )
@@ -75,6 +75,7 @@ def test_sigterm_lets_all_ranks_leave_at_the_same_step_with_75(started) -> None:
     assert not any(map(is_alive, ranks))
 
 
+@pytest.mark.full
 def test_sigterm_to_a_single_rank_makes_all_of_them_leave(started) -> None:
     run = started("train")
     os.kill(run.pids_of_ranks()[1], signal.SIGTERM)
@@ -85,6 +86,7 @@ def test_sigterm_to_a_single_rank_makes_all_of_them_leave(started) -> None:
     assert last_step == steps[0]
 
 
+@pytest.mark.full
 def test_a_rank_that_needs_longer_than_the_other_is_waited_for(started) -> None:
     run = started("leave_late")
     run.pids_of_ranks()
@@ -93,6 +95,7 @@ def test_a_rank_that_needs_longer_than_the_other_is_waited_for(started) -> None:
     assert run.events(1)[-1]["event"] == "ended"
 
 
+@pytest.mark.full
 def test_ranks_that_do_not_leave_are_killed_after_the_grace_period(started) -> None:
     run = started("train_on", termination_grace_seconds=1)
     ranks = run.pids_of_ranks()
@@ -104,7 +107,7 @@ def test_ranks_that_do_not_leave_are_killed_after_the_grace_period(started) -> N
     assert not any(map(is_alive, ranks))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_killed_rank_is_named_and_the_others_are_gone_promptly(started, victim: int) -> None:
     run = started("train")
     ranks = run.pids_of_ranks()
@@ -126,6 +129,7 @@ def test_the_ranks_of_a_killed_supervisor_die_with_it(started) -> None:
     assert run.wait() == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_stopped_rank_does_not_keep_its_failed_peers_supervisor_waiting(started) -> None:
     run = started("train")
     ranks = run.pids_of_ranks()
@@ -143,6 +147,7 @@ def test_a_stop_before_training_began_is_a_free_restart(started) -> None:
     assert run.wait() == 75, run.stderr
 
 
+@pytest.mark.full
 def test_sigterm_to_a_single_rank_before_training_began_ends_all_of_them(started) -> None:
     run = started("train")
     until(lambda: Path(run.config.run_dir, "logs", "rank-0.jsonl").exists())
@@ -161,6 +166,7 @@ def handles_sigterm(pid: int) -> bool:
     return bool(int(fields["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.full
 def test_one_process_needs_no_peers(started) -> None:
     run = started("finish", world={"nproc_per_node": 1})
     assert run.wait() == 0, run.stderr

@@ -25,6 +25,7 @@ def nodes(start: Start, tmp_path: Path) -> Callable[[str], list[Launch]]:
     return lambda entry: [start_node(rank, entry) for rank in (1, 0)][::-1]
 
 
+@pytest.mark.full
 def test_runs_in_a_row_exit_with_0(start: Start, tmp_path: Path) -> None:
     for number in range(3):  # gloo's teardown used to abort one run in two
         folder = tmp_path / str(number)
@@ -44,6 +45,7 @@ def test_two_nodes_make_one_world_and_both_exit_with_0(
     ]
 
 
+@pytest.mark.full
 def test_a_stop_of_one_node_is_agreed_by_the_other(nodes: Callable[[str], list[Launch]]) -> None:
     first, second = nodes("train")
     first.wait_for_step(rank=0)

@@ -154,12 +154,14 @@ def served(terminal: Terminal, shown: Shown) -> Iterator[None]:
             process.kill()
 
 
+@pytest.mark.full
 def test_a_job_of_ones_own_runs_by_make(terminal: Terminal) -> None:
     for shown in COMMANDS[:SERVED]:
         if shown.command != ELSEWHERE:
             terminal.run(shown)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not in PATH")
 def test_the_job_is_watched_suspended_and_mended_by_kubectl(terminal: Terminal) -> None:
     with served(terminal, COMMANDS[SERVED]):

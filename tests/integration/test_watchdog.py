@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from finetune_trainer.config import ExitCode, FailureClass
 from launches import launch, train_config
 
 
+@pytest.mark.full
 def test_when_one_rank_hangs_all_write_their_stacks_and_end(tmp_path: Path) -> None:
     # Long enough for the ranks to import torch and to meet on a busy machine.
     config = train_config(tmp_path, control={"hang_seconds": 20})

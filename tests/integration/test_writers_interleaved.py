@@ -25,6 +25,7 @@ def interleave(*arguments: str) -> str:
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_no_interleaving_lets_two_write_or_loses_a_commit(tmp_path: Path) -> None:
     """On layers whose listings lag, and that have no rename, no lock, no exclusive create."""
     with lagging_layer(tmp_path):
@@ -33,6 +34,7 @@ def test_no_interleaving_lets_two_write_or_loses_a_commit(tmp_path: Path) -> Non
         pytest.fail(f"python tests/writers.py SEED 1 repeats one of these\n{said}")
 
 
+@pytest.mark.full
 def test_no_interleaving_on_a_local_disk_does_either() -> None:
     if said := interleave("1000", str(NUM_LOCAL), "--local"):
         pytest.fail(f"python tests/writers.py --local SEED 1 repeats one of these\n{said}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import dev_share
 import pytest
+import times_by_file
 from measured import FOLDER
 from operator_page import LIMITS, page
 
@@ -21,7 +22,7 @@ def row(text: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "render"), [pytest.param("operator", page), pytest.param("dev", dev_share.page)]
+    ("name", "render"), [("operator", page), ("dev", dev_share.page), ("tests", times_by_file.page)]
 )
 def test_a_published_page_is_what_its_json_makes(
     name: str, render: Callable[[dict[str, Any]], str]

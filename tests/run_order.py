@@ -1,0 +1,48 @@
+"""Which run a test belongs to, and which files begin first where workers share the tests.
+
+`conftest.py` calls it for each collection; docs/decisions/0005-two-test-runs.md has the reasons.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+TIMES = Path(__file__).parents[1] / "docs" / "benchmarks" / "tests.json"
+RUN, QUICK, FULL = "run", "make test", "make test-all"
+ONLY_IN_FULL = ("full", "cluster", "e2e")
+"""The marks that `make test` leaves out."""
+
+
+def run_of(item: pytest.Item) -> str:
+    """Return the smallest run that a test is in."""
+    return FULL if any(map(item.get_closest_marker, ONLY_IN_FULL)) else QUICK
+
+
+def tell_run(item: pytest.Item) -> None:
+    """Have a JUnit report say which run the test is in."""
+    item.user_properties.append((RUN, run_of(item)))
+
+
+def sort_files(items: list[pytest.Item], root: Path) -> None:
+    """Put files with tests of `make test` first, and of these the one that takes longest.
+
+    The tests of a file stay together and in their order.
+    """
+    runs = {item: run_of(item) for item in items}
+    files = {item: item.path.relative_to(root).as_posix() for item in items}
+    quick = {files[item] for item in items if runs[item] == QUICK}
+    seconds = measured_seconds(QUICK if set(runs.values()) == {QUICK} else FULL)
+
+    def place(item: pytest.Item) -> tuple[bool, float, str]:
+        file = files[item]
+        return file not in quick, -seconds.get(file, 0.0), file
+
+    items.sort(key=place)
+
+
+def measured_seconds(run: str) -> dict[str, float]:
+    """Return how long the tests that each file has in a run took; a new file is not in it."""
+    measured = json.loads(TIMES.read_text(encoding="utf-8"))
+    key = "quick_seconds" if run == QUICK else "seconds"
+    return {file: one[key] for file, one in measured["files"].items()}
