@@ -1,13 +1,12 @@
 """A small state, a store around it, and a stand-in for training that can be killed and resumed."""
 
 import json
-import multiprocessing as mp
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
-from functools import cache
-from multiprocessing.context import ForkServerContext
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from finetune_trainer.claims.enter import Pace, Wanted
 from finetune_trainer.claims.fence import Fence, take
 from finetune_trainer.claims.names import CLAIMS
 from finetune_trainer.config import CheckpointConfig, JobRef
+from warm_processes import beside_deepspeed, forkserver
 
 State = dict[str, Any]
-TIMEOUT_SECONDS = 240  # a rank that imports DeepSpeed takes half a minute on a busy machine
+TIMEOUT_SECONDS = 240
 JOB = JobRef(name="tiny", uid="uid-1")
 FINGERPRINT = Fingerprint(model="a model", method="lora", data="rows", order="seed 1")
 
@@ -125,27 +125,39 @@ def run_processes(
     environ: Mapping[str, str] | None = None,
     max_file_bytes: Mapping[int, int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    preload: tuple[str, ...] = (),
+    deepspeed: bool = False,
 ) -> list[int | None]:
     """Call `work(*arguments)` in new processes, and return their exit codes by rank.
 
     With more than one, each is connected with the others over gloo and `work` gets the process
-    group first. `max_file_bytes` limits how long a file a rank may write; `preload` names modules
-    to import once for all launches, when this is the first one of the test process.
+    group first. `max_file_bytes` limits how long a file a rank may write; with `deepspeed` the
+    processes have imported it.
     """
-    context = _context(preload)
+    limits = max_file_bytes or {}
     meeting_point = f"{arguments[0]}.rendezvous-{world_size}"
-    processes = [
-        context.Process(
-            target=_enter,
-            args=(work, arguments, rank, world_size, meeting_point),
-            kwargs={
-                "environ": dict(environ or {}),
-                "max_file_bytes": (max_file_bytes or {}).get(rank),
-            },
+    ranks = [
+        partial(
+            _enter,
+            work,
+            arguments,
+            rank,
+            world_size,
+            meeting_point,
+            environ=dict(environ or {}),
+            max_file_bytes=limits.get(rank),
         )
         for rank in range(world_size)
     ]
+    run = partial(_run_ranks, ranks, timeout_seconds)
+    codes = beside_deepspeed(run) if deepspeed else run(forkserver())
+    Path(meeting_point).unlink(missing_ok=True)
+    return codes
+
+
+def _run_ranks(
+    ranks: Sequence[Callable[[], None]], timeout_seconds: float, context: BaseContext
+) -> list[int | None]:
+    processes = [context.Process(target=rank) for rank in ranks]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout_seconds
@@ -154,17 +166,7 @@ def run_processes(
         if process.is_alive():
             process.kill()
             process.join()
-    Path(meeting_point).unlink(missing_ok=True)
     return [process.exitcode for process in processes]
-
-
-@cache
-def _context(preload: tuple[str, ...]) -> ForkServerContext:
-    """Import torch once, not in every process of every test."""
-    context = mp.get_context("forkserver")
-    modules = ("checkpoint_fixtures", "torch.distributed.checkpoint", *preload)
-    context.set_forkserver_preload(list(modules))
-    return context
 
 
 def _enter(

@@ -1,15 +1,14 @@
 """Whole attempts of the trainer, each rank forked from a process that has imported torch already.
 
-A fresh interpreter per rank takes seconds to import what it needs; a forked one a tenth of that.
+A fresh interpreter per rank takes seconds to import what it needs; see `warm_processes`.
 """
 
 import json
-import multiprocessing as mp
 import os
 import time
 from collections.abc import Mapping
-from functools import cache
-from multiprocessing.context import ForkServerContext
+from functools import partial
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from finetune_trainer.control import leave
 from finetune_trainer.launch.report import RankReport
 from finetune_trainer.launch.worker import run_rank
 from launches import free_port
+from warm_processes import beside_deepspeed, forkserver
 
 LOST_PEER_SECONDS = 20
 ATTEMPT_SECONDS = 120
@@ -32,12 +32,18 @@ ATTEMPT_SECONDS = 120
 class Ranks:
     """The ranks of one attempt."""
 
-    def __init__(self, config: TrainConfig, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        environ: Mapping[str, str] | None = None,
+        context: BaseContext | None = None,
+    ) -> None:
         """Start them."""
+        context = context or forkserver()
         self.config = config
         port = str(free_port())
         self.processes: list[BaseProcess] = [
-            _forking().Process(
+            context.Process(
                 target=_be_rank,
                 args=(config.to_json(), rank, port, dict(environ or {})),
                 daemon=True,
@@ -67,7 +73,14 @@ class Ranks:
 
 def attempt(config: TrainConfig, environ: Mapping[str, str] | None = None) -> list[int | None]:
     """Run one attempt, and return the exit codes of its ranks."""
-    return Ranks(config, environ).codes()
+    run = partial(_codes, config, environ)
+    return beside_deepspeed(run) if config.strategy.type.startswith("zero") else run(forkserver())
+
+
+def _codes(
+    config: TrainConfig, environ: Mapping[str, str] | None, context: BaseContext
+) -> list[int | None]:
+    return Ranks(config, environ, context).codes()
 
 
 def events(config: TrainConfig, rank: int = 0) -> list[dict[str, Any]]:
@@ -96,14 +109,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     read_shards(found, folder, None)
     return found
-
-
-@cache
-def _forking() -> ForkServerContext:
-    context = mp.get_context("forkserver")
-    modules = ("forked_ranks", "finetune_trainer.rank", "peft", "torch.distributed.checkpoint")
-    context.set_forkserver_preload([*modules, "transformers.models.llama.modeling_llama"])
-    return context
 
 
 def _be_rank(text: str, rank: int, port: str, environ: dict[str, str]) -> None:

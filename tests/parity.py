@@ -30,8 +30,6 @@ VOCAB = 256
 LONGEST = 24
 MAX_NORM = 1.0
 
-PRELOAD = ("parity", "peft", "transformers.models.llama.modeling_llama")
-
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
 
 
@@ -150,8 +148,8 @@ def train_cases(
     cases: Sequence[Case],
     *,
     world_size: int = 2,
-    environ: Mapping[str, str] | None = None,
     timeout: float = 240,
+    deepspeed: bool = False,
 ) -> list[Outcome]:
     """Train every case under its strategy, on ranks that are started once; losses agree on all."""
     folder.mkdir(exist_ok=True)
@@ -160,9 +158,8 @@ def train_cases(
         folder,
         list(cases),
         world_size=world_size,
-        environ={"HF_HUB_OFFLINE": "1", **(environ or {})},
         timeout_seconds=timeout,
-        preload=PRELOAD,
+        deepspeed=deepspeed,
     )
     assert codes == [0] * world_size
     outcomes = []
@@ -296,6 +293,6 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def at_seeds(case: Case, seeds: int) -> list[Case]:
-    """Return the case with each of so many seeds."""
-    return [replace(case, name=f"{case.name}-{seed}", seed=seed) for seed in range(seeds)]
+def at_seeds(case: Case, seeds: Iterable[int]) -> list[Case]:
+    """Return the case with each of the seeds."""
+    return [replace(case, name=f"{case.name}-{seed}", seed=seed) for seed in seeds]

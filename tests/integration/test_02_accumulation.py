@@ -15,28 +15,31 @@ SHARED = [
     Case("resharding", {"type": "fsdp", "reshard_after_forward": True}, rows=16, steps=10),
     Case("keeping", {"type": "fsdp", "reshard_after_forward": False}, rows=16, steps=10),
 ]
-MICRO_BATCH_SIZES = (8, 4, 2, 1)
+MICRO_BATCH_SIZES = [8, 1, *(pytest.param(size, marks=pytest.mark.full) for size in (4, 2))]
 
 
 def divided(case: Case, size: int) -> Case:
     return replace(case, name=f"{case.name}-{size}", micro_batch_size=size)
 
 
+@pytest.fixture(scope="module", params=MICRO_BATCH_SIZES)
+def size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    cases = [divided(case, size) for case in SHARED for size in MICRO_BATCH_SIZES]
+def outcomes(size: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    cases = [divided(case, size) for case in SHARED]
     found = train_cases(tmp_path_factory.mktemp("accumulation"), cases)
     return {case.name: outcome for case, outcome in zip(cases, found, strict=True)}
 
 
-@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
 def test_one_process_accumulates_to_the_same_numbers(size: int, tmp_path: Path) -> None:
     world = World(0, 0, 1, torch.device("cpu"))
     found = train_case(divided(ALONE, size), tmp_path, world)
     within_fp32(found, reference(ALONE))
 
 
-@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in SHARED])
 def test_two_ranks_accumulate_to_the_same_numbers(
     case: Case, size: int, outcomes: dict[str, Outcome]

@@ -83,10 +83,7 @@ def train_on_disk(group: "ProcessGroup", folder: Path) -> None:
 
 
 def test_a_job_trains_and_resumes_with_its_state_on_disk(tmp_path: Path) -> None:
-    environ = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    codes = run_processes(
-        train_on_disk, tmp_path, world_size=2, environ=environ, timeout_seconds=240
-    )
+    codes = run_processes(train_on_disk, tmp_path, world_size=2, deepspeed=True)
     assert codes == [0, 0]
     found = torch.load(tmp_path / "0.pt")
     assert any("exp_avg_sq" in name for name in found["files"]), found["files"]

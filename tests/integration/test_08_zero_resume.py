@@ -42,7 +42,7 @@ ON_TWO = [(case, case) for case in CASES] + [
 ON_OTHERS = [(case, case) for case in (ZERO1, ZERO2, ZERO3, LORA)]
 
 # The first test waits for all launches, each of which has a limit of its own.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def shards_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -92,10 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(work: Any, *arguments: Any, world_size: int) -> None:
-    environ = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    codes = run_processes(
-        work, *arguments, world_size=world_size, environ=environ, timeout_seconds=240
-    )
+    codes = run_processes(work, *arguments, world_size=world_size, deepspeed=True)
     assert codes == [0] * world_size
 
 

@@ -30,18 +30,19 @@ from tiny_run import write_inputs
 
 # What follows a signal from the thread that saves lies behind the next save, which waits for it.
 STEPS = 18
-TO_ONE = (
+BEFORE_TRAINING = (
     "tokenizing:rank=1",
     "loading:rank=0",
     "evaluating@0:rank=1",
     "answering@0:rank=0",
+)
+IN_TRAINING = (
     "first-step@1:rank=1",
     "saving@3:rank=1",
     "evaluating@12:rank=1",
     "before-commit@15:rank=0",
-    "answering@18:rank=0",
-    "exporting:rank=0",
 )
+AFTER_TRAINING = ("answering@18:rank=0", "exporting:rank=0")
 TO_ALL = ("tokenizing", "loading", "evaluating@0", "mid-accumulation@2", "evaluating@6")
 
 
@@ -81,10 +82,16 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCon
 @pytest.mark.parametrize(
     "places",
     [
-        pytest.param([(f"{place}:SIGTERM",) for place in TO_ONE], id="to one rank"),
+        pytest.param([(f"{place}:SIGTERM",) for place in IN_TRAINING], id="to one that trains"),
+        pytest.param(
+            [(f"{place}:SIGTERM",) for place in (*BEFORE_TRAINING, *AFTER_TRAINING)],
+            id="to one before and after it trains",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             [tuple(f"{place}:rank={rank}:SIGTERM" for rank in (0, 1)) for place in TO_ALL],
             id="to all ranks",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -111,6 +118,7 @@ def test_all_ranks_leave_together_and_the_next_attempt_goes_on(
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.full
 def test_no_rank_is_left_alone_while_sharded_weights_are_gathered(
     inputs: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from finetune_trainer.strategies.optimizer import (
     GROWTH_INTERVAL,
     NativeOptimizer,
 )
-from parity import PRELOAD, Case, prepared, train_steps, world_of
+from parity import Case, prepared, train_steps, world_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,9 +63,7 @@ def overflow_and_resume(group: "ProcessGroup", folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp16")
-    codes = run_processes(
-        overflow_and_resume, folder, world_size=2, timeout_seconds=240, preload=PRELOAD
-    )
+    codes = run_processes(overflow_and_resume, folder, world_size=2, timeout_seconds=240)
     assert codes == [0, 0]
     return folder
 
