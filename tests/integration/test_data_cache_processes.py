@@ -1,129 +1,137 @@
 """Several processes prepare the same data: one tokenises, and a killed one leaves no trace."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+import resource
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from text_fixtures import tiny_tokenizer
-
-# Each process says `ready`, waits for a line, prepares, and prints the data's hash. With `stall`
-# it stops for ever in the middle of tokenising, after it has said so.
-WORKER = """
-import resource, sys, time
 from finetune_trainer.config import DataConfig, DatasetSource
 from finetune_trainer.data.sequences import prepare
 from finetune_trainer.errors import TrainerError
-from transformers import AutoTokenizer
+from text_fixtures import tiny_tokenizer
+from warm_processes import forkserver
 
-rows, model, cache, mode = sys.argv[1:]
-loaded = AutoTokenizer.from_pretrained(model)
-
-class Announcing(type(loaded)):
-    def __call__(self, *args, **options):
-        print("tokenising", flush=True)
-        while mode == "stall":
-            time.sleep(60)
-        return super().__call__(*args, **options)
-
-loaded.__class__ = Announcing
-Announcing.__name__ = type(loaded).__mro__[1].__name__
-config = DataConfig(train=DatasetSource(path=rows), cache_dir=cache, max_seq_len=64)
-print("ready", flush=True)
-sys.stdin.readline()
-if mode == "full":
-    # As a full disk does, this refuses what is written beyond the first KiB of a file.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
-try:
-    print(prepare(config, config.sources, loaded).fingerprint, flush=True)
-except TrainerError as error:
-    print(error, flush=True)
-"""
+SECONDS = 60.0
 
 
-class Workers:
-    """Starts worker processes on one data set and ends those that are left."""
+def prepare_rows(test: Connection, folder: Path, mode: str) -> None:
+    """Say `ready`, wait for a word, prepare the rows, and say the data's hash or what is wrong.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._started: list[subprocess.Popen[str]] = []
+    In the mode `stall` it stops for ever in the middle of tokenising, after it has said so.
+    """
+    from transformers import AutoTokenizer
 
-    def start(self, mode: str = "run") -> subprocess.Popen[str]:
-        arguments = [str(self._folder / name) for name in ("rows.jsonl", "model", "cache")]
-        process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, *arguments, mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+    loaded = AutoTokenizer.from_pretrained(folder / "model")
+
+    class Announcing(type(loaded)):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            test.send("tokenising")
+            while mode == "stall":
+                time.sleep(60)
+            return super().__call__(*arguments, **options)
+
+    Announcing.__name__ = type(loaded).__name__
+    loaded.__class__ = Announcing
+    source = DatasetSource(path=str(folder / "rows.jsonl"))
+    config = DataConfig(train=source, cache_dir=str(folder / "cache"), max_seq_len=64)
+    test.send("ready")
+    test.recv()
+    if mode == "full":
+        # As a full disk does, this refuses what is written beyond the first KiB of a file.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+    try:
+        test.send(prepare(config, config.sources, loaded).fingerprint)
+    except TrainerError as error:
+        test.send(str(error))
+
+
+class Worker:
+    """A process that prepares the rows of a folder once it is told to."""
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        self._pipe, other_end = forkserver().Pipe()
+        self.process: BaseProcess = forkserver().Process(
+            target=prepare_rows, args=(other_end, folder, mode), daemon=True
         )
-        self._started.append(process)
-        assert line(process) == "ready"
-        return process
+        self.process.start()
+        other_end.close()
+        assert self.hear() == "ready"
 
-    def end(self) -> None:
-        for process in self._started:
-            process.kill()
-            process.communicate()
+    def go(self) -> None:
+        self._pipe.send("go")
+
+    def hear(self) -> str:
+        assert self._pipe.poll(SECONDS), f"it says nothing for {SECONDS} s"
+        said: str = self._pipe.recv()
+        return said
+
+    def hear_all(self) -> list[str]:
+        """Return what else it says until it ends."""
+        said = []
+        while True:
+            try:
+                said.append(self.hear())
+            except EOFError:
+                self.process.join(SECONDS)
+                return said
 
 
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()
+Start = Callable[..., Worker]
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
+def start(tmp_path: Path) -> Iterator[Start]:
     rows = [{"prompt": f"Question {n}?", "completion": "word " * (n % 9 + 1)} for n in range(400)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny_tokenizer(tmp_path / "model")
-    made = Workers(tmp_path)
-    yield made
-    made.end()
+    started: list[Worker] = []
+
+    def start(mode: str = "run") -> Worker:
+        started.append(Worker(tmp_path, mode))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.process.kill()
+        worker.process.join()
 
 
-def test_of_several_processes_one_tokenises_and_all_read_the_same(workers: Workers) -> None:
-    processes = [workers.start() for _ in range(3)]
-    for process in processes:
-        go(process)
-    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+def test_of_several_processes_one_tokenises_and_all_read_the_same(start: Start) -> None:
+    workers = [start() for _ in range(3)]
+    for worker in workers:
+        worker.go()
+    outputs = [worker.hear_all() for worker in workers]
     assert sum(output.count("tokenising") for output in outputs) == 1
     assert len({output[-1] for output in outputs}) == 1
 
 
 def test_a_process_killed_while_tokenising_is_replaced_by_the_one_that_waits(
-    workers: Workers, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    stalled, waiting = workers.start("stall"), workers.start()
-    go(stalled)
-    assert line(stalled) == "tokenising"
-    go(waiting)
+    stalled, waiting = start("stall"), start()
+    stalled.go()
+    assert stalled.hear() == "tokenising"
+    waiting.go()
     assert not [path for path in (tmp_path / "cache/tokens").iterdir() if path.suffix == ""]
-    stalled.send_signal(signal.SIGKILL)
-    assert waiting.communicate(timeout=60)[0].split()[0] == "tokenising"
-    assert waiting.returncode == 0
+    stalled.process.kill()
+    assert waiting.hear_all()[0] == "tokenising"
+    assert waiting.process.exitcode == 0
     left = sorted(path.suffix for path in (tmp_path / "cache/tokens").iterdir())
     assert left == ["", ".lock"]
 
 
 def test_a_disk_that_is_full_is_a_sentence_and_commits_nothing(
-    workers: Workers, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
-    full = workers.start("full")
-    go(full)
-    said = full.communicate(timeout=60)[0].splitlines()[-1]
-    assert said == (
+    full = start("full")
+    full.go()
+    assert full.hear_all()[-1] == (
         f"the token cache in {tmp_path}/cache cannot be written: File too large; "
         "make room there, or choose another folder"
     )
