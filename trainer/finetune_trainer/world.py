@@ -250,7 +250,7 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     import torch
 
-    # Where DeepSpeed is installed transformers imports it, whatever the strategy, and it guesses.
+    # Without it DeepSpeed guesses, and it may be imported before it is asked for anything.
     os.environ["DS_ACCELERATOR"] = config.world.device
     # peft imports these, and they report what they miss for devices that nobody asked for.
     for chatty in ("torchao", "bitsandbytes.backends.cpu.ops"):

@@ -38,6 +38,7 @@ from finetune_trainer.launch.report import (
     write_report,
 )
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
+from finetune_trainer.launch.unused import hide_unused
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.watchdog import watch_progress
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
@@ -73,6 +74,7 @@ def run_rank(
 
     When it hangs, or is overtaken, the process ends here, and `tell` has received the report.
     """
+    hide_unused(config)
     return _Rank(config, environ, tell).run(entry)
 
 

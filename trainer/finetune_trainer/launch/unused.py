@@ -1,0 +1,44 @@
+"""Packages that a job has no use for, hidden from libraries that import whatever they find.
+
+Called by a rank before it imports any of them, which saves a fifth of its start. It holds for the
+whole process, so nothing that runs several jobs may call it.
+"""
+
+import sys
+from pathlib import Path
+
+from finetune_trainer.config import TrainConfig
+
+
+def hide_unused(config: TrainConfig) -> None:
+    """Make the packages that this job does not need look as if they were not installed.
+
+    peft imports bitsandbytes, which imports torch's compiler; transformers imports torchao, and
+    DeepSpeed when it saves a model. What is imported already stays.
+    """
+    for package in unused_packages(config):
+        # Python's own way to say that there is no such module; only the type knows nothing of it.
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
+def unused_packages(config: TrainConfig) -> list[str]:
+    """Return the optional packages that neither strategy nor weights of a job ask for."""
+    unused = []
+    if not config.strategy.type.startswith("zero"):
+        unused.append("deepspeed")
+    if not _may_be_quantised(config):
+        unused.append("bitsandbytes")
+        if not config.training.float8:
+            unused.append("torchao")
+    return unused
+
+
+def _may_be_quantised(config: TrainConfig) -> bool:
+    """Say whether weights are quantised, or may be, as those of a hub are not known yet."""
+    if config.method.quantization != "none":
+        return True
+    try:
+        settings = (Path(config.model.path) / "config.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return True  # why it cannot be read is told where the model is loaded
+    return '"quantization_config"' in settings
