@@ -1,6 +1,9 @@
 """The preview prints what the trainer will see, or why it will see nothing."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from finetune_trainer.config import (
     TrainingConfig,
 )
 from finetune_trainer.data.preview import main
+from launches import clean_environment
 from text_fixtures import family_tokenizer, tiny_tokenizer
 
 
@@ -85,6 +89,25 @@ def test_rows_are_shown_in_pieces_and_the_report_follows(
     assert summary["report"]["truncatedRows"] == 1
     assert summary["report"]["packs"] >= 1
     assert summary["total_steps"] >= 1
+
+
+def test_the_command_prints_the_same_without_torch(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    rows = "".join(json.dumps({"prompt": "Hi", "completion": f"{n}"}) + "\n" for n in range(9))
+    _, expected = previewed(capsys, model, tmp_path, rows)
+    shutil.rmtree(tmp_path / "cache")
+    module = (sys.executable, "-X", "importtime", "-m", "finetune_trainer.data.preview")
+    done = subprocess.run(
+        [*module, str(tmp_path / "config.json"), "--rows", "2"],
+        env=clean_environment(PYTHONWARNINGS="default"),
+        capture_output=True,
+        text=True,
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "transformers" in imported
+    assert "torch" not in imported
 
 
 def test_a_row_without_labels_is_shown_as_left_out(

@@ -22,6 +22,7 @@ from finetune_trainer.data.sequences import Sequence, fit, prepare
 from finetune_trainer.data.source import open_rows
 from finetune_trainer.data.special import common_length
 from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.launch.unused import hide_torch
 from finetune_trainer.model.load import load_tokenizer
 
 
@@ -118,4 +119,5 @@ def _read(path: Path) -> TrainConfig:
 
 
 if __name__ == "__main__":
+    hide_torch()
     sys.exit(main())
