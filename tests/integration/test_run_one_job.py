@@ -406,11 +406,12 @@ def test_a_change_under_a_living_attempt_comes_once_that_is_suspended(tmp_path: 
 def test_a_change_that_may_come_at_any_time_stops_nothing(tmp_path: Path) -> None:
     here = local_context(tmp_path, {"1": {"steps": 60}})
     kill_at_step(here, job(), 2)
-    changed = job(restart_policy__max_restarts=7)
+    changed = job(restart_policy__max_restarts=7, metadata__labels={"team": "a"})
     late = "; changes of the manifest take effect with the next attempt"
     assert note_of(here, changed) == f"attempt 1 is not over; going on with it{late}"
     done = run(here, changed)
     assert (done.status.phase, done.status.attempt) == (JobPhase.SUCCEEDED, 1)
+    assert done.metadata.model_extra["labels"] == {"team": "a"}
 
 
 def test_a_failed_job_goes_on_from_its_checkpoint_with_a_new_budget(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
             "the old values to go on, or start anew with --fresh, which moves that run aside"
         )
         raise InvalidJobError([Problem(f"spec.{changed[0]}", message)])
+    told = stored.metadata.model_copy(update=manifest.metadata.model_extra)  # labels and the like
+    stored = stored.model_copy(update={"metadata": told})
     if is_true(status, ConditionType.FAILED):
         stored = stored.model_copy(update={"status": attempts.reopen(status, datetime.now(UTC))})
     if lives and (changed := changes_that_suspend(stored.spec, manifest.spec)):
