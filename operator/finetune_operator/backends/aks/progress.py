@@ -6,14 +6,11 @@ A pull runs as a task of its own. Whoever asks gets the newest progress, and whe
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import aiohttp
 from pydantic import ValidationError
 
 from finetune_trainer.config import Phase, Progress
-
-if TYPE_CHECKING:
-    from aiohttp import BaseConnector, StreamReader
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +98,7 @@ class ProgressReader:
     def __init__(self, first_seconds: float = FIRST_SECONDS) -> None:
         self._first_seconds = first_seconds
         self._pulls: dict[str, _Pull] = {}
-        self._connector: BaseConnector | None = None
+        self._connector: aiohttp.BaseConnector | None = None
 
     async def read(self, uid: str, address: str, port: int, interval_seconds: float) -> Word:
         """Return the newest progress, after asking for newer one if it is due.
@@ -146,8 +143,6 @@ class ProgressReader:
             await self._connector.close()
 
     async def _pull(self, pull: _Pull, url: str) -> None:
-        import aiohttp
-
         if self._connector is None:
             self._connector = aiohttp.TCPConnector(limit=0, force_close=True)
         loop = asyncio.get_running_loop()
@@ -177,7 +172,7 @@ class ProgressReader:
         pull.due = loop.time() + wait
 
 
-async def _read(content: "StreamReader") -> bytes:
+async def _read(content: "aiohttp.StreamReader") -> bytes:
     """Return the whole body, which may come in parts, as long as it is of a likely size."""
     body = bytearray()
     async for part in content.iter_any():
