@@ -18,10 +18,10 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 def running(step: int = 1, phase: Phase = Phase.TRAINING, **fields: Any) -> Observation:
     """Return what is seen of an attempt that trains."""
     said = Progress(phase=phase, step=step, total_steps=10, **fields)
-    return Observation(AttemptPhase.RUNNING, nodes_ready=1, progress=said, look_again_seconds=0.5)
+    return Observation(AttemptPhase.RUNNING, nodes_ready=1, progress=said, requeue_seconds=0.5)
 
 
-PENDING = Observation(AttemptPhase.PENDING, look_again_seconds=0.1)
+PENDING = Observation(AttemptPhase.PENDING, requeue_seconds=0.1)
 
 
 def lives(observation: Observation) -> Observation:

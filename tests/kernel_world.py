@@ -14,8 +14,8 @@ from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
-from finetune_operator.kernel.queue import Look
-from finetune_operator.kernel.reconciler import FIRST_LOOK_SECONDS, Reconciler
+from finetune_operator.kernel.queue import Result
+from finetune_operator.kernel.reconciler import FIRST_OBSERVATION_SECONDS, Reconciler
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import ForbiddenError
@@ -116,8 +116,8 @@ class World:
             listing = await self.api.list(resource)
             self.cache(resource).replace(listing.items, listing.resource_version)
 
-    async def settle(self) -> Look:
-        """Look until nothing changes; whatever breaks off or dies is followed by another look."""
+    async def settle(self) -> Result:
+        """Reconcile until nothing changes; what breaks off or dies is followed by another try."""
         for _ in range(60):
             before = self.writes
             try:
@@ -129,7 +129,7 @@ class World:
                 self.crashes += 1
                 self.start_process()
                 continue
-            if self.writes == before and look.again_in_seconds not in (0, FIRST_LOOK_SECONDS):
+            if self.writes == before and look.requeue_seconds not in (0, FIRST_OBSERVATION_SECONDS):
                 return look
         raise AssertionError("it does not settle")
 

@@ -13,8 +13,8 @@ from typing import Self
 
 from fake_api import BeforeCall
 from finetune_operator.kernel.job_events import FollowedJobs
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kernel.term import Term
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Resource
 from kernel_world import KEY, START, Crash, World, at_write, nothing
@@ -130,7 +130,7 @@ class LiveWorld(World):
 
     async def _operate(self) -> None:
         while True:
-            term = Term(self.api, SETTINGS, listen=FollowedJobs, now=self._time)
+            term = LeaderTerm(self.api, SETTINGS, listen=FollowedJobs, now=self._time)
             try:
                 await term.run()
             except* Crash:  # another process

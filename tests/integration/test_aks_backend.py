@@ -283,7 +283,7 @@ def test_a_name_of_rank_zero_that_is_taken_is_told_and_given_once_it_is_free(
         f"EndpointSlice {namespace}/tiny-finetune is in the way: it exists and is nobody's child; "
         "delete it, or give this job another name"
     )
-    assert seen.look_again_seconds is not None
+    assert seen.requeue_seconds is not None
     calls = dict(api.client.calls.by_kind)
     assert api.run(backend.observe(handle)).message == seen.message
     again = {key: count - calls.get(key, 0) for key, count in api.client.calls.by_kind.items()}

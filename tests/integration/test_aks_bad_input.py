@@ -20,10 +20,10 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from finetune_operator.reconcile.decide import MENDED_SECONDS
+from finetune_operator.reconcile.decide import RECHECK_SECONDS
 from operators import Api, OperatorProcess, condition, wait_until
 
-PROMPT_SECONDS = MENDED_SECONDS / 2
+PROMPT_SECONDS = RECHECK_SECONDS / 2
 """Long before a job would be looked at anyway, on however slow a machine."""
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
 

@@ -204,8 +204,8 @@ def test_deleted_after_each_of_the_operators_writes_a_job_leaves_nothing(
         time.sleep(QUIET_SECONDS)
         assert operator.calls(*WRITES) == before
         assert operator.health()["queue"] == 0
-        assert operator.said("look broke off") == []
-        failures = Counter(one["job"] for one in operator.said("look failed"))
+        assert operator.said("reconcile broke off") == []
+        failures = Counter(one["job"] for one in operator.said("reconcile failed"))
         assert all(number <= FEW for number in failures.values()), failures
     assert whole, "no story was told to its end, so that not each write is known"
     for story in whole:

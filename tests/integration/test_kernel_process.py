@@ -13,7 +13,7 @@ from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from finetune_operator.kube.watch import Watch
-from finetune_operator.reconcile.decide import MENDED_SECONDS
+from finetune_operator.reconcile.decide import RECHECK_SECONDS
 from operators import Api, OperatorProcess, condition, wait_until
 
 
@@ -26,7 +26,7 @@ def shared(api: Api) -> Iterator[tuple[OperatorProcess, str]]:
 
 
 WRITES = ("create", "update", "patch", "delete")
-PROMPT_SECONDS = MENDED_SECONDS / 2
+PROMPT_SECONDS = RECHECK_SECONDS / 2
 """Long before a job would be looked at anyway, on however slow a machine."""
 
 

@@ -10,8 +10,8 @@ from kubernetes.aio.config import load_kube_config
 
 from clusters import embedded_cluster
 from finetune_operator.kernel.backoff import Backoff
-from finetune_operator.kernel.handlers import KopfThread
 from finetune_operator.kernel.job_events import ListenOptions
+from finetune_operator.kernel.kopf_events import KopfThread
 from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource

@@ -184,11 +184,11 @@ async def tell(world: AksWorld, said: ProgressServer, story: Sequence[Chapter]) 
 
 
 async def settle(world: AksWorld) -> None:
-    """Look until nothing changes, also when a pod has been asked how far it is."""
+    """Reconcile until nothing changes, also when a pod has been asked how far it is."""
     async with asyncio.timeout(20):
         while True:
             look = await world.settle()
-            if look.again_in_seconds is None or look.again_in_seconds > SOON_SECONDS:
+            if look.requeue_seconds is None or look.requeue_seconds > SOON_SECONDS:
                 return
             await asyncio.sleep(0.01)
 

@@ -46,7 +46,7 @@ async def first_is_suspended(world: AksWorld) -> None:
 
 
 async def look(world: AksWorld, times: int = 6) -> None:
-    """Look, though what is waited for may be told as an error."""
+    """Result, though what is waited for may be told as an error."""
     for _ in range(times):
         await world.catch_up()
         with suppress(FineTuneError):
@@ -257,7 +257,7 @@ def seen_of(pods: Sequence[Object], **spec: Any) -> tuple[str, bool]:
         "spec": {"completions": 1, "parallelism": 1, "backoffLimit": 0, **spec},
         "status": {},
     }
-    seen = observe.look(made, pods)
+    seen = observe.observation_of(made, pods)
     return seen.phase.value, seen.all_gone
 
 

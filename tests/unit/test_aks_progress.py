@@ -53,12 +53,12 @@ def test_a_run_that_trains_is_asked_once_in_an_interval() -> None:
         async with served(Progress(phase=Phase.TRAINING, step=7), asked) as port:
             word = await reader.read("a", "127.0.0.1", port, INTERVAL)
             if word.progress is None:  # a slow machine: it comes in a moment
-                await asyncio.sleep(word.look_again_seconds)
+                await asyncio.sleep(word.requeue_seconds)
                 word = await reader.read("a", "127.0.0.1", port, INTERVAL)
             again = await reader.read("a", "127.0.0.1", port, INTERVAL)
         assert word.progress is not None
         assert word.progress.step == 7
-        assert 10 < again.look_again_seconds <= INTERVAL
+        assert 10 < again.requeue_seconds <= INTERVAL
 
     asyncio.run(look())
     assert asked == ["GET /progress HTTP/1.1"]
@@ -69,7 +69,7 @@ def test_a_run_before_its_first_step_is_asked_again_soon(phase: Phase) -> None:
     async def look() -> float:
         async with served(Progress(phase=phase), []) as port:
             word = await ProgressReader(first_seconds=0.0).read("a", "127.0.0.1", port, INTERVAL)
-            return word.look_again_seconds
+            return word.requeue_seconds
 
     assert asyncio.run(look()) < 1.0
 
@@ -96,7 +96,7 @@ def test_a_pod_that_refuses_is_asked_again_after_a_while() -> None:
             pass  # the port is free again, and nobody listens
         word = await reader.read("a", "127.0.0.1", port, INTERVAL)
         assert word.progress is None
-        return word.look_again_seconds
+        return word.requeue_seconds
 
     assert 2 < asyncio.run(look()) <= 3
 
@@ -128,7 +128,7 @@ def test_a_pod_that_begins_to_run_is_not_asked_at_once() -> None:
         reader = ProgressReader()
         word = await reader.read("a", "127.0.0.1", 1, INTERVAL)
         assert word.progress is None
-        return word.look_again_seconds
+        return word.requeue_seconds
 
     assert asyncio.run(look()) == pytest.approx(FIRST_SECONDS, abs=0.1)
 
@@ -159,7 +159,7 @@ async def word_of(port: int) -> Progress | None:
     reader = ProgressReader(first_seconds=0.0)
     word = await reader.read("a", "127.0.0.1", port, INTERVAL)
     if word.progress is None:
-        await asyncio.sleep(word.look_again_seconds)
+        await asyncio.sleep(word.requeue_seconds)
         word = await reader.read("a", "127.0.0.1", port, INTERVAL)
     reader.forget("a")
     return word.progress
@@ -241,7 +241,7 @@ def test_what_a_deleted_job_reported_is_forgotten() -> None:
     async def tell(backend: AksBackend, handle: Handle) -> None:
         seen = await backend.observe(handle)
         while seen.progress is None:  # a slow machine: it comes in a moment
-            await asyncio.sleep(seen.look_again_seconds or 0.1)
+            await asyncio.sleep(seen.requeue_seconds or 0.1)
             seen = await backend.observe(handle)
 
     async def story() -> None:

@@ -225,7 +225,7 @@ def told(world: AksWorld) -> str:
 async def for_a_while(
     world: AksWorld, seconds: float, meanwhile: Change | None = None, *, every: float = 0.7
 ) -> None:
-    """Look all the time; before each look others may do something."""
+    """Reconcile all the time; before each others may do something."""
     end = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < end:
         if meanwhile is not None:

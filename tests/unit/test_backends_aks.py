@@ -799,7 +799,7 @@ SEEN: list[Any] = [
 def test_objects_of_the_cluster_become_an_observation(
     made: Object, pods: list[Object], expected: tuple[Any, ...]
 ) -> None:
-    seen = observe.look(made, pods)
+    seen = observe.observation_of(made, pods)
     code = seen.termination.exit_code if seen.termination else None
     assert (seen.phase.value, seen.all_gone, seen.nodes_ready, code) == expected
 
@@ -848,7 +848,7 @@ ENDS: list[Any] = [
 
 @pytest.mark.parametrize(("made", "code", "failure", "says"), ENDS)
 def test_the_last_words_of_a_pod_are_told(made: Object, code: int, failure: str, says: str) -> None:
-    seen = observe.look(batch_job("Failed", nodes=1), [made])
+    seen = observe.observation_of(batch_job("Failed", nodes=1), [made])
     assert seen.termination is not None
     assert (seen.termination.exit_code, seen.termination.failure_class) == (code, failure)
     assert says in seen.message
@@ -881,7 +881,7 @@ WAITS: list[Any] = [
 
 @pytest.mark.parametrize(("made", "reason", "says"), WAITS)
 def test_why_a_gang_waits_is_told_in_words(made: Object, reason: str, says: str) -> None:
-    seen = observe.look(batch_job(), [running(1), made])
+    seen = observe.observation_of(batch_job(), [running(1), made])
     assert (seen.phase, seen.reason) == (AttemptPhase.PENDING, reason)
     assert says in seen.message
 

@@ -10,7 +10,7 @@ from builders import job
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.cli.live import LiveScreen, frame
 from finetune_operator.cli.plain import PlainScreen
-from finetune_operator.cli.view import View, duration, look, news
+from finetune_operator.cli.view import View, duration, news, view_of
 from finetune_trainer.config import (
     CheckpointRef,
     ExitCode,
@@ -29,7 +29,7 @@ def view(phase: str = "Running", attempt: int = 1, **progress: Any) -> View:
     """Look at a job in `phase` whose rank 0 last said `progress`; nothing when that is empty."""
     status = {"phase": phase, "attempt": attempt}
     said = Progress(phase=Phase.TRAINING, attempt=attempt, **progress) if progress else None
-    return look(job(status=status), Observation(AttemptPhase.RUNNING, progress=said))
+    return view_of(job(status=status), Observation(AttemptPhase.RUNNING, progress=said))
 
 
 class Clock:
@@ -54,7 +54,7 @@ def test_view_names_the_phase_of_the_job_when_the_trainer_does_not_work() -> Non
 def test_view_keeps_the_last_word_while_nothing_is_heard() -> None:
     before = view(step=3, total_steps=10, loss=1.5)
 
-    after = look(job(status={"phase": "Restarting", "attempt": 1}), None, before)
+    after = view_of(job(status={"phase": "Restarting", "attempt": 1}), None, before)
 
     assert after.progress == before.progress
     assert after.phase == "Restarting"
@@ -67,7 +67,7 @@ def test_view_takes_the_last_words_over_an_older_progress() -> None:
     )
     seen = Observation(AttemptPhase.SUCCEEDED, progress=Progress(step=9), termination=words)
 
-    assert look(job(), seen).progress == last
+    assert view_of(job(), seen).progress == last
 
 
 def test_news_tell_of_a_failed_attempt_and_of_the_one_that_follows() -> None:
@@ -81,7 +81,7 @@ def test_news_tell_of_a_failed_attempt_and_of_the_one_that_follows() -> None:
     status = {"phase": "Running", "attempt": 2, "attempts": [ended]}
     said = Progress(attempt=2, phase=Phase.TRAINING, step=8, resumed_step=8)
 
-    after = look(job(status=status), Observation(AttemptPhase.RUNNING, progress=said))
+    after = view_of(job(status=status), Observation(AttemptPhase.RUNNING, progress=said))
 
     assert news(before, after) == [
         "attempt 1 ended, WorkerLost (exit code 137): rank 1 was killed",
@@ -93,7 +93,7 @@ def test_news_tell_of_a_failed_attempt_and_of_the_one_that_follows() -> None:
 
 def test_news_say_nothing_of_an_attempt_that_completed() -> None:
     done = {"number": 1, "failureClass": "Completed", "exitCode": 0}
-    after = look(job(status={"phase": "Succeeded", "attempt": 1, "attempts": [done]}), None)
+    after = view_of(job(status={"phase": "Succeeded", "attempt": 1, "attempts": [done]}), None)
 
     assert news(view(step=9), after) == []
 

@@ -301,7 +301,7 @@ def test_the_pending_deadline_does_not_count_the_time_in_a_queue() -> None:
     assert life.condition("Failed") == ("False", "PendingDeadlineExceeded")
 
 
-NO_ANSWER = Observation(AttemptPhase.UNKNOWN, message="no answer", look_again_seconds=1.0)
+NO_ANSWER = Observation(AttemptPhase.UNKNOWN, message="no answer", requeue_seconds=1.0)
 
 
 @pytest.mark.parametrize("before", [running(3), lives(KILLED)], ids=["trains", "ends"])
@@ -427,7 +427,7 @@ def test_what_is_left_of_a_vanished_attempt_is_told_and_stopped() -> None:
 def test_a_look_that_failed_changes_nothing() -> None:
     life = started()
     life.see(running(3))
-    seen = Observation(AttemptPhase.UNKNOWN, message="no answer", look_again_seconds=1.0)
+    seen = Observation(AttemptPhase.UNKNOWN, message="no answer", requeue_seconds=1.0)
     before = life.status
     assert life.see(seen) == ()
     assert life.status == before

@@ -6,8 +6,8 @@ from decisions import Life
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.reconcile.decide import (
-    MENDED_SECONDS,
     PATIENCE_SECONDS,
+    RECHECK_SECONDS,
     Find,
     Submit,
     SubmitFailed,
@@ -15,7 +15,7 @@ from finetune_operator.reconcile.decide import (
 
 NO_ANSWER = SubmitFailed("the API server did not answer")
 NOT_YET = SubmitFailed("pods of another attempt run", is_absent=True)
-QUOTA = SubmitFailed("exceeded quota: team", needs_mending=True)
+QUOTA = SubmitFailed("exceeded quota: team", needs_fix=True)
 ABSENT = SubmitFailed("nothing of it was created", is_absent=True)
 
 
@@ -45,7 +45,7 @@ def test_what_somebody_must_mend_stalls_the_job_at_once() -> None:
     assert life.see(QUOTA) == ()
     assert life.condition("Stalled") == ("True", "CreationFailed")
     assert life.said("Stalled") == QUOTA.message
-    assert life.requeue == MENDED_SECONDS
+    assert life.requeue == RECHECK_SECONDS
     assert life.decide().actions == (Submit(1),)
 
 

@@ -9,7 +9,7 @@ from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs
-from finetune_operator.kernel.term import Term
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from kernel_world import START
 from live_world import SETTINGS
@@ -34,7 +34,7 @@ class Burst:
         self.api.after = self._note
         self.api.answer_lag = self._lag
         settings = SETTINGS.model_copy(update={"workers": workers})
-        self.term = Term(self.api, settings, listen=FollowedJobs, now=_time)
+        self.term = LeaderTerm(self.api, settings, listen=FollowedJobs, now=_time)
         self._lag_seconds = 0.0
 
     def start(self) -> asyncio.Task[None]:

@@ -30,7 +30,7 @@ class Jobs(World):
         self.now += timedelta(seconds=1)
 
     async def look(self, *names: str) -> None:
-        """Look at jobs in this order, and at whom that wakes, until nothing follows."""
+        """Reconcile jobs in this order, and whom that wakes, until nothing follows."""
         await self.catch_up()
         for name in names:
             await self._look(Key("ns", name))
@@ -41,7 +41,7 @@ class Jobs(World):
         for _ in range(5):
             await self.catch_up()
             try:
-                again = (await self.reconciler.reconcile(key)).again_in_seconds
+                again = (await self.reconciler.reconcile(key)).requeue_seconds
             except FineTuneError:
                 continue
             if again != 0:
@@ -58,7 +58,7 @@ class Jobs(World):
         found: Object = made[name].get("status") or {}
         return found
 
-    def refusal(self, name: str) -> str:
+    def rejection(self, name: str) -> str:
         """Return what the job is Stalled for, and empty where it is not."""
         for one in self.status(name).get("conditions", ()):
             if (one["type"], one["status"]) == ("Stalled", "True"):
@@ -81,7 +81,7 @@ def test_the_second_job_of_a_folder_is_stalled_with_the_name_of_the_first(uri: s
         await world.add("second", uri)
         await world.look("first", "second", "second")
         assert world.attempts == ["first-1"]
-        said = world.refusal("second")
+        said = world.rejection("second")
         assert said.startswith(f"spec.output.uri {uri} ")
         assert f"{OUT}, spec.output.uri of the job ns/first" in said or uri == OUT
         assert "ns/first" in said
@@ -103,11 +103,11 @@ def test_only_its_deletion_frees_a_folder_however_the_job_ended(end: str) -> Non
         await world.look("first", "second")
         world.start_process()
         await world.look("second", "first", "second")
-        assert world.refusal("second")
+        assert world.rejection("second")
         await world.api.delete(FINE_TUNE_JOBS, "first", "ns")
         await world.look("first")  # it wakes the second
         assert world.attempts == ["second-1"]
-        assert not world.refusal("second") or not world.status("second")
+        assert not world.rejection("second") or not world.status("second")
 
     story(work)
 
@@ -130,7 +130,7 @@ def test_of_two_newcomers_the_older_goes_first_whoever_is_looked_at(order: tuple
         await world.add("new")
         await world.look(*order)
         assert world.attempts == ["old-1"]
-        assert "ns/old" in world.refusal("new")
+        assert "ns/old" in world.rejection("new")
 
     story(work)
 
@@ -144,7 +144,7 @@ def test_who_cannot_start_keeps_nobody_waiting_and_waits_in_turn(flaw: dict[str,
         assert world.attempts == ["new-1"]
         await world.spec("old", suspend=False, model={"revision": None})
         await world.look("old")
-        assert "ns/new" in world.refusal("old")
+        assert "ns/new" in world.rejection("old")
         assert world.attempts == ["new-1"]
 
     story(work)
@@ -160,7 +160,7 @@ def test_of_two_that_wait_the_older_goes_on_when_the_first_is_gone() -> None:
         world.now += timedelta(seconds=30)  # else other words are told later
         await world.look("first")
         assert world.attempts == ["second-1"]
-        assert "ns/second" in world.refusal("third")
+        assert "ns/second" in world.rejection("third")
 
     story(work)
 
@@ -174,14 +174,14 @@ def test_a_changed_spec_frees_a_folder_and_takes_none_from_a_younger_job() -> No
         await world.spec("old", output={"uri": OUT}, suspend=True)
         await world.add("early", APART)
         await world.look("early")
-        assert "ns/old" in world.refusal("early"), "its attempt still writes there"
+        assert "ns/old" in world.rejection("early"), "its attempt still writes there"
         await world.look("old")  # which ends it, and wakes the one that waits
         assert world.attempts == ["early-1", "old-1", "young-1"]
         await world.spec("old", suspend=False)
         world.start_process()  # who remembers nothing comes to the same answer
         await world.look("old", "young")
-        assert "ns/young" in world.refusal("old")
-        assert not world.refusal("young")
+        assert "ns/young" in world.rejection("old")
+        assert not world.rejection("young")
         assert world.attempts == ["early-1", "old-1", "young-1"]
 
     story(work)
@@ -200,7 +200,7 @@ def test_what_runs_on_after_its_job_was_deleted_keeps_the_folder(is_told: bool) 
         world.api.remove(FINE_TUNE_JOBS, "first", "ns")  # as kubectl delete --cascade=orphan
         world.now += timedelta(seconds=30)  # only the words are others
         await world.look("first", "second")
-        assert "which was deleted and still runs" in world.refusal("second")
+        assert "which was deleted and still runs" in world.rejection("second")
         world.api.remove(CONFIG_MAPS, "first-1", "ns")
         await world.look("first")
         assert world.attempts == ["second-1"]
@@ -218,7 +218,7 @@ def test_it_costs_no_call_to_know_who_has_a_folder() -> None:
             await world.reconciler.reconcile(Key("ns", name))
         await world.look()
         assert len(world.attempts) == 50
-        assert "ns/job-20" in world.refusal("copy")
+        assert "ns/job-20" in world.rejection("copy")
         calls: list[str] = []
 
         def count(verb: str, resource: Resource, name: str) -> None:

@@ -9,7 +9,7 @@ from configmap_backend import OpeningBackend
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs, JobEvents, ListenOptions, OnEvent
-from finetune_operator.kernel.term import Term
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
@@ -67,7 +67,7 @@ def test_a_kind_that_is_installed_after_the_operator_is_watched_soon() -> None:
     async def work() -> None:
         api = FakeApi()
         api.before = refuse
-        term = Term(api, SETTINGS, listen=kindless)
+        term = LeaderTerm(api, SETTINGS, listen=kindless)
         task = asyncio.create_task(term.run())
         await asyncio.sleep(120)
         assert not term.health().is_ready
@@ -91,7 +91,7 @@ def test_what_a_backend_holds_open_is_closed_at_the_end_of_a_term() -> None:
             update={"backends": ("opening=configmap_backend:OpeningBackend",)}
         )
         OpeningBackend.ended.clear()
-        task = asyncio.create_task(Term(FakeApi(), settings, listen=FollowedJobs).run())
+        task = asyncio.create_task(LeaderTerm(FakeApi(), settings, listen=FollowedJobs).run())
         await asyncio.sleep(60)
         assert OpeningBackend.ended == []
         task.cancel()
@@ -116,7 +116,7 @@ def test_a_watch_of_jobs_that_asks_for_nothing_is_stuck_though_the_lists_go_on(
 ) -> None:
     async def work() -> list[str]:
         settings = SETTINGS.model_copy(update={"resync_seconds": 300.0})
-        term = Term(FakeApi(), settings, listen=deaf)
+        term = LeaderTerm(FakeApi(), settings, listen=deaf)
         task = asyncio.create_task(term.run())
         await asyncio.sleep(minutes * 60)
         found = term.health().complaints(STUCK_SECONDS)

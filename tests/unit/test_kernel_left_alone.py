@@ -28,7 +28,7 @@ def test_a_deleted_job_whose_plugin_is_gone_says_why_it_stays_and_goes_once_it_i
         world.start_process(NO_PLUGIN)
         await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
         look = await world.settle()
-        assert look.again_in_seconds == 30
+        assert look.requeue_seconds == 30
         stalled = world.condition("Stalled")
         assert (stalled["status"], stalled["reason"]) == ("True", "BackendNotFound")
         assert stalled["message"].startswith(UNKNOWN)
@@ -84,7 +84,7 @@ def test_an_attempt_that_cannot_be_looked_at_is_told_and_looked_at_once_it_can(
         fake.errors["observe"] = [error] * 9  # type: ignore[list-item]  # ... it may be any
         world.now += timedelta(minutes=1)
         await world.catch_up()
-        assert (await world.reconciler.reconcile(KEY)).again_in_seconds == 30
+        assert (await world.reconciler.reconcile(KEY)).requeue_seconds == 30
         stalled = world.condition("Stalled")
         assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
         assert stalled["message"].startswith(said)

@@ -9,7 +9,7 @@ from builders import manifest
 from configmap_backend import RETRY_AFTER_SECONDS, ThrottledBackend
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
-from finetune_operator.kernel.term import Term
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from kernel_world import START
 from live_world import SETTINGS, FollowedJobs
@@ -22,7 +22,7 @@ async def operated(*backends: str) -> AsyncIterator[FakeApi]:
     api = FakeApi()
     api.now = _time
     settings = SETTINGS.model_copy(update={"backends": backends})
-    task = asyncio.create_task(Term(api, settings, listen=FollowedJobs, now=_time).run())
+    task = asyncio.create_task(LeaderTerm(api, settings, listen=FollowedJobs, now=_time).run())
     try:
         yield api
     finally:

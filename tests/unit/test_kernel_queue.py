@@ -25,7 +25,7 @@ def test_a_key_added_often_is_taken_once_and_in_its_turn() -> None:
         made = queue()
         for key in (A, B, A, A):
             made.add(key)
-        taken = [await made.take(), await made.take()]
+        taken = [await made.get(), await made.get()]
         for key in taken:
             made.done(key)
         assert len(made) == 0
@@ -42,7 +42,7 @@ async def in_turn(made: WorkQueue, count: int) -> list[str]:
     """Take so many keys, one after the other."""
     names = []
     for _ in range(count):
-        key = await made.take()
+        key = await made.get()
         made.done(key)
         names.append(key.name)
     return names
@@ -102,13 +102,13 @@ def test_a_key_that_changes_while_it_is_worked_on_comes_again_and_not_before() -
     async def work() -> None:
         made = queue()
         made.add(A)
-        await made.take()
+        await made.get()
         made.add(A)
         made.add(A)
         made.add(B)
-        assert await made.take() == B
+        assert await made.get() == B
         made.done(A)
-        assert await made.take() == A
+        assert await made.get() == A
         made.done(A)
         made.done(B)
         assert len(made) == 0
@@ -118,20 +118,20 @@ def test_a_key_that_changes_while_it_is_worked_on_comes_again_and_not_before() -
 
 def test_events_right_after_a_look_lead_to_one_look_when_the_key_has_rested() -> None:
     async def work() -> None:
-        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
         made.add(A)
-        made.done(await made.take())
+        made.done(await made.get())
         for _ in range(5):
             made.add(A)
             assert len(made) == 1
             await asyncio.sleep(0.04)
-        assert await made.take() == A
+        assert await made.get() == A
         assert now() == pytest.approx(0.25)
         made.done(A)
         await asyncio.sleep(1.0)
         assert len(made) == 0
         made.add(A)
-        assert await made.take() == A
+        assert await made.get() == A
         assert now() == pytest.approx(1.25)
 
     run(work())
@@ -139,10 +139,10 @@ def test_events_right_after_a_look_lead_to_one_look_when_the_key_has_rested() ->
 
 def test_a_key_that_must_be_looked_at_again_at_once_does_not_rest() -> None:
     async def work() -> None:
-        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
         made.add(A)
-        made.done(await made.take(), again_in_seconds=0)
-        assert await made.take() == A
+        made.done(await made.get(), requeue_seconds=0)
+        assert await made.get() == A
         assert now() == 0
         made.done(A)
         assert len(made) == 0
@@ -154,16 +154,16 @@ def test_a_held_key_comes_as_soon_as_no_other_waits_or_is_worked_on() -> None:
     async def work() -> None:
         made = queue()
         made.add(A)
-        made.done(await made.take(), again_in_seconds=30, when_quiet=True)
-        assert (made.num_held, len(made)) == (1, 0)
+        made.done(await made.get(), requeue_seconds=30, when_idle=True)
+        assert (made.num_deferred, len(made)) == (1, 0)
         made.add(B)
-        assert await made.take() == B
-        waits = asyncio.create_task(made.take())
+        assert await made.get() == B
+        waits = asyncio.create_task(made.get())
         await asyncio.sleep(2)
         assert not waits.done()
         made.done(B)
         assert await waits == A
-        assert (now(), made.num_held) == (2, 0)
+        assert (now(), made.num_deferred) == (2, 0)
         made.done(A)
         made.close()
 
@@ -176,10 +176,10 @@ def test_held_keys_come_one_at_a_time() -> None:
         for key in (A, B, Key("ns", "c")):
             made.add(key)
         for _ in range(2):
-            made.done(await made.take(), when_quiet=True)
-        made.done(await made.take())
-        assert await made.take() == A
-        second = asyncio.create_task(made.take())
+            made.done(await made.get(), when_idle=True)
+        made.done(await made.get())
+        assert await made.get() == A
+        second = asyncio.create_task(made.get())
         await asyncio.sleep(1)
         assert not second.done()
         made.done(A)
@@ -192,10 +192,10 @@ def test_a_held_key_comes_in_its_time_however_busy_it_is() -> None:
     async def work() -> float:
         made = queue()
         made.add(A)
-        made.done(await made.take(), again_in_seconds=5, when_quiet=True)
+        made.done(await made.get(), requeue_seconds=5, when_idle=True)
         made.add(B)
-        assert await made.take() == B  # and it is worked on for ever
-        assert await made.take() == A
+        assert await made.get() == B  # and it is worked on for ever
+        assert await made.get() == A
         return now()
 
     assert run(work()) == 5
@@ -203,16 +203,16 @@ def test_a_held_key_comes_in_its_time_however_busy_it_is() -> None:
 
 def test_a_held_key_waits_for_those_whose_events_rest() -> None:
     async def work() -> list[Key]:
-        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
         for key in (B, A):
             made.add(key)
-        made.done(await made.take())
-        made.done(await made.take(), when_quiet=True)
+        made.done(await made.get())
+        made.done(await made.get(), when_idle=True)
         made.add(B)
         assert not made.is_busy
         taken = []
         for _ in range(2):
-            taken.append(await made.take())
+            taken.append(await made.get())
             made.done(taken[-1])
         return taken
 
@@ -221,14 +221,14 @@ def test_a_held_key_waits_for_those_whose_events_rest() -> None:
 
 def test_the_echo_of_a_report_keeps_no_other_key_held() -> None:
     async def work() -> tuple[list[Key], float]:
-        made = WorkQueue(Backoff(1.0, 8.0), rest_seconds=0.25)
+        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
         for key in (A, B):
             made.add(key)
         for _ in range(2):
-            made.done(await made.take(), when_quiet=True)
+            made.done(await made.get(), when_idle=True)
         taken = []
         for _ in range(2):
-            taken.append(await made.take())
+            taken.append(await made.get())
             made.add(taken[-1])
             made.done(taken[-1])
         return taken, now()
@@ -240,11 +240,11 @@ def test_it_is_busy_while_more_than_one_key_waits_or_is_worked_on() -> None:
     async def work() -> list[bool]:
         made, seen = queue(), list[bool]()
         made.add(A)
-        await made.take()
+        await made.get()
         seen.append(made.is_busy)
         made.add(B)
         seen.append(made.is_busy)
-        await made.take()
+        await made.get()
         seen.append(made.is_busy)
         made.done(B)
         seen.append(made.is_busy)
@@ -257,10 +257,10 @@ def test_a_key_comes_again_after_the_shortest_wait_asked_for() -> None:
     async def work() -> float:
         made = queue()
         made.add(A)
-        made.done(await made.take(), again_in_seconds=30)
+        made.done(await made.get(), requeue_seconds=30)
         made.add_after(A, 5)
         made.add_after(A, 9)
-        await made.take()
+        await made.get()
         return now()
 
     assert run(work()) == 5
@@ -271,10 +271,10 @@ def test_an_event_wakes_a_sleeping_key_and_replaces_its_timer() -> None:
         made = queue()
         made.add_after(A, 5)
         made.add(A)
-        made.done(await made.take())
+        made.done(await made.get())
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(60):
-                await made.take()
+                await made.get()
 
     run(work())
 
@@ -285,9 +285,9 @@ def test_failures_wait_twice_as_long_each_time_and_success_forgets_them() -> Non
         made.add(A)
         waits = []
         for _ in range(6):
-            waits.append(made.failed(await made.take()))
-        made.done(await made.take(), again_in_seconds=0)
-        waits.append(made.failed(await made.take()))
+            waits.append(made.add_rate_limited(await made.get()))
+        made.done(await made.get(), requeue_seconds=0)
+        waits.append(made.add_rate_limited(await made.get()))
         return waits
 
     assert run(work()) == [1, 2, 4, 8, 8, 8, 1]
@@ -297,10 +297,10 @@ def test_the_echo_of_a_failure_does_not_shorten_its_wait() -> None:
     async def work() -> float:
         made = queue()
         made.add(A)
-        await made.take()
+        await made.get()
         made.add(A)
-        made.failed(A, at_least_seconds=3)
-        await made.take()
+        made.add_rate_limited(A, at_least_seconds=3)
+        await made.get()
         return now()
 
     assert run(work()) == 3
@@ -310,12 +310,12 @@ def test_an_event_wakes_a_key_that_failed_but_not_before_the_time_the_server_ask
     async def work(asked: float) -> float:
         made = queue()
         made.add(A)
-        await made.take()
-        made.failed(A, at_least_seconds=asked)
+        await made.get()
+        made.add_rate_limited(A, at_least_seconds=asked)
         start = now()
         await asyncio.sleep(0.5)
         made.add(A)
-        await made.take()
+        await made.get()
         return now() - start
 
     assert run(work(0.0)) == 0.5
@@ -330,7 +330,7 @@ def test_the_oldest_key_tells_its_age_also_while_it_is_worked_on() -> None:
         made.add(A)
         await asyncio.sleep(2)
         ages.append(made.oldest_seconds)
-        await made.take()
+        await made.get()
         await asyncio.sleep(3)
         ages.append(made.oldest_seconds)
         made.done(A)
@@ -347,7 +347,7 @@ def test_many_workers_share_the_keys_and_none_is_taken_by_two() -> None:
 
         async def worker() -> None:
             while True:
-                key = await made.take()
+                key = await made.get()
                 taken.append(key)
                 await asyncio.sleep(1)
                 made.done(key)

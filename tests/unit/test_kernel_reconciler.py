@@ -164,7 +164,7 @@ def test_a_change_between_the_look_and_the_write_is_looked_at_first() -> None:
         await world.play(1, phase="Failed", code="137", gone="yes")
         await world.catch_up()
         await world.change(suspend=True)
-        assert (await world.reconciler.reconcile(KEY)).again_in_seconds == 0
+        assert (await world.reconciler.reconcile(KEY)).requeue_seconds == 0
         assert world.attempts == ["tiny-1"]
         await world.settle()
         assert world.job["status"]["phase"] == "Suspended"
@@ -212,8 +212,8 @@ def test_the_first_status_is_told_after_ten_seconds_of_nothing_else() -> None:
         world = World()
         await world.apply()
         look = await world.settle()
-        assert look.again_in_seconds is not None
-        assert look.again_in_seconds <= 10
+        assert look.requeue_seconds is not None
+        assert look.requeue_seconds <= 10
         world.now += timedelta(seconds=10)
         await world.settle()
         assert world.job["status"]["phase"] == "Starting"
@@ -228,11 +228,11 @@ def test_the_first_status_waits_while_other_jobs_are_looked_at_but_not_for_ever(
         await world.apply()
         for _ in range(6):
             look = await world.settle()
-            assert look.again_in_seconds is not None
-            assert look.again_in_seconds <= 20
+            assert look.requeue_seconds is not None
+            assert look.requeue_seconds <= 20
             assert world.job["status"]["phase"] == "Pending"
             world.now += timedelta(seconds=5)
-        assert look.when_quiet
+        assert look.when_idle
         await world.settle()
         assert world.job["status"]["phase"] == "Starting"
 
@@ -246,7 +246,7 @@ def test_a_status_that_waits_is_written_as_soon_as_no_other_job_is_looked_at() -
         await world.apply()
         await world.settle()
         world.now += timedelta(seconds=10)
-        assert (await world.settle()).when_quiet
+        assert (await world.settle()).when_idle
         world.is_busy = False
         await world.settle()
         assert world.job["status"]["phase"] == "Starting"
@@ -294,7 +294,7 @@ def test_an_attempt_that_is_gone_as_soon_as_it_is_cancelled_is_looked_at_again()
         await world.change(suspend=True)
         await world.catch_up()
         # What cancelling changed is in the cache already, so no watch will tell of it.
-        assert (await world.reconciler.reconcile(KEY)).again_in_seconds == 0
+        assert (await world.reconciler.reconcile(KEY)).requeue_seconds == 0
         await world.reconciler.reconcile(KEY)
         assert world.job["status"]["phase"] == "Suspended"
 
@@ -307,8 +307,8 @@ def test_a_quota_is_told_in_the_conditions_and_the_attempt_created_once_it_allow
         world.api.is_used_up = True
         await world.apply()
         look = await world.settle()
-        assert look.again_in_seconds is not None
-        assert look.again_in_seconds <= 60
+        assert look.requeue_seconds is not None
+        assert look.requeue_seconds <= 60
         assert world.condition("Stalled")["status"] == "True"
         ready = world.condition("ResourcesReady")
         assert (ready["status"], ready["reason"], ready["message"]) == (
@@ -505,7 +505,7 @@ def test_deleting_a_job_that_was_suspended_without_an_attempt_leaves_nothing() -
         world = await blocked_then_suspended()
         await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
         world.api.is_used_up = False
-        assert (await world.settle()).again_in_seconds is None
+        assert (await world.settle()).requeue_seconds is None
         assert world.attempts == []
 
     run(work())
@@ -623,7 +623,7 @@ def test_a_finished_job_is_deleted_when_its_time_is_over() -> None:
         await world.settle()
         await world.change(ttlSecondsAfterFinished=60)
         await world.play(1, phase="Succeeded", code="0", step="10", gone="yes")
-        assert (await world.settle()).again_in_seconds == 60
+        assert (await world.settle()).requeue_seconds == 60
         world.now += timedelta(seconds=60)
         await world.settle()
         assert world.api.objects(FINE_TUNE_JOBS) == []
@@ -642,7 +642,7 @@ def test_a_job_outside_the_cluster_is_ended_before_it_may_go() -> None:
         await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
         await world.catch_up()
         cancelled = await world.reconciler.reconcile(KEY)
-        assert cancelled.again_in_seconds is not None
+        assert cancelled.requeue_seconds is not None
         assert "deletionTimestamp" in world.job["metadata"]
         assert world.job["status"]["phase"] == "Deleting"
         assert "it stays until that has ended" in world.condition("Ready")["message"]
@@ -697,7 +697,7 @@ def test_a_deleted_job_whose_attempt_has_ended_names_the_finalizers_that_keep_it
         await _first_runs(world)
         await deleted(world, "example.com/hold", "b.test/c")
         look = await world.settle()
-        assert look.again_in_seconds is None
+        assert look.requeue_seconds is None
         assert world.condition("Running")["status"] == "False"
         assert world.job["status"]["attempts"][0]["failureClass"] == "Preempted"
         assert world.condition("Ready")["message"] == (

@@ -14,7 +14,7 @@ from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.backends.aks import kept
 from finetune_operator.kernel.job_events import FollowedJobs
-from finetune_operator.kernel.term import Term
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     FINE_TUNE_JOBS,
@@ -36,13 +36,13 @@ class Scene:
     def __init__(self) -> None:
         self.api = FakeApi()
         self.api.now = self._now
-        self.term: Term
+        self.term: LeaderTerm
         self._task: asyncio.Task[None] | None = None
 
     def restart(self, namespaces: Sequence[str] = PLACES) -> None:
         self.stop()
         settings = SETTINGS.model_copy(update={"namespaces": tuple(namespaces)})
-        self.term = Term(self.api, settings, listen=FollowedJobs, now=self._now)
+        self.term = LeaderTerm(self.api, settings, listen=FollowedJobs, now=self._now)
         self._task = asyncio.create_task(self.term.run())
 
     def stop(self) -> None:

@@ -9,7 +9,7 @@ from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, Reports
 from finetune_operator.kube.cache import Key
-from finetune_operator.reconcile.decide import Refusal, hold
+from finetune_operator.reconcile.decide import Rejection, unreconcilable
 
 KEY = Key("ns", "tiny")
 RUNS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
@@ -50,7 +50,7 @@ def test_that_an_attempt_was_opened_may_stay_untold(
     life.see()
     opened = life.decide(seen).status
     delay = delay_of(saved, opened, life.now + timedelta(seconds=age), is_busy=is_busy)
-    busy = Delay(20, until_quiet=True) if is_busy else NO_DELAY
+    busy = Delay(20, until_idle=True) if is_busy else NO_DELAY
     assert delay == (Delay(left) if left else busy)
 
 
@@ -81,8 +81,8 @@ def test_a_start_with_nothing_in_its_way_is_told_when_it_is_quiet_or_after_twent
         now = start + timedelta(seconds=seconds)
         return delay_of(saved, new, now, reports=reports, is_busy=is_busy)
 
-    assert left(0, is_busy=True) == Delay(20, until_quiet=True)
-    assert left(4, is_busy=True) == Delay(16, until_quiet=True)
+    assert left(0, is_busy=True) == Delay(20, until_idle=True)
+    assert left(4, is_busy=True) == Delay(16, until_idle=True)
     assert not left(4, is_busy=False)
     assert not left(20, is_busy=True)
 
@@ -96,7 +96,7 @@ def test_the_time_that_a_report_waits_counts_anew_once_it_was_written() -> None:
     reports.note(KEY, life.status, later)
     new, at_last = life.decide(RUNS).status, later + timedelta(seconds=30)
     delay = delay_of(life.status, new, at_last, reports=reports, is_busy=True)
-    assert delay == Delay(20, until_quiet=True)
+    assert delay == Delay(20, until_idle=True)
 
 
 def test_what_keeps_an_attempt_from_running_is_told_at_once_however_busy_and_so_is_its_end() -> (
@@ -129,5 +129,5 @@ def test_new_words_wait_but_a_handle_that_comes_with_them_does_not() -> None:
 def test_the_end_of_a_stall_is_told_at_once_however_busy() -> None:
     life = Life()
     life.see()
-    held = hold(life.status, Refusal("BackendFailed", "no right"), life.now, 1)
+    held = unreconcilable(life.status, Rejection("BackendFailed", "no right"), life.now, 1)
     assert not delay_of(held, life.decide(RUNS).status, life.now, is_busy=True)

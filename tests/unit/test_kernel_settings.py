@@ -66,7 +66,7 @@ def test_a_line_of_json_holds_its_fields_and_the_traceback() -> None:
         raise ValueError("wrong")
     except ValueError:
         error = sys.exc_info()[1]
-    line = JsonLine().format(record("look failed", error, job="ns/a"))
+    line = JsonLine().format(record("reconcile failed", error, job="ns/a"))
     assert "\n" not in line
     made = json.loads(line)
     assert made.pop("exception").endswith("ValueError: wrong")
@@ -74,7 +74,7 @@ def test_a_line_of_json_holds_its_fields_and_the_traceback() -> None:
         "time": "1970-01-01T00:00:00.250Z",
         "level": "info",
         "logger": "kernel",
-        "message": "look failed",
+        "message": "reconcile failed",
         "job": "ns/a",
     }
 

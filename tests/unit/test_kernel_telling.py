@@ -33,7 +33,7 @@ async def look(world: World, seconds: float, every: float = 1.0) -> None:
         try:
             again = 0.0
             while again == 0.0:
-                again = (await world.reconciler.reconcile(KEY)).again_in_seconds or 1.0
+                again = (await world.reconciler.reconcile(KEY)).requeue_seconds or 1.0
                 await world.catch_up()
         except FineTuneError as error:
             if not error.retryable:
@@ -173,16 +173,16 @@ def test_a_sentence_that_changes_often_is_written_every_fifteen_seconds_and_in_t
             assert world.condition("ResourcesReady")["reason"] == "Unschedulable"
         assert patches(world) == 3
         asked = await world.settle()
-        assert asked.again_in_seconds is None
+        assert asked.requeue_seconds is None
         await stuck(world, "no node is left")
-        again = (await world.settle()).again_in_seconds
+        again = (await world.settle()).requeue_seconds
         assert again is not None
         assert again <= 15
         world.now += timedelta(seconds=again)
         await world.settle()
         assert world.condition("ResourcesReady")["message"] == "no node is left"
         assert patches(world) == 4
-        assert (await world.settle()).again_in_seconds is None
+        assert (await world.settle()).requeue_seconds is None
 
     run(work())
 
@@ -246,7 +246,7 @@ def test_a_quota_whose_numbers_change_is_written_every_fifteen_seconds() -> None
         for used in range(4):
             world.api.before = refusing(ForbiddenError(403, "Forbidden", f"quota: {used} used"))
             await (world.settle() if used else world.apply())
-            look_again = (await world.settle()).again_in_seconds
+            look_again = (await world.settle()).requeue_seconds
             assert look_again is not None
             assert look_again <= 30
         assert patches(world) == 1

@@ -131,7 +131,7 @@ class Observation:
         message: One sentence for the conditions; empty when there is nothing to say.
         warning: One sentence for people that decides nothing, such as what others do to the
             attempt; empty when there is nothing to say.
-        look_again_seconds: Observe again after so long though no event came; None for events only.
+        requeue_seconds: Observe again after so long though no event came; None for events only.
     """
 
     phase: AttemptPhase
@@ -143,7 +143,7 @@ class Observation:
     reason: str = ""
     message: str = ""
     warning: str = ""
-    look_again_seconds: float | None = None
+    requeue_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import ExitCode, FailureClass, Progress, Termination
 
-RUNNING = Observation(AttemptPhase.RUNNING, nodes_ready=1, look_again_seconds=0.0)
+RUNNING = Observation(AttemptPhase.RUNNING, nodes_ready=1, requeue_seconds=0.0)
 
 
 def ended(
@@ -42,7 +42,7 @@ def ended(
         all_gone=True,
         termination=Termination(failure_class=failure_class, exit_code=exit_code, message=message),
         progress=progress,
-        look_again_seconds=0.0,
+        requeue_seconds=0.0,
     )
 
 

@@ -30,7 +30,7 @@ from finetune_operator.cli.target import (
     open_target,
 )
 from finetune_operator.cli.unheard import heard
-from finetune_operator.cli.view import View, look
+from finetune_operator.cli.view import View, view_of
 from finetune_operator.kernel.logs import LogFile, set_up
 from finetune_operator.kernel.settings import LogFormat
 
@@ -79,12 +79,12 @@ async def _follow(
     set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
     if opened.note:
         console.print(Text(opened.note), soft_wrap=True)
-    last, stop = look(opened.job, None), StopSignals()
+    last, stop = view_of(opened.job, None), StopSignals()
     with make_screen(console, last, plain=plain) as screen:
 
         def show(job: FineTuneJob, seen: Observation | None) -> None:
             nonlocal last
-            last = look(job, seen, last)
+            last = view_of(job, seen, last)
             screen.show(last)
 
         grace = target.job.spec.deadlines.termination_grace_seconds

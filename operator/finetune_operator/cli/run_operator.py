@@ -21,9 +21,9 @@ from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.store import Store, timestamp
 from finetune_operator.errors import FineTuneError, TransientError
 from finetune_operator.kernel.job_events import FollowedJobs
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kernel.surroundings import Surroundings
-from finetune_operator.kernel.term import Term
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, Object
@@ -105,7 +105,7 @@ class _Operator:
         settings = Settings(
             workers=1, leader_election=False, identity="ftctl-run", lease_namespace=""
         )
-        self._term = Term(self._client, settings, surroundings, listen=FollowedJobs)
+        self._term = LeaderTerm(self._client, settings, surroundings, listen=FollowedJobs)
         self._work = asyncio.create_task(self._term.run())
         self._is_saved = True
         self._seen: Observation | None = None
@@ -132,7 +132,7 @@ class _Operator:
         return FineTuneJob.model_validate(made)
 
     async def observe(self, job: FineTuneJob) -> Observation | None:
-        """Look at the attempt itself: the status tells of progress more seldom, and less.
+        """Result at the attempt itself: the status tells of progress more seldom, and less.
 
         The operator is told to look, too, where something has begun or ended.
         """

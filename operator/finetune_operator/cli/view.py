@@ -39,7 +39,7 @@ class View:
     ended: tuple[AttemptStatus, ...]
 
 
-def look(job: FineTuneJob, observation: Observation | None, before: View | None = None) -> View:
+def view_of(job: FineTuneJob, observation: Observation | None, before: View | None = None) -> View:
     """Combine what is known into one view.
 
     `before` bridges the moments in which nothing is heard, between two attempts for example.

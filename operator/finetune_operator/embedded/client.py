@@ -44,9 +44,9 @@ class EmbeddedClient(KubeClient):
         """Serve one request."""
         try:
             made = VERBS[verb](self._store, self._asked(path, query or {}, data)).made
-        except StatusError as refusal:
-            said = refusal.status
-            raise error_of(refusal.code, said["reason"], said["message"]) from refusal
+        except StatusError as error:
+            said = error.status
+            raise error_of(error.code, said["reason"], said["message"]) from error
         if verb not in ("get", "list"):
             self._on_write(made)
         return made

@@ -135,10 +135,10 @@ class EmbeddedApi:
             return _json(said)
         try:
             return await self._serve(request, await self._asked(request, path))
-        except StatusError as refusal:
-            wait = refusal.status["details"].get("retryAfterSeconds")
+        except StatusError as error:
+            wait = error.status["details"].get("retryAfterSeconds")
             headers = {"Retry-After": str(wait)} if wait else {}
-            return _json(refusal.status, refusal.code, headers)
+            return _json(error.status, error.code, headers)
 
     async def _asked(self, request: web.Request, path: str) -> Asked:
         body = await request.read()

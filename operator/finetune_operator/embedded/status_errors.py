@@ -1,4 +1,4 @@
-"""Refusals as the API server words them: one exception, answered as a `Status` object."""
+"""Errors as the API server words them: one exception, answered as a `Status` object."""
 
 from collections.abc import Sequence
 from functools import reduce

@@ -61,8 +61,8 @@ class Watch:
                 continue
             try:
                 changes = self._store.since(self._at, str(self._asked.kind.resource))
-            except StatusError as refusal:
-                yield {"type": "ERROR", "object": refusal.status}
+            except StatusError as error:
+                yield {"type": "ERROR", "object": error.status}
                 return
             self._at = self._store.version
             for event in filter(None, map(self._event, changes)):

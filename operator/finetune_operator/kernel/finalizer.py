@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from finetune_operator.backends.instances import Backends
 from finetune_operator.kernel.jobs import JobView, Observer
-from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Look
+from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import StatusWriter, is_worth_writing
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import parse_rfc3339
@@ -53,7 +53,7 @@ class Finalizer:
         change = {"metadata": {"finalizers": [*view.finalizers, FINALIZER]}}
         return await self._writer.patch(view, change)
 
-    async def finalize(self, view: JobView) -> Look:
+    async def finalize(self, view: JobView) -> Result:
         """Stop the attempt of a job that is deleted, say what keeps the job, and then let it go.
 
         Raises:
@@ -63,15 +63,15 @@ class Finalizer:
         has_ours = FINALIZER in view.finalizers
         if not view.finalizers or (ORPHAN in view.finalizers and not has_ours):
             return NEVER  # it goes without us, or its attempt shall stay
-        view, look = await self._stop(view)
-        if look.again_in_seconds is not None or not has_ours:
-            return look
+        view, result = await self._stop(view)
+        if result.requeue_seconds is not None or not has_ours:
+            return result
         rest = [one for one in view.finalizers if one != FINALIZER]
         await self._writer.patch(view, {"metadata": {"finalizers": rest}})
         log.info("finalizer removed", extra={"job": str(view.key)})
         return NEVER
 
-    async def delete_when_due(self, view: JobView) -> Look:
+    async def delete_when_due(self, view: JobView) -> Result:
         """Delete a finished job when `spec.ttlSecondsAfterFinished` is over.
 
         Raises:
@@ -82,13 +82,13 @@ class Finalizer:
             return NEVER
         left = parse_rfc3339(ended) + timedelta(seconds=ttl_seconds) - self._now()
         if left.total_seconds() > 0:
-            return Look(left.total_seconds())
+            return Result(left.total_seconds())
         await self._writer.delete(view)
         log.info("deleted as ttlSecondsAfterFinished says", extra={"job": str(view.key)})
         return NEVER
 
-    async def _stop(self, view: JobView) -> tuple[JobView, Look]:
-        """Cancel the open attempt and tell of it; never to be looked at again once it is gone."""
+    async def _stop(self, view: JobView) -> tuple[JobView, Result]:
+        """Cancel the open attempt and tell of it; no requeue once it is gone."""
         last, backend, seen = await self._last_created(view), None, None
         if last.attempt is not None and last.handle is not None:
             backend = self._backends.get(view.backend)
@@ -105,7 +105,7 @@ class Finalizer:
         if backend is None or last.handle is None or not isinstance(order, Cancel):
             return view, NEVER
         await backend.cancel(last.handle, order.grace_seconds)
-        return view, Look(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
+        return view, Result(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
 
     async def _last_created(self, view: JobView) -> JobView:
         """Return the job with its last attempt, also where nobody wrote down that it exists."""

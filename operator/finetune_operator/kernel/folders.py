@@ -19,7 +19,7 @@ from finetune_operator.kernel.jobs import JobView, PendingStatuses
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import Reason, is_finished
-from finetune_operator.reconcile.decide import Refusal
+from finetune_operator.reconcile.decide import Rejection
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _Rank = tuple[bool, str, str, str]
 
 
 class RivalsFirstError(Exception):
-    """Another job may have opened an attempt in the folder, and was not looked at yet."""
+    """Another job may have opened an attempt in the folder, and was not reconciled yet."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class _Entry:
         folders: What its spec has it write.
         left: What its spec had it write before, as long as an attempt made of that may run.
         has_opened: Whether it has opened an attempt, as far as this process knows.
-        contends: Whether it may open its first one as soon as it is looked at.
-        is_seen: Whether this process has looked at it; until then, it may have opened an attempt
+        contends: Whether it may open its first one as soon as it is reconciled.
+        is_seen: Whether this process has reconciled it; until then, it may have opened an attempt
             that its status does not hold.
         is_gone: It was deleted, and something of its last attempt may still run.
     """
@@ -92,7 +92,7 @@ class FolderBook:
             del self._changed[key]
             self._take_in(key)
 
-    def refusal(self, key: Key) -> Refusal | None:
+    def rejection(self, key: Key) -> Rejection | None:
         """Return why a job may open no attempt now: a folder of it is another job's.
 
         Raises:
@@ -113,7 +113,7 @@ class FolderBook:
             return None
         _, mine, theirs, other = min(found, key=lambda one: one[0])
         self._waiting.setdefault(other, {})[key] = None
-        return Refusal(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(mine, theirs, other)}")
+        return Rejection(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(mine, theirs, other)}")
 
     def opened(self, key: Key, status: FineTuneJobStatus) -> FineTuneJobStatus:
         """Note that the job opens an attempt; return its status with what that writes."""
@@ -125,7 +125,7 @@ class FolderBook:
         return status.model_copy(update={"folders": [one.uri for one in entry.folders]})
 
     def settle(self, key: Key) -> None:
-        """Take in what a look at the job came to: who opens nothing keeps nobody waiting."""
+        """Take in what a reconcile came to: who opens nothing keeps nobody waiting."""
         self.catch_up()
         self._opening.discard(key)
         if (entry := self._entries.get(key)) is not None and not entry.is_gone:
@@ -167,7 +167,7 @@ class FolderBook:
             if self._entries[other].contends and not self._entries[other].is_seen
         ]
         if unseen:
-            # The last of them is looked at last, so that of many copies none is woken by each.
+            # The last of them is reconciled last, so that of many copies none is woken by each.
             self._waiting.setdefault(unseen[-1], {})[key] = None
             self._deferred.add(key)
             raise RivalsFirstError
@@ -211,7 +211,7 @@ class FolderBook:
         self._release(key)
 
     def _release(self, key: Key) -> None:
-        """Wake who waits for a job; the oldest of them goes first, whoever is looked at first."""
+        """Wake who waits for a job; the oldest of them goes first, whoever is reconciled first."""
         waiting = [one for one in self._waiting.pop(key, ()) if one in self._entries]
         for one in waiting:
             entry = self._entries[one]
@@ -255,9 +255,9 @@ class FolderBook:
         try:
             return written_by(self._backends.get(view.backend), view.job)
         except FineTuneError:
-            return ()  # told when the job is looked at
+            return ()  # told when the job is reconciled
         except Exception:
-            # A plugin's fault must not end the look at another job.
+            # A plugin's fault must not end the reconcile of another job.
             log.exception("backend cannot tell folders", extra={"job": view.metadata.name})
             return ()
 

@@ -23,7 +23,7 @@ class Health:
         queue: Keys that wait or are worked on.
         oldest_seconds: How long the oldest of them has not moved.
         held: Keys whose reports wait until the queue is empty.
-        backlog: Jobs that were there when it began to lead and have not been looked at since.
+        backlog: Jobs that were there when it began to lead and have not been reconciled since.
         silent_seconds: For each watch, since when nothing was heard and nothing asked.
         refused: What the API server does not show, and its sentence; jobs there are left alone, but
             for want of a kind that can be done without.
@@ -63,19 +63,19 @@ class HealthServer:
         host: Address to listen on.
         port: Port; 0 takes a free one.
         stuck_seconds: When something counts as stuck.
-        look: Returns the state now.
+        read: Returns the state now.
 
     Attributes:
         port: Port it listens on.
     """
 
     def __init__(
-        self, host: str, port: int, stuck_seconds: float, look: Callable[[], Health]
+        self, host: str, port: int, stuck_seconds: float, read: Callable[[], Health]
     ) -> None:
         self.port = port
         self._host = host
         self._stuck_seconds = stuck_seconds
-        self._look = look
+        self._read = read
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Self:
@@ -105,12 +105,12 @@ class HealthServer:
             await self._runner.cleanup()
 
     async def _healthz(self, request: "web.Request") -> "web.Response":
-        health = self._look()
+        health = self._read()
         complaints = health.complaints(self._stuck_seconds)
         return _answer(health, complaints, is_good=not complaints)
 
     async def _readyz(self, request: "web.Request") -> "web.Response":
-        health = self._look()
+        health = self._read()
         return _answer(health, [], is_good=health.is_ready)
 
 

@@ -1,6 +1,6 @@
-"""FineTuneJobs as the kernel sees them: read, planned, judged, and with their attempt observed.
+"""FineTuneJobs as the kernel sees them: read, planned, validated, and with their attempt observed.
 
-A job travels through the kernel as one value, a `JobView`: `JobBook` makes it of the object in the
+A job travels through the kernel as one value, a `JobView`: `JobIndex` makes it of the object in the
 cache and of what no status holds yet, `Observer` adds an attempt that nobody wrote down. Nothing
 here decides or writes.
 """
@@ -27,12 +27,12 @@ from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
-from finetune_operator.reconcile.decide import PATIENCE_SECONDS, Refusal
+from finetune_operator.reconcile.decide import PATIENCE_SECONDS, Rejection
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_SECONDS = 1.0
-"""When to look again at what could not be seen."""
+OBSERVE_AGAIN_SECONDS = 1.0
+"""When to observe again what could not be observed."""
 
 _ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
 
@@ -47,7 +47,7 @@ class JobView:
         parsed: The object as a model, with `status`; None where its spec cannot be read.
         written: The status in `raw`; what cannot be read of it counts as never written.
         status: The same with what is decided or known and not written yet.
-        refusal: Why its spec cannot be read.
+        rejection: Why its spec cannot be read.
     """
 
     key: Key
@@ -55,7 +55,7 @@ class JobView:
     parsed: FineTuneJob | None
     written: FineTuneJobStatus
     status: FineTuneJobStatus
-    refusal: Refusal | None = None
+    rejection: Rejection | None = None
 
     @property
     def job(self) -> FineTuneJob:
@@ -127,7 +127,7 @@ def read_job(raw: Object) -> JobView:
         problems = (Problem(show_path(tuple(one["loc"])), one["msg"]) for one in error.errors()[:8])
         text = "; ".join(str(problem) for problem in problems)
         status = _read_status(raw)
-        return JobView(key, raw, None, status, status, Refusal(Reason.INVALID_SPEC, text))
+        return JobView(key, raw, None, status, status, Rejection(Reason.INVALID_SPEC, text))
     return JobView(key, raw, job, job.status, job.status)
 
 
@@ -188,7 +188,7 @@ class PendingStatuses:
         return view.with_status(status)
 
 
-class JobBook:
+class JobIndex:
     """Jobs as this process sees them; parsed and planned once for each object and each spec.
 
     Args:
@@ -204,7 +204,7 @@ class JobBook:
         self._backends = backends
         self._pending = pending
         self._read: dict[Key, JobView] = {}
-        self._plans: dict[Key, tuple[str, int, Plan | Refusal]] = {}
+        self._plans: dict[Key, tuple[str, int, Plan | Rejection]] = {}
 
     def get(self, key: Key) -> JobView | None:
         """Return the job as it is seen now, or None if there is none."""
@@ -225,44 +225,44 @@ class JobBook:
             return False
         return not (raw.get("status") or {}).get("observedGeneration")
 
-    def plan(self, job: FineTuneJob) -> Plan | Refusal:
+    def plan(self, job: FineTuneJob) -> Plan | Rejection:
         """Return the job's plan; the spec alone decides it."""
         metadata = job.metadata
         key = Key(metadata.namespace, metadata.name)
         there = self._plans.get(key)
         if there is not None and there[:2] == (metadata.uid, metadata.generation):
             return there[2]
-        made: Plan | Refusal
+        made: Plan | Rejection
         try:
             made = make_plan(job)
         except InvalidJobError as error:
-            made = _refusal(error.problems)
+            made = _rejection(error.problems)
         self._plans[key] = (metadata.uid, metadata.generation, made)
         return made
 
-    def judge(self, view: JobView) -> Plan | Refusal:
+    def validate(self, view: JobView) -> Plan | Rejection:
         """Return the plan of a job that an attempt may be opened for, or why it may not.
 
-        Looks at more than the spec: profiles and files may come and go.
+        Reads more than the spec: profiles and files may come and go.
         """
         job = view.job
         found = [Problem(show_path(one.path), one.message) for one in check_built(view.raw)]
         if found:
-            return _refusal(found)
+            return _rejection(found)
         try:
             backend = self._backends.get(job.spec.backend.type)
         except UnknownBackendError as error:
-            return Refusal(Reason.BACKEND_NOT_FOUND, str(error))
+            return Rejection(Reason.BACKEND_NOT_FOUND, str(error))
         except FineTuneError as error:
-            return Refusal(Reason.BACKEND_FAILED, str(error))
+            return Rejection(Reason.BACKEND_FAILED, str(error))
         try:
             problems = [*backend.validate(job), *backend.check_inputs(job)]
         except Exception as error:
-            # A plugin's fault; without a word in the status nobody would look for it.
+            # A plugin's fault; without a word in the status nobody would search for it.
             log.exception("backend cannot check a job", extra={"job": str(job.metadata.name)})
-            return Refusal(Reason.BACKEND_FAILED, fault_of(job, error))
+            return Rejection(Reason.BACKEND_FAILED, fault_of(job, error))
         errors = [one for one in problems if one.severity is Severity.ERROR]
-        return _refusal(errors) if errors else self.plan(job)
+        return _rejection(errors) if errors else self.plan(job)
 
 
 class Observer:
@@ -270,7 +270,7 @@ class Observer:
 
     Args:
         backends: Who runs them.
-        book: Who plans jobs.
+        index: Who plans jobs.
         pending: Where handles are kept until a status holds them.
         note_opened: Notes that a job has opened an attempt; returns its status with its folders.
         now: The time, with a zone.
@@ -279,17 +279,17 @@ class Observer:
     def __init__(
         self,
         backends: Backends,
-        book: JobBook,
+        index: JobIndex,
         pending: PendingStatuses,
         note_opened: Callable[[Key, FineTuneJobStatus], FineTuneJobStatus],
         now: Callable[[], datetime],
     ) -> None:
         self._backends = backends
-        self._book = book
+        self._index = index
         self._pending = pending
         self._note_opened = note_opened
         self._now = now
-        self._unseen: dict[Key, datetime] = {}  # since when looks at their attempts have failed
+        self._unseen: dict[Key, datetime] = {}  # since when their attempts cannot be observed
 
     async def find_lost(self, view: JobView) -> JobView:
         """Return the job with the attempt that its status does not tell of, where one may be.
@@ -317,7 +317,7 @@ class Observer:
         if view.status.attempt:
             status = attempts.with_handle(view.status, found.handle)
         else:
-            plan = self._book.plan(view.job)
+            plan = self._index.plan(view.job)
             planned = plan if isinstance(plan, Plan) else None
             status = attempts.adopt(view.job, found, self._now(), planned)
             status = self._note_opened(view.key, status)
@@ -348,7 +348,7 @@ class Observer:
                 AttemptPhase.UNKNOWN,
                 reason=Reason.BACKEND_FAILED if lasts else "",
                 message=str(error),
-                look_again_seconds=LOOK_AGAIN_SECONDS,
+                requeue_seconds=OBSERVE_AGAIN_SECONDS,
             )
         self._unseen.pop(view.key, None)
         return seen
@@ -366,5 +366,5 @@ def fault_of(job: FineTuneJob, error: Exception) -> str:
     )
 
 
-def _refusal(problems: Iterable[Problem]) -> Refusal:
-    return Refusal(Reason.INVALID_SPEC, "; ".join(str(problem) for problem in problems))
+def _rejection(problems: Iterable[Problem]) -> Rejection:
+    return Rejection(Reason.INVALID_SPEC, "; ".join(str(problem) for problem in problems))

@@ -1,10 +1,11 @@
 """The work queue: each key at most once, and never in two hands.
 
-Handlers and watches add keys, workers take them. What comes while a key is worked on makes it come
-again afterwards; what comes right after a look waits a moment for more of its kind, as one change
-of a gang is many events. An urgent key overtakes those that came up to HEAD_START_SECONDS before
-it, so that either kind's wait has a bound. A key that is held comes once no other waits or is
-worked on, one at a time. Lives on one event loop; its time is the loop's.
+Handlers and informers add keys, workers get them. What comes while a key is worked on makes it come
+again afterwards; what comes right after a reconcile waits a moment for more of its kind, as one
+change of a gang is many events. An urgent key overtakes those that came up to HEAD_START_SECONDS
+before it, so that either kind's wait has a bound. A key that is deferred comes once no other waits
+or is worked on, one at a time. Lives on one event loop; its time is the loop's. The verbs are named
+as those of client-go's work queue.
 """
 
 import asyncio
@@ -19,24 +20,24 @@ from finetune_operator.kube.cache import Key
 HEAD_START_SECONDS = 5.0
 
 SHORTEST_WAIT_SECONDS = 0.1
-"""Until a job is looked at again, whatever its backend asks for."""
+"""Until a job is reconciled again, whatever its backend asks for."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """What came of one look at a job.
+class Result:
+    """What came of reconciling a job.
 
     Attributes:
-        again_in_seconds: When to look again though nothing happens; None for never.
-        when_quiet: Look again before that if no other job is to be looked at.
+        requeue_seconds: When to reconcile again though nothing happens; None for never.
+        when_idle: Reconcile before that if no other job waits.
     """
 
-    again_in_seconds: float | None = None
-    when_quiet: bool = False
+    requeue_seconds: float | None = None
+    when_idle: bool = False
 
 
-NEVER = Look()
-AT_ONCE = Look(0.0)
+NEVER = Result()
+AT_ONCE = Result(0.0)
 
 
 def _never(key: Key) -> bool:
@@ -44,34 +45,34 @@ def _never(key: Key) -> bool:
 
 
 class WorkQueue:
-    """Keys that want to be looked at.
+    """Keys of jobs that wait to be reconciled.
 
     Args:
         backoff: How long a key waits after failures.
-        rest_seconds: How long events do not bring a key back that was just looked at.
+        settle_seconds: How long events do not bring a key back that was just reconciled.
         is_urgent: Whether a key is to be taken before others; asked when it begins to wait.
     """
 
     def __init__(
         self,
         backoff: Backoff,
-        rest_seconds: float = 0.0,
+        settle_seconds: float = 0.0,
         *,
         is_urgent: Callable[[Key], bool] = _never,
     ) -> None:
         self._backoff = backoff
-        self._rest_seconds = rest_seconds
+        self._settle_seconds = settle_seconds
         self._is_urgent = is_urgent
         self._loop = asyncio.get_running_loop()
         self._idle: deque[asyncio.Future[None]] = deque()  # workers that wait for a key
         self._urgent: dict[Key, float] = {}  # since when; in the order they are taken
         self._ready: dict[Key, float] = {}  # ... those that are not urgent
-        self._held: dict[Key, None] = {}  # until it is quiet; in the order they are taken
+        self._deferred: dict[Key, None] = {}  # until no other waits; in the order they are taken
         self._taken: dict[Key, float] = {}
         self._again: set[Key] = set()
-        self._rests: dict[Key, asyncio.TimerHandle] = {}
-        self._woken: set[Key] = set()  # of those that rest
-        self._echoing: set[Key] = set()  # ... that were held: what wakes them is their report
+        self._settling: dict[Key, asyncio.TimerHandle] = {}
+        self._woken: set[Key] = set()  # of those that settle
+        self._echoing: set[Key] = set()  # ... that were deferred: their own status wakes them
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._not_before: dict[Key, float] = {}
@@ -97,23 +98,23 @@ class WorkQueue:
         return len(self) - len(self._woken & self._echoing)
 
     @property
-    def num_held(self) -> int:
-        """How many keys are held until no other waits or is worked on."""
-        return len(self._held)
+    def num_deferred(self) -> int:
+        """How many keys are deferred until no other waits or is worked on."""
+        return len(self._deferred)
 
     def add(self, key: Key) -> None:
-        """Have the key looked at, now or after the look or the wait that is under way."""
+        """Have the key reconciled, now or after the reconcile or the wait that is under way."""
         if key in self._taken:
             self._again.add(key)
         elif self._not_before.get(key, 0.0) > self._loop.time():
             return  # its timer runs
-        elif key in self._rests:
+        elif key in self._settling:
             self._woken.add(key)
         else:
             self._put(key)
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Have the key looked at in so long; the earliest of several wins."""
+        """Have the key reconciled in so long; the earliest of several wins."""
         if seconds <= 0:
             self._put(key)
             return
@@ -124,7 +125,7 @@ class WorkQueue:
             there.cancel()
         self._timers[key] = self._loop.call_later(seconds, self._ring, key)
 
-    async def take(self) -> Key:
+    async def get(self) -> Key:
         """Return the key whose turn it is; the caller must say `done` or `failed`."""
         while (key := self._next()) is None:
             turn = self._loop.create_future()
@@ -136,32 +137,32 @@ class WorkQueue:
             self._echoing.add(key)
         self._urgent.pop(key, None)
         self._ready.pop(key, None)
-        self._held.pop(key, None)
+        self._deferred.pop(key, None)
         self._taken[key] = self._loop.time()
         self._stop_timer(key)
         self._woken.discard(key)
-        if (rest := self._rests.pop(key, None)) is not None:
+        if (rest := self._settling.pop(key, None)) is not None:
             rest.cancel()
         return key
 
     def done(
-        self, key: Key, again_in_seconds: float | None = None, *, when_quiet: bool = False
+        self, key: Key, requeue_seconds: float | None = None, *, when_idle: bool = False
     ) -> None:
-        """Give a key back after a look that succeeded; only now may it be taken again.
+        """Give a key back after a reconcile that succeeded; only now may it be taken again.
 
         Args:
             key: What was taken.
-            again_in_seconds: When it comes again by itself.
-            when_quiet: It comes before that if no other key waits or is worked on.
+            requeue_seconds: When it comes again by itself.
+            when_idle: It comes before that if no other key waits or is worked on.
         """
         self._failures.pop(key, None)
-        if when_quiet:
-            self._held[key] = None
+        if when_idle:
+            self._deferred[key] = None
         self._give_back(key)
-        if again_in_seconds is not None:
-            self.add_after(key, again_in_seconds)
+        if requeue_seconds is not None:
+            self.add_after(key, requeue_seconds)
 
-    def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
+    def add_rate_limited(self, key: Key, at_least_seconds: float = 0.0) -> float:
         """Give a key back after a failure; return how long it sleeps.
 
         Events that came meanwhile wait with it: they may be the failure's own echo. Those that come
@@ -180,16 +181,16 @@ class WorkQueue:
         self.add_after(key, seconds)
         return seconds
 
-    def failures(self, key: Key) -> int:
+    def num_requeues(self, key: Key) -> int:
         """Return how often in a row the key has failed."""
         return self._failures.get(key, 0)
 
     def close(self) -> None:
         """Stop every timer; nothing wakes any more."""
-        for timer in (*self._timers.values(), *self._rests.values()):
+        for timer in (*self._timers.values(), *self._settling.values()):
             timer.cancel()
         self._timers.clear()
-        self._rests.clear()
+        self._settling.clear()
 
     def _put(self, key: Key) -> None:
         if key not in self._urgent and key not in self._ready and key not in self._taken:
@@ -202,7 +203,7 @@ class WorkQueue:
         if self._urgent or self._ready:
             is_urgent = _oldest(self._urgent) - HEAD_START_SECONDS <= _oldest(self._ready)
             return next(iter(self._urgent if is_urgent else self._ready))
-        return next(iter(self._held), None) if not self._num_busy else None
+        return next(iter(self._deferred), None) if not self._num_busy else None
 
     def _call_worker(self) -> None:
         """Wake one worker; a turn that nobody waits for any more was cancelled."""
@@ -214,21 +215,23 @@ class WorkQueue:
 
     def _give_back(self, key: Key) -> None:
         del self._taken[key]
-        if self._held:
+        if self._deferred:
             self._call_worker()
-        if self._rest_seconds:
-            self._rests[key] = self._loop.call_later(self._rest_seconds, self._end_rest, key)
+        if self._settle_seconds:
+            self._settling[key] = self._loop.call_later(
+                self._settle_seconds, self._end_settling, key
+            )
         if key in self._again:
             self._again.discard(key)
             self.add(key)
 
-    def _end_rest(self, key: Key) -> None:
-        del self._rests[key]
+    def _end_settling(self, key: Key) -> None:
+        del self._settling[key]
         if key in self._woken:
             self._woken.discard(key)
             self.add(key)
         self._echoing.discard(key)
-        if self._held:
+        if self._deferred:
             self._call_worker()
 
     def _ring(self, key: Key) -> None:

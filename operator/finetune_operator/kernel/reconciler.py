@@ -1,12 +1,12 @@
 """Reconcile one job: observe, decide, act, and write the status if it says more than before.
 
 Called by the workers, for one key at a time. Nothing here waits for anything to happen, and nothing
-is kept that could not be found again: after a crash at any point the next look goes on.
+is kept that could not be found again: after a crash at any point the next reconcile goes on.
 
 What makes that safe: an attempt's children have names that follow from the job and the attempt's
 number, so creating them again adopts them; a later attempt is opened in the status before anything
 of it is created, and the first one is found by its name where the status does not tell of it yet;
-whatever else the status lacks is seen again and written later.
+whatever else the status lacks is observed again and written later.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import Attempt, Handle, Observation
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import BackendError, FineTuneError
-from finetune_operator.kernel import refusals
+from finetune_operator.kernel import rejections
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.informer import WatchForbidden
 from finetune_operator.kernel.jobs import (
-    LOOK_AGAIN_SECONDS,
-    JobBook,
+    OBSERVE_AGAIN_SECONDS,
+    JobIndex,
     JobView,
     Observer,
     PendingStatuses,
     fault_of,
 )
-from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Look
+from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
@@ -42,24 +42,24 @@ from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import is_finished
 from finetune_operator.reconcile.decide import (
-    MENDED_SECONDS,
+    RECHECK_SECONDS,
     Cancel,
     Collect,
     Decision,
     Find,
-    Refusal,
+    Rejection,
     Submit,
     SubmitFailed,
     decide,
-    hold,
+    unreconcilable,
 )
 
 log = logging.getLogger(__name__)
 
 _Action = TypeVar("_Action", Submit, Find, Cancel, Collect)
 
-FIRST_LOOK_SECONDS = 1.5
-"""How long after an attempt was created it is looked at, unless something is seen of it before."""
+FIRST_OBSERVATION_SECONDS = 1.5
+"""How long after an attempt was created it is observed, unless an event of it comes before."""
 
 _MAX_ARTIFACTS = 16
 _FORBIDDEN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
@@ -75,8 +75,8 @@ class Reconciler:
         events: Who tells people.
         now: The time, with a zone.
         forbidden: What keeps a backend's attempts in a namespace from being seen; by both names.
-        is_busy: Whether other jobs are to be looked at, which comes before reporting.
-        wake: Has a job looked at, as it may have got what it was refused.
+        is_busy: Whether other jobs wait to be reconciled, which comes before reporting.
+        wake: Has a job reconciled, as what it waited for may be there.
     """
 
     def __init__(
@@ -96,29 +96,29 @@ class Reconciler:
         self._now = now
         self._forbidden = forbidden
         self._pending = PendingStatuses()
-        self._book = JobBook(cache.get, backends, self._pending)
-        self._folders = FolderBook(cache, self._book.get, backends, self._pending, wake)
-        self._observer = Observer(backends, self._book, self._pending, self._folders.opened, now)
+        self._index = JobIndex(cache.get, backends, self._pending)
+        self._folders = FolderBook(cache, self._index.get, backends, self._pending, wake)
+        self._observer = Observer(backends, self._index, self._pending, self._folders.opened, now)
         self._writer = StatusWriter(
-            client, cache, self._book, self._pending, backends, events, now=now, is_busy=is_busy
+            client, cache, self._index, self._pending, backends, events, now=now, is_busy=is_busy
         )
         self._finalizer = Finalizer(self._writer, backends, self._observer, now)
 
     def is_new(self, key: Key) -> bool:
-        """Say whether the job waits for its first look: nothing was told about it, or opened."""
-        return self._book.is_new(key)
+        """Say whether the job waits to be reconciled for the first time."""
+        return self._index.is_new(key)
 
-    async def reconcile(self, key: Key) -> Look:
-        """Look at one job and do what is to be done.
+    async def reconcile(self, key: Key) -> Result:
+        """Reconcile one job.
 
         Raises:
             FineTuneError: try again later.
         """
         self._folders.catch_up()
-        view = self._book.get(key)
+        view = self._index.get(key)
         if view is None:
             if await self._folders.is_written_still(key):
-                return Look(MENDED_SECONDS)  # or when its pods go
+                return Result(RECHECK_SECONDS)  # or when its pods go
             self._forget(key)
             return NEVER
         if not view.is_ours:
@@ -128,25 +128,25 @@ class Reconciler:
                 return await self._stand_by(view, forbidden)
             if view.is_deleted:
                 return await self._finalize(view)
-            if view.refusal is not None:
-                return await self._hold(view, view.refusal)
-            return await self._look(view)
+            if view.rejection is not None:
+                return await self._reject(view, view.rejection)
+            return await self._reconcile(view)
         except StaleError:
             await self._writer.read_again(key)
             return AT_ONCE
         except RivalsFirstError:
-            return Look(LOOK_AGAIN_SECONDS)
+            return Result(OBSERVE_AGAIN_SECONDS)
         finally:
             self._folders.settle(key)
 
-    async def _look(self, view: JobView) -> Look:
+    async def _reconcile(self, view: JobView) -> Result:
         view = await self._find_lost(view)
         try:
             observation = await self._observer.observe(view)
         except Exception as error:
             if isinstance(error, FineTuneError) and error.retryable:
                 raise
-            return await self._hold(view, refusals.unreadable(view, error), "that is mended")
+            return await self._reject(view, rejections.unreadable(view, error), "that is mended")
         if observation is not None and observation.warning:
             await self._events.post(view.metadata, warning(observation.warning))
         decision = decide(view.job, observation, self._now(), self._plan(view, observation))
@@ -168,19 +168,19 @@ class Reconciler:
         except FineTuneError as error:
             # A backend raises its own errors after it has looked for the attempt.
             is_absent, is_stuck = isinstance(error, BackendError), not error.retryable
-            failed = SubmitFailed(str(error), is_absent=is_absent, needs_mending=is_stuck)
+            failed = SubmitFailed(str(error), is_absent=is_absent, needs_fix=is_stuck)
             await self._tell_failed(view, failed)
             raise
 
-    def _plan(self, view: JobView, observation: Observation | None) -> Plan | Refusal:
-        """Judge a job only where an attempt may be opened: one that is open is left alone."""
+    def _plan(self, view: JobView, observation: Observation | None) -> Plan | Rejection:
+        """Validate a job only where an attempt may be opened: one that is open is left alone."""
         lives = view.attempt is not None and not (observation and observation.all_gone)
         if lives or is_finished(view.status):
-            return self._book.plan(view.job)
-        judged = self._book.judge(view)
-        if isinstance(judged, Refusal) or view.job.spec.suspend:
-            return judged
-        return self._folders.refusal(view.key) or judged
+            return self._index.plan(view.job)
+        validated = self._index.validate(view)
+        if isinstance(validated, Rejection) or view.job.spec.suspend:
+            return validated
+        return self._folders.rejection(view.key) or validated
 
     async def _collected(self, view: JobView, decision: Decision) -> FineTuneJobStatus:
         """Ask what was exported before Complete is written: after a crash it is asked again."""
@@ -190,10 +190,10 @@ class Reconciler:
         artifacts = list(await self._backends.of(view.job).collect(handle))
         return decision.status.model_copy(update={"artifacts": artifacts[:_MAX_ARTIFACTS]})
 
-    async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Look:
+    async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
         """Submit the attempt that the status opens; it is told of first, unless it was before."""
         if status != view.status:
-            status = self._folders.opened(view.key, status)  # before anybody else is looked at
+            status = self._folders.opened(view.key, status)  # before any other job is reconciled
             if self._backends.live_outside(view.backend):
                 view = await self._finalizer.add(view)
             view, _ = await self._writer.report(view, status)
@@ -206,35 +206,35 @@ class Reconciler:
                 raise
             log.warning("attempt not created", extra=_about(view, attempt=number, error=error))
             # It may have been refused before anybody has looked for it.
-            return await self._tell_failed(view, SubmitFailed(str(error), needs_mending=True))
+            return await self._tell_failed(view, SubmitFailed(str(error), needs_fix=True))
         except Exception as error:
             log.exception("attempt not created", extra=_about(view, attempt=number))
-            failed = SubmitFailed(fault_of(view.job, error), needs_mending=True)
+            failed = SubmitFailed(fault_of(view.job, error), needs_fix=True)
             return await self._tell_failed(view, failed)
         self._pending.note_handle(view, number, handle)
         log.info("attempt created", extra=_about(view, attempt=number, handle=handle.name))
         if self._backends.live_outside(view.backend):
             await self._writer.report(view, attempts.with_handle(view.status, handle))
-        return Look(FIRST_LOOK_SECONDS)
+        return Result(FIRST_OBSERVATION_SECONDS)
 
-    async def _give_up(self, view: JobView) -> Look:
+    async def _give_up(self, view: JobView) -> Result:
         """Fail a job whose attempt was not created in time, unless it was, without an answer."""
         if (await self._observer.find(view)).handle is None:
             absent = SubmitFailed("nothing of it was created", is_absent=True)
             await self._tell_failed(view, absent)
         return AT_ONCE
 
-    async def _tell_failed(self, view: JobView, failed: SubmitFailed) -> Look:
+    async def _tell_failed(self, view: JobView, failed: SubmitFailed) -> Result:
         """Say what keeps the open attempt from being created, or that its job fails for that."""
-        decision = decide(view.job, failed, self._now(), self._book.plan(view.job))
+        decision = decide(view.job, failed, self._now(), self._index.plan(view.job))
         if decision.status == view.status:
             return _wait(decision, NO_DELAY)
         _, delay = await self._writer.report(view, decision.status)
         return _wait(decision, delay)
 
     async def _create(self, view: JobView, number: int) -> Handle:
-        plan = self._book.plan(view.job)
-        if isinstance(plan, Refusal):
+        plan = self._index.plan(view.job)
+        if isinstance(plan, Rejection):
             raise BackendError(plan.message)
         backend, plan = self._backends.of(view.job), replace(plan, job=view.job)
         return await backend.submit(backend.render(plan, Attempt(number)))
@@ -252,30 +252,32 @@ class Reconciler:
         await backend.cancel(handle, order.grace_seconds)
         return (await backend.observe(handle)).all_gone
 
-    async def _hold(
-        self, view: JobView, refusal: Refusal, until: str = "the spec can be read"
-    ) -> Look:
-        """Say what keeps a job from being looked at; an attempt that runs is left alone."""
-        status = hold(view.status, refusal, self._now(), view.metadata.generation, until)
+    async def _reject(
+        self, view: JobView, rejection: Rejection, until: str = "the spec can be read"
+    ) -> Result:
+        """Say what keeps a job from being reconciled; an attempt that runs is left alone."""
+        status = unreconcilable(
+            view.status, rejection, self._now(), view.metadata.generation, until
+        )
         if view.is_deleted:
             status = status.model_copy(update={"phase": JobPhase.DELETING})
         await self._writer.report(view, status)
-        return Look(MENDED_SECONDS)
+        return Result(RECHECK_SECONDS)
 
-    async def _stand_by(self, view: JobView, forbidden: WatchForbidden) -> Look:
+    async def _stand_by(self, view: JobView, forbidden: WatchForbidden) -> Result:
         """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
         left = forbidden.since + _FORBIDDEN_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or view.is_deleted:
-            return Look(max(left, LOOK_AGAIN_SECONDS))
-        return await self._hold(view, refusals.unseen(view, forbidden), "it can be seen")
+            return Result(max(left, OBSERVE_AGAIN_SECONDS))
+        return await self._reject(view, rejections.unseen(view, forbidden), "it can be seen")
 
-    async def _finalize(self, view: JobView) -> Look:
+    async def _finalize(self, view: JobView) -> Result:
         try:
             return await self._finalizer.finalize(view)
         except FineTuneError as error:
             if error.retryable:
                 raise
-            return await self._hold(view, refusals.endless(error), "that is mended")
+            return await self._reject(view, rejections.endless(error), "that is mended")
 
     def _forget(self, key: Key) -> None:
         self._pending.forget(key)
@@ -288,12 +290,12 @@ def _order(decision: Decision, kind: type[_Action]) -> _Action | None:
     return next((one for one in decision.actions if isinstance(one, kind)), None)
 
 
-def _wait(decision: Decision, delay: Delay) -> Look:
-    """Look again when the decision says so, or when its status is to be written."""
+def _wait(decision: Decision, delay: Delay) -> Result:
+    """Requeue for when the decision says so, or when its status is to be written."""
     waits = [one for one in (decision.requeue_seconds, delay.seconds or None) if one is not None]
     if not waits:
         return NEVER
-    return Look(max(min(waits), SHORTEST_WAIT_SECONDS), when_quiet=delay.until_quiet)
+    return Result(max(min(waits), SHORTEST_WAIT_SECONDS), when_idle=delay.until_idle)
 
 
 def _about(view: JobView, **fields: object) -> dict[str, object]:

@@ -16,12 +16,12 @@ from typing import Any
 from finetune_operator import __version__
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.election import Election, LeaseOptions
-from finetune_operator.kernel.handlers import join_threads
 from finetune_operator.kernel.health import Health, HealthServer
+from finetune_operator.kernel.kopf_events import join_threads
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.logs import set_up
 from finetune_operator.kernel.settings import Settings, read_settings
 from finetune_operator.kernel.surroundings import Surroundings
-from finetune_operator.kernel.term import Term
 from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
 from finetune_operator.kube.config import load_access
 from finetune_operator.kube.http import HttpClient
@@ -90,7 +90,7 @@ class _Process:
         self._settings = settings
         self._surroundings = surroundings
         self._election: Election | None = None
-        self._term: Term | None = None
+        self._term: LeaderTerm | None = None
         self._calls = CallCounts()
 
     def client_options(self) -> ClientOptions:
@@ -124,7 +124,7 @@ class _Process:
             await election.release()  # also by a fault of ours, so that a standby need not wait
 
     async def _lead(self, client: KubeClient) -> None:
-        self._term = Term(client, self._settings, self._surroundings)
+        self._term = LeaderTerm(client, self._settings, self._surroundings)
         try:
             await self._term.run()
         finally:

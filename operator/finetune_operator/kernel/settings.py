@@ -65,7 +65,7 @@ class Settings(BaseModel):
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         24,
         description="Jobs reconciled at once; half as many more until all that were there at the "
-        "start are looked at.",
+        "start are reconciled.",
     )
     connections: Annotated[int, Field(ge=1, le=1024)] = Field(
         48, description="Requests to the API server at once, besides the watches."

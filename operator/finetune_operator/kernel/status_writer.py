@@ -5,7 +5,7 @@ is Running: one when all of its nodes run, one when it trains. So what only pass
 that can be found again, progress before the first step) is written with the next change that
 matters. That the first attempt was opened waits some seconds for the first of the two; words that
 change often are written seldom; and what reports a start in which nothing is in the way waits until
-no other job is to be looked at. Nothing waits without a bound.
+no other job waits to be reconciled. Nothing waits without a bound.
 """
 
 import logging
@@ -17,7 +17,7 @@ from typing import Any
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
 from finetune_operator.backends.instances import Backends
 from finetune_operator.kernel.events import EventPoster, events_between
-from finetune_operator.kernel.jobs import JobBook, JobView, PendingStatuses
+from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ConflictError, NotFoundError
@@ -55,11 +55,11 @@ class Delay:
 
     Attributes:
         seconds: At most; 0 for a status that is to be written now.
-        until_quiet: It may be written as soon as no other job is to be looked at.
+        until_idle: It may be written as soon as no other job waits to be reconciled.
     """
 
     seconds: float = 0.0
-    until_quiet: bool = False
+    until_idle: bool = False
 
     def __bool__(self) -> bool:
         """Say whether it may wait at all."""
@@ -70,28 +70,28 @@ NO_DELAY = Delay()
 
 
 class StaleError(Exception):
-    """The object is not the one that was looked at any more."""
+    """The object has changed since it was read."""
 
 
 class StatusWriter:
-    """Writes to FineTuneJobs, each time to exactly the object that was looked at.
+    """Writes to FineTuneJobs, each time to exactly the object that was read.
 
     Args:
         client: Who writes.
         cache: The FineTuneJobs; answers to writes are put into it.
-        book: Who reads them.
+        index: Who reads them.
         pending: What no status holds yet.
         backends: Who knows where attempts live.
         events: Who tells people.
         now: The time, with a zone.
-        is_busy: Whether other jobs are to be looked at, which comes before reporting.
+        is_busy: Whether other jobs wait to be reconciled, which comes before reporting.
     """
 
     def __init__(
         self,
         client: KubeClient,
         cache: ObjectCache,
-        book: JobBook,
+        index: JobIndex,
         pending: PendingStatuses,
         backends: Backends,
         events: EventPoster,
@@ -101,7 +101,7 @@ class StatusWriter:
     ) -> None:
         self._client = client
         self._cache = cache
-        self._book = book
+        self._index = index
         self._pending = pending
         self._backends = backends
         self._events = events
@@ -153,7 +153,7 @@ class StatusWriter:
         return written.with_status(status)
 
     async def patch(self, view: JobView, change: Object, *, is_status: bool = False) -> JobView:
-        """Patch exactly the object that was looked at; another look follows if it has changed.
+        """Patch exactly the object that was read; another reconcile follows if it has changed.
 
         Raises:
             StaleError: it has changed.
@@ -172,10 +172,10 @@ class StatusWriter:
         except (ConflictError, NotFoundError) as error:
             raise StaleError from error
         self._cache.put(trim_metadata(made))
-        return self._book.get(view.key) or view
+        return self._index.get(view.key) or view
 
     async def delete(self, view: JobView) -> None:
-        """Delete exactly the job that was looked at.
+        """Delete exactly the job that was read.
 
         Raises:
             StaleError: it is gone.
@@ -229,7 +229,7 @@ class Reports:
             created: When the job was.
             with_handle: Whether the attempt cannot be found again by its name alone, so that it
                 is told of at once.
-            is_busy: Whether other jobs are to be looked at.
+            is_busy: Whether other jobs wait to be reconciled.
         """
         if left := self._words_left(key, saved, new, now):
             return Delay(left)
@@ -240,7 +240,7 @@ class Reports:
         if not is_busy:
             return NO_DELAY
         until = self._held.setdefault(key, now) + timedelta(seconds=_QUIET_SECONDS)
-        return Delay(max(0.0, (until - now).total_seconds()), until_quiet=True)
+        return Delay(max(0.0, (until - now).total_seconds()), until_idle=True)
 
     def note(self, key: Key, written: FineTuneJobStatus, now: datetime) -> None:
         """Remember that it was written; of what was told longest ago something is forgotten."""

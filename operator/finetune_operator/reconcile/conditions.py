@@ -187,7 +187,7 @@ class Situation:
 
     Attributes:
         reason: One CamelCase word: a `Reason`, or a failure class of the trainer.
-        message: One sentence; must not depend on the time of day, else every look writes it anew.
+        message: One sentence; must not depend on the time, else every reconcile writes it anew.
         exists: Whether the attempt was seen: unless `reason` is Queued, no queue keeps it.
         meanwhile: What happens until then, which Ready and Reconciling say besides.
     """
@@ -299,7 +299,7 @@ def describe(
         status: As it was.
         situation: What is to be said.
         now: Time with a zone.
-        generation: Of the spec that was looked at.
+        generation: Of the spec that was reconciled.
         has_queue: Whether the spec names a queue.
     """
     row = _TABLE[situation.stage]

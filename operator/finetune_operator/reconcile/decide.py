@@ -32,8 +32,8 @@ from finetune_operator.reconcile.conditions import (
 from finetune_operator.reconcile.during import is_suspending
 from finetune_trainer.config import FailureClass, Termination
 
-MENDED_SECONDS = 30.0
-"""How often to look whether somebody has mended what keeps a job from starting."""
+RECHECK_SECONDS = 30.0
+"""How often to check whether what keeps a job from starting is fixed."""
 
 PATIENCE_SECONDS = 5.0
 """What may pass by itself is not told before it has lasted so long."""
@@ -48,7 +48,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Find:
-    """Look for attempt `number` by its name before its job fails, as it may exist unheard of.
+    """Find attempt `number` by its name before its job fails, as it may exist unheard of.
 
     Where nothing of it exists, decide again with a `SubmitFailed` that says so.
     """
@@ -77,13 +77,13 @@ class SubmitFailed:
 
     Attributes:
         message: Why, in one sentence.
-        is_absent: It was looked for, and nothing of it exists.
-        needs_mending: It is of no use to try again before somebody mends the cause.
+        is_absent: It was searched for, and nothing of it exists.
+        needs_fix: It is of no use to try again before somebody fixes the cause.
     """
 
     message: str
     is_absent: bool = False
-    needs_mending: bool = False
+    needs_fix: bool = False
 
 
 Seen = Observation | SubmitFailed | None
@@ -91,7 +91,7 @@ Seen = Observation | SubmitFailed | None
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Rejection:
     """Why no attempt can be made of a job as it is; takes the place of its plan.
 
     Attributes:
@@ -120,13 +120,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class _View:
-    """What every part of a decision looks at; `status` is the one being built."""
+    """What every part of a decision reads; `status` is the one being built."""
 
     spec: FineTuneJobSpec
     generation: int
     before: FineTuneJobStatus
     now: datetime
-    plan: Plan | Refusal
+    plan: Plan | Rejection
 
     def conclude(
         self,
@@ -146,7 +146,7 @@ class _View:
         return max(0.0, (moment - self.now).total_seconds())
 
 
-def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Refusal) -> Decision:
+def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) -> Decision:
     """Return what to do about `job` now; the same input gives the same answer.
 
     Args:
@@ -185,9 +185,9 @@ def _is_over(observation: Observation) -> bool:
     return observation.all_gone and observation.phase in ended
 
 
-def hold(
+def unreconcilable(
     status: FineTuneJobStatus,
-    refusal: Refusal,
+    rejection: Rejection,
     now: datetime,
     generation: int,
     until: str = "the spec can be read",
@@ -198,7 +198,7 @@ def hold(
 
     Args:
         status: The status it has.
-        refusal: Why.
+        rejection: Why.
         now: Time with a zone.
         generation: Of the job.
         until: What must come first, as the end of a sentence.
@@ -207,13 +207,13 @@ def hold(
     if is_finished(status):
         return status
     if attempt is None or is_true(status, ConditionType.SUSPENDED):
-        situation = Situation(Stage.REFUSED, refusal.reason, refusal.message)
+        situation = Situation(Stage.REFUSED, rejection.reason, rejection.message)
         return describe(status, situation, now, generation)
     text = (
-        f"{refusal.message}; attempt {attempt.number} is left alone and runs on if it runs, and "
+        f"{rejection.message}; attempt {attempt.number} is left alone and runs on if it runs, and "
         f"what becomes of it is told once {until}"
     )
-    return describe(status, Situation(Stage.HELD, refusal.reason, text), now, generation)
+    return describe(status, Situation(Stage.HELD, rejection.reason, text), now, generation)
 
 
 def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
@@ -223,9 +223,9 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     under its number it is found again, and stopped.
     """
     status = status.model_copy(update={"nodes": _without_nodes(status)})
-    if isinstance(view.plan, Refusal):
+    if isinstance(view.plan, Rejection):
         situation = Situation(Stage.REFUSED, view.plan.reason, view.plan.message)
-        return view.conclude(status, situation, requeue=MENDED_SECONDS)
+        return view.conclude(status, situation, requeue=RECHECK_SECONDS)
     status = attempts.with_plan(status, view.plan)
     if view.spec.suspend:
         text = "suspended by spec.suspend; set it to false to go on"
@@ -313,7 +313,7 @@ def _not_created(
         return _fail(view, status, limit.reason, f"{limit.message}: {limit.obstacle}")
     opened = parse_rfc3339(attempt.start_time) if attempt.start_time else view.now
     is_early = view.now - opened < timedelta(seconds=PATIENCE_SECONDS)
-    if is_early and not failed.needs_mending:
+    if is_early and not failed.needs_fix:
         return unchanged
     if was_suspended:
         text = f"resumed, but attempt {attempt.number} cannot go on yet: {failed.message}"
@@ -322,8 +322,8 @@ def _not_created(
         text = f"waiting until nothing of attempt {attempt.number} can run: {failed.message}"
         return view.conclude(status, Situation(Stage.SUSPENDING, Reason.SUSPENDING, text))
     stage, requeue = stage_of_start(attempt.number), None
-    if failed.needs_mending:
-        stage, requeue = Stage.BLOCKED, MENDED_SECONDS
+    if failed.needs_fix:
+        stage, requeue = Stage.BLOCKED, RECHECK_SECONDS
     situation = Situation(stage, Reason.CREATION_FAILED, failed.message)
     return view.conclude(status, situation, requeue=requeue)
 
@@ -341,7 +341,7 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
         text = f"{told}; it saves a checkpoint and stops"
         situation = Situation(Stage.OVERRULED, Reason.ENDED_BY_OTHERS, text)
         cancel = Cancel(float(view.spec.deadlines.termination_grace_seconds))
-        again = observation.look_again_seconds
+        again = observation.requeue_seconds
         return view.conclude(status, situation, cancel, requeue=again)
     absent = Observation(AttemptPhase.UNKNOWN, message="nothing of it was created")
     words = failures.verdict(observation or absent)

@@ -58,7 +58,7 @@ def decide_deletion(
         else:
             stage, does = Stage.DELETING, on_its_way(status, attempt, observation, grace)
             actions = (Cancel(grace),)
-            again = observation.look_again_seconds or _LOOK_AGAIN_SECONDS
+            again = observation.requeue_seconds or _LOOK_AGAIN_SECONDS
         due = attempts.progress_due_at(status, spec) if spec and actions else None
         if said is not None and spec is not None and (due is None or due <= now):
             status = attempts.with_progress(status, spec, said, now)

@@ -85,8 +85,8 @@ def follow(
     limits = _limits(spec.deadlines, status, observation, now)
     passed = next((limit for limit in limits if limit.at <= now), None)
     waits = [(limit.at - now).total_seconds() for limit in limits if limit.at > now]
-    if observation.look_again_seconds is not None:
-        waits.append(observation.look_again_seconds)
+    if observation.requeue_seconds is not None:
+        waits.append(observation.requeue_seconds)
     requeue = min(waits, default=None)
     stop_in: float | None = None
     grace = float(spec.deadlines.termination_grace_seconds)
@@ -262,7 +262,7 @@ def ending_for(status: FineTuneJobStatus) -> tuple[Reason, str] | None:
     """Return the deadline for which the job is already being stopped, or None.
 
     It is kept in the condition `Failed` (still False), as the attempt that is stopped for it looks
-    like any other on a later look.
+    like any other on a later reconcile.
     """
     found = find(status, ConditionType.FAILED)
     if found is None or found.reason not in _DEADLINES:

@@ -91,7 +91,7 @@ class LiveAttempts:
         name = AttemptName.parse(handle.name)
         batch_job = await self._owned(name, handle)
         pods = await self._children.pods(name, handle.uid)
-        seen = observe.look(batch_job, pods) if batch_job else observe.gone(name, pods)
+        seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
             await self._log_tails.keep(self._children, name, batch_job, pods)
         if batch_job is not None:
@@ -117,8 +117,8 @@ class LiveAttempts:
             seen = await self._with_progress(seen, handle.uid, facts, pods)
         elif not seen.reason:
             seen = await self._with_reason(seen, name, batch_job, pods)
-        waits = [one for one in (seen.look_again_seconds, told.again_seconds) if one is not None]
-        return replace(seen, warning=told.message, look_again_seconds=min(waits, default=None))
+        waits = [one for one in (seen.requeue_seconds, told.again_seconds) if one is not None]
+        return replace(seen, warning=told.message, requeue_seconds=min(waits, default=None))
 
     async def cancel(self, handle: Handle, grace_seconds: float) -> None:
         """Stop the attempt."""
@@ -141,7 +141,7 @@ class LiveAttempts:
         batch_job = await self._owned(name, handle)
         if batch_job is None:
             return ()
-        seen = observe.look(batch_job, await self._children.pods(name, handle.uid))
+        seen = observe.observation_of(batch_job, await self._children.pods(name, handle.uid))
         if seen.phase is not AttemptPhase.SUCCEEDED:
             return ()
         named = seen.termination.artifacts if seen.termination else ()
@@ -172,7 +172,7 @@ class LiveAttempts:
         if not told:
             return seen
         again = rank_zero.AGAIN_SECONDS
-        return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
+        return replace(seen, reason=told.reason, message=told.message, requeue_seconds=again)
 
     async def _with_progress(
         self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Object]
@@ -183,7 +183,7 @@ class LiveAttempts:
             return seen
         interval = facts.status_interval_seconds
         word = await self._progress.read(uid, address, facts.metrics_port, interval)
-        return replace(seen, progress=word.progress, look_again_seconds=word.look_again_seconds)
+        return replace(seen, progress=word.progress, requeue_seconds=word.requeue_seconds)
 
     async def _with_reason(
         self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
@@ -192,7 +192,7 @@ class LiveAttempts:
             return seen
         client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
         told, again = await self._warnings.ask(client, name.namespace, uid, pods)
-        return replace(seen, reason=told.reason, message=told.message, look_again_seconds=again)
+        return replace(seen, reason=told.reason, message=told.message, requeue_seconds=again)
 
     def _forget(self, uid: str) -> None:
         self._known.discard(uid)

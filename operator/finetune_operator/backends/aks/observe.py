@@ -31,7 +31,7 @@ def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
     return Observation(AttemptPhase.FAILED, nodes_ready=running, message=text)
 
 
-def look(batch_job: Object, pods: Sequence[Object]) -> Observation:
+def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     """Return what is seen of an attempt, progress apart."""
     facts = facts_if_readable(batch_job)
     size = batch_job["spec"].get("completions") or 0

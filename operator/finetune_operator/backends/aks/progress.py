@@ -81,11 +81,11 @@ class Word:
 
     Attributes:
         progress: What it published last; None before that.
-        look_again_seconds: When there may be a newer one.
+        requeue_seconds: When there may be a newer one.
     """
 
     progress: Progress | None
-    look_again_seconds: float
+    requeue_seconds: float
 
 
 class ProgressReader:

@@ -117,7 +117,7 @@ class LocalBackend:
         """Look at the attempt's processes and files; carries out a kill that is overdue."""
         folder = self._folder(handle)
         with _usable(folder):
-            return watch.look(folder, handle, self._now())
+            return watch.observation_of(folder, handle, self._now())
 
     async def cancel(self, handle: Handle, grace_seconds: float) -> None:
         """Send SIGTERM once; a later call can only bring the kill forward."""
@@ -134,7 +134,7 @@ class LocalBackend:
             return
 
         def is_over() -> bool:
-            return watch.look(folder, handle, self._now()).all_gone
+            return watch.observation_of(folder, handle, self._now()).all_gone
 
         async for line in read_log(folder, record, rank, is_over if follow else None):
             yield line
@@ -167,7 +167,7 @@ def _cancel(folder: AttemptFolder, handle: Handle, grace_seconds: float, now: fl
     deadline = now + grace_seconds
     if there is None:
         # Told before it is written down: after a crash between the two it is told again.
-        watch.tell(record, watch.look_at_nodes(folder, record), signal.SIGTERM)
+        watch.tell(record, watch.observe_nodes(folder, record), signal.SIGTERM)
     if there is None or deadline < there.deadline:
         wish = CancelRecord(deadline=deadline, grace_seconds=grace_seconds)
         records.write(folder.cancel, wish)

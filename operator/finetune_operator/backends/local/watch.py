@@ -68,7 +68,7 @@ def owned(folder: AttemptFolder, handle: Handle) -> AttemptRecord | None:
     return record if record is not None and record.uid == handle.uid else None
 
 
-def look(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
+def observation_of(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
     """Return what is seen of the attempt at `now` (seconds since the epoch)."""
     record = owned(folder, handle)
     if record is None:
@@ -77,10 +77,10 @@ def look(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
             AttemptPhase.FAILED if alive else AttemptPhase.UNKNOWN,
             all_gone=not alive,
             message=f"{folder.path} does not hold attempt {handle.uid} any more",
-            look_again_seconds=SOON_SECONDS,
+            requeue_seconds=SOON_SECONDS,
         )
     enforce(folder, record, now)
-    nodes = look_at_nodes(folder, record)
+    nodes = observe_nodes(folder, record)
     ended = [node for node in nodes if node.state is NodeState.ENDED]
     are_clean = [end_strays(record, node) for node in ended]
     progress, complaint = _progress(folder)
@@ -95,11 +95,11 @@ def look(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
         progress=progress,
         node=f"node-{cause.rank}" if cause and failed else "",
         message=cause.termination.message if cause and cause.termination and failed else complaint,
-        look_again_seconds=_look_again(folder, nodes, progress),
+        requeue_seconds=_look_again(folder, nodes, progress),
     )
 
 
-def look_at_nodes(folder: AttemptFolder, record: AttemptRecord) -> list[Node]:
+def observe_nodes(folder: AttemptFolder, record: AttemptRecord) -> list[Node]:
     """Return every node of the attempt as it is now."""
     cancel = records.read(folder.cancel, CancelRecord)
     return [_node(folder, rank, cancel) for rank in range(record.nodes)]
@@ -120,7 +120,7 @@ def enforce(folder: AttemptFolder, record: AttemptRecord, now: float) -> None:
     cancel = records.read(folder.cancel, CancelRecord)
     if cancel is None or now < cancel.deadline:
         return
-    running = [node for node in look_at_nodes(folder, record) if node.state is not NodeState.ENDED]
+    running = [node for node in observe_nodes(folder, record) if node.state is not NodeState.ENDED]
     if running:
         records.write(folder.cancel, cancel.model_copy(update={"was_enforced": True}))
         tell(record, running, signal.SIGKILL)

@@ -34,7 +34,7 @@ from finetune_operator.reconcile.conditions import ConditionType
 
 log = logging.getLogger(__name__)
 
-_REST_SECONDS = 0.25
+_SETTLE_SECONDS = 0.25
 _LASTING_SECONDS = 60.0  # what tells of jobs for so long has not failed at its start
 # The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
@@ -42,7 +42,7 @@ _WATCH_BACKOFF = Backoff(0.5, 10.0)
 
 def listen_by_kopf(client: KubeClient, options: ListenOptions, on_event: OnEvent) -> JobEvents:
     """Return what tells of FineTuneJobs, by kopf."""
-    from finetune_operator.kernel.handlers import KopfThread  # only who listens by it needs kopf
+    from finetune_operator.kernel.kopf_events import KopfThread  # only who listens by it needs kopf
     from finetune_operator.kube.http import HttpClient
 
     assert isinstance(client, HttpClient), "kopf asks over HTTP"
@@ -53,7 +53,7 @@ def _utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-class Term:
+class LeaderTerm:
     """All that works while this process leads.
 
     Args:
@@ -80,7 +80,7 @@ class Term:
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
-        self._queue = WorkQueue(retries, _REST_SECONDS, is_urgent=self._is_new)
+        self._queue = WorkQueue(retries, _SETTLE_SECONDS, is_urgent=self._is_new)
         self._cluster = Cluster(client, self._cache, settings.namespaces)
         self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
         self._resync = Resync(
@@ -137,7 +137,7 @@ class Term:
             is_leading=True,
             is_ready=self._is_synced and not self._resync.sees_nothing,
             queue=len(self._queue),
-            held=self._queue.num_held,
+            held=self._queue.num_deferred,
             backlog=len(self._backlog),
             oldest_seconds=self._queue.oldest_seconds,
             silent_seconds=silent,
@@ -159,22 +159,22 @@ class Term:
 
     async def _work(self, *, only_to_catch_up: bool) -> None:
         while self._backlog or not only_to_catch_up:
-            key = await self._queue.take()
+            key = await self._queue.get()
             try:
-                look = await self._reconciler.reconcile(key)
+                result = await self._reconciler.reconcile(key)
             except FineTuneError as error:
-                wait = self._queue.failed(key, error.retry_after or 0.0)
-                log.warning("look failed", extra=_failure(key, error, wait))
+                wait = self._queue.add_rate_limited(key, error.retry_after or 0.0)
+                log.warning("reconcile failed", extra=_failure(key, error, wait))
             except Exception as error:
                 # A fault of ours in one job must not end the work on all others.
-                wait = self._queue.failed(key)
-                log.exception("look broke off", extra=_failure(key, error, wait))
+                wait = self._queue.add_rate_limited(key)
+                log.exception("reconcile broke off", extra=_failure(key, error, wait))
             else:
-                self._queue.done(key, look.again_in_seconds, when_quiet=look.when_quiet)
+                self._queue.done(key, result.requeue_seconds, when_idle=result.when_idle)
             self._catch_up(key)
 
     def _catch_up(self, key: Key) -> None:
-        """Note that a job was looked at that was there when this term began."""
+        """Note that a job was reconciled that was there when this term began."""
         if key in self._backlog:
             self._backlog.discard(key)
             if not self._backlog:
@@ -260,4 +260,4 @@ def _is_stalled(condition: Object) -> bool:
 
 def _failure(key: Key, error: Exception, wait: float) -> dict[str, object]:
     said = str(error) or type(error).__name__
-    return {"job": str(key), "error": said, "again_in_seconds": round(wait, 2)}
+    return {"job": str(key), "error": said, "requeue_seconds": round(wait, 2)}

@@ -7,37 +7,37 @@ from finetune_operator.kernel.informer import WatchForbidden
 from finetune_operator.kernel.jobs import JobView, fault_of
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import Reason
-from finetune_operator.reconcile.decide import Refusal
+from finetune_operator.reconcile.decide import Rejection
 
 log = logging.getLogger(__name__)
 
 
-def unseen(view: JobView, forbidden: WatchForbidden) -> Refusal:
+def unseen(view: JobView, forbidden: WatchForbidden) -> Rejection:
     """Return that the API server does not show what runs for a job."""
     text = (
         f"spec.backend.type {view.backend}: the operator cannot see what runs in this namespace "
         f"({forbidden.message}); give it that right"
     )
-    return Refusal(Reason.BACKEND_FAILED, text)
+    return Rejection(Reason.BACKEND_FAILED, text)
 
 
-def unreadable(view: JobView, error: Exception) -> Refusal:
-    """Return why an attempt cannot be looked at, and log it."""
+def unreadable(view: JobView, error: Exception) -> Rejection:
+    """Return why an attempt cannot be observed, and log it."""
     extra = {"job": str(view.key), "error": error}
     if isinstance(error, FineTuneError):
-        log.warning("attempt cannot be looked at", extra=extra)
-        return Refusal(_reason_of(error), str(error))
-    log.error("attempt cannot be looked at", extra=extra, exc_info=error)
-    return Refusal(Reason.BACKEND_FAILED, fault_of(view.job, error))
+        log.warning("attempt cannot be observed", extra=extra)
+        return Rejection(_reason_of(error), str(error))
+    log.error("attempt cannot be observed", extra=extra, exc_info=error)
+    return Rejection(Reason.BACKEND_FAILED, fault_of(view.job, error))
 
 
-def endless(error: FineTuneError) -> Refusal:
+def endless(error: FineTuneError) -> Rejection:
     """Return why a job that is deleted stays."""
     text = (
         f"{error}; the job stays until its attempt has ended. Mend that, or make sure that nothing "
         f"of the attempt runs, and then remove the finalizer {FINALIZER}"
     )
-    return Refusal(_reason_of(error), text)
+    return Rejection(_reason_of(error), text)
 
 
 def _reason_of(error: FineTuneError) -> Reason:
