@@ -1,5 +1,6 @@
 """A small state, a store around it, and a stand-in for training that can be killed and resumed."""
 
+import gc
 import json
 import os
 import resource
@@ -179,6 +180,7 @@ def _enter(
     environ: dict[str, str],
     max_file_bytes: int | None,
 ) -> None:
+    gc.freeze()  # else each collection looks through all that was imported before the fork
     os.environ.update(environ, RANK=str(rank))
     torch.set_num_threads(1)
     if max_file_bytes is not None:
