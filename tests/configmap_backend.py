@@ -48,7 +48,9 @@ class ConfigMapBackend:
     """Backend `configmap`."""
 
     name: ClassVar[str] = "configmap"
-    lives_in_cluster: ClassVar[bool] = True
+    needs_finalizer: ClassVar[bool] = False
+    finds_from_cache: ClassVar[bool] = True
+    runs_without_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = (Watch(CONFIG_MAPS),)
 
     def __init__(self, context: BackendContext) -> None:

@@ -97,7 +97,9 @@ class EachOnItsOwn:
     """
 
     name: ClassVar[str] = "aks"
-    lives_in_cluster: ClassVar[bool] = AksBackend.lives_in_cluster
+    needs_finalizer: ClassVar[bool] = AksBackend.needs_finalizer
+    finds_from_cache: ClassVar[bool] = AksBackend.finds_from_cache
+    runs_without_cluster: ClassVar[bool] = AksBackend.runs_without_cluster
     watches: ClassVar[tuple[Watch, ...]] = AksBackend.watches
 
     def __init__(self, owners: Callable[[str], Object]) -> None:

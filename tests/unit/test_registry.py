@@ -54,7 +54,7 @@ def test_without_any_backend_the_message_says_to_install_the_package() -> None:
     [
         pytest.param("no.such.module:Class", "ModuleNotFoundError", id="module is missing"),
         pytest.param("json:NoSuchClass", "AttributeError", id="class is missing"),
-        pytest.param("json:JSONDecoder", "lacks name, lives_in_cluster", id="not a backend"),
+        pytest.param("json:JSONDecoder", "lacks name, needs_finalizer", id="not a backend"),
         pytest.param("os:name", "lacks name", id="not a class"),
     ],
 )

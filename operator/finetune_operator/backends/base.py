@@ -168,12 +168,20 @@ class Backend(Protocol):
     """Five verbs and four readers; made by `Backend(context)`."""
 
     name: ClassVar[str]
-    lives_in_cluster: ClassVar[bool]
-    """Whether attempts are objects in the job's namespace, of which the job is the owner.
+    needs_finalizer: ClassVar[bool]
+    """Whether attempts outlive their FineTuneJob, which then gets a finalizer.
 
-    These go with their job, and a new operator finds each by its name before it opens the first.
-    Where attempts live elsewhere, jobs get a finalizer, which stays until their attempt has ended.
+    Objects in the job's namespace of which the job is the owner need none: they go with it.
     """
+
+    finds_from_cache: ClassVar[bool]
+    """Whether `find` costs no request, so that a new operator finds each attempt by its name.
+
+    Then the opening of a first attempt, and every handle, may go unwritten for some seconds.
+    """
+
+    runs_without_cluster: ClassVar[bool]
+    """Whether `ftctl run` and `ftctl dev` may use it."""
 
     watches: ClassVar[tuple[Watch, ...]]
     """Kinds in the cluster whose events have a job reconciled; may be empty.

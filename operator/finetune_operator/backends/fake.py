@@ -88,7 +88,9 @@ class FakeBackend:
     """
 
     name: ClassVar[str] = "fake"
-    lives_in_cluster: ClassVar[bool] = False
+    needs_finalizer: ClassVar[bool] = True
+    finds_from_cache: ClassVar[bool] = False
+    runs_without_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = ()
 
     def __init__(

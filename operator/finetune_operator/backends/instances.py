@@ -103,13 +103,16 @@ class Backends:
         """
         return self.get(job.spec.backend.type)
 
-    def live_in_cluster(self, name: str) -> bool | None:
-        """Say whether the backend's attempts do; None where it cannot be used."""
+    def needs_finalizer(self, name: str) -> bool:
+        """Say whether attempts of the backend outlive their jobs; not where it cannot be used."""
         try:
-            return self.get(name).lives_in_cluster
+            return self.get(name).needs_finalizer
+        except FineTuneError:
+            return False
+
+    def finds_from_cache(self, name: str) -> bool | None:
+        """Say whether it finds attempts without a request; None where it cannot be used."""
+        try:
+            return self.get(name).finds_from_cache
         except FineTuneError:
             return None
-
-    def live_outside(self, name: str) -> bool:
-        """Say whether they outlive their jobs: nothing in the cluster would collect them."""
-        return self.live_in_cluster(name) is False

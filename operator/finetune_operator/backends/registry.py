@@ -24,7 +24,7 @@ _VERBS = (
     "logs",
     "collect",
 )
-_DATA = ("name", "lives_in_cluster", "watches")
+_DATA = ("name", "needs_finalizer", "finds_from_cache", "runs_without_cluster", "watches")
 
 
 def available(points: Iterable[EntryPoint] | None = None) -> tuple[str, ...]:

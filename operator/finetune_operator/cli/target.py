@@ -100,16 +100,16 @@ def open_target(
     if backend is not None:
         registry.load(backend)  # refused by its name, before the manifest is read with it
     job, manifest = load_job(file, backend=backend, may_go_on=runs_here)
-    chosen = job.spec.backend.type
-    if runs_here and chosen != "local":
+    kind = registry.load(job.spec.backend.type)
+    if runs_here and not kind.runs_without_cluster:
         message = (
-            f"{chosen} does not run on this machine; apply the manifest to a cluster, or add "
+            f"{kind.name} does not run on this machine; apply the manifest to a cluster, or add "
             "--backend local to run it here"
         )
         raise InvalidJobError([manifest.locate(Problem("spec.backend.type", message))])
     profiles = _profiles(file, profile)
     context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
-    made = registry.load(chosen)(context)
+    made = kind(context)
     _refuse(made.validate(job), manifest)
     try:
         plan = make_plan(job)

@@ -1,7 +1,7 @@
 """How a job goes: what is deleted stays until its attempt has ended, what is over for long goes.
 
-`Reconciler` calls it. A job whose attempts live outside the cluster has our finalizer, as nothing
-would collect them; a job that goes without us is only told of while something else keeps it.
+`Reconciler` calls it. A job whose attempts outlive it has our finalizer, as nothing would collect
+them; a job that goes without us is only told of while something else keeps it.
 """
 
 import logging
@@ -111,6 +111,6 @@ class Finalizer:
         """Return the job with its last attempt, also where nobody wrote down that it exists."""
         if view.parsed is None or view.handle is not None:
             return view
-        is_inside = not self._backends.live_outside(view.backend)
-        may_exist = view.attempt is not None or (not view.status.attempt and is_inside)
+        is_free = self._backends.finds_from_cache(view.backend) is not False
+        may_exist = view.attempt is not None or (not view.status.attempt and is_free)
         return await self._observer.find(view) if may_exist else view

@@ -245,9 +245,9 @@ class FolderBook:
 
     def _may_run_on(self, key: Key, entry: _Entry) -> bool:
         """Say whether the attempt of a job that is gone has not ended, as far as was told."""
-        is_inside = self._backends.live_in_cluster(entry.view.backend)
+        is_free = self._backends.finds_from_cache(entry.view.backend)
         is_open = attempts.current(self._status(key, entry)) is not None
-        return bool(entry.has_opened and entry.folders and is_inside and is_open)
+        return bool(entry.has_opened and entry.folders and is_free and is_open)
 
     def _written(self, view: JobView) -> tuple[Written, ...]:
         if view.parsed is None:

@@ -300,8 +300,8 @@ class Observer:
         is_open = view.attempt is not None
         is_unknown = not view.status.attempt or (is_open and view.handle is None)
         is_told_to_stop = view.is_or_was_suspended or is_finished(view.status)
-        is_inside = self._backends.live_in_cluster(view.backend)
-        is_looked_for = is_inside or (is_open and is_told_to_stop)
+        is_free = self._backends.finds_from_cache(view.backend)
+        is_looked_for = is_free or (is_open and is_told_to_stop)
         return await self.find(view) if is_unknown and is_looked_for else view
 
     async def find(self, view: JobView) -> JobView:

@@ -60,7 +60,6 @@ _Action = TypeVar("_Action", Submit, Find, Cancel, Collect)
 
 FIRST_OBSERVATION_SECONDS = 1.5
 """How long after an attempt was created it is observed, unless an event of it comes before."""
-
 _MAX_ARTIFACTS = 16
 _FORBIDDEN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
@@ -194,7 +193,7 @@ class Reconciler:
         """Submit the attempt that the status opens; it is told of first, unless it was before."""
         if status != view.status:
             status = self._folders.opened(view.key, status)  # before any other job is reconciled
-            if self._backends.live_outside(view.backend):
+            if self._backends.needs_finalizer(view.backend):
                 view = await self._finalizer.add(view)
             view, _ = await self._writer.report(view, status)
         try:
@@ -213,15 +212,14 @@ class Reconciler:
             return await self._tell_failed(view, failed)
         self._pending.note_handle(view, number, handle)
         log.info("attempt created", extra=_about(view, attempt=number, handle=handle.name))
-        if self._backends.live_outside(view.backend):
+        if self._backends.finds_from_cache(view.backend) is False:
             await self._writer.report(view, attempts.with_handle(view.status, handle))
         return Result(FIRST_OBSERVATION_SECONDS)
 
     async def _give_up(self, view: JobView) -> Result:
         """Fail a job whose attempt was not created in time, unless it was, without an answer."""
         if (await self._observer.find(view)).handle is None:
-            absent = SubmitFailed("nothing of it was created", is_absent=True)
-            await self._tell_failed(view, absent)
+            await self._tell_failed(view, SubmitFailed("nothing of it was created", is_absent=True))
         return AT_ONCE
 
     async def _tell_failed(self, view: JobView, failed: SubmitFailed) -> Result:
@@ -236,8 +234,8 @@ class Reconciler:
         plan = self._index.plan(view.job)
         if isinstance(plan, Rejection):
             raise BackendError(plan.message)
-        backend, plan = self._backends.of(view.job), replace(plan, job=view.job)
-        return await backend.submit(backend.render(plan, Attempt(number)))
+        backend = self._backends.of(view.job)
+        return await backend.submit(backend.render(replace(plan, job=view.job), Attempt(number)))
 
     async def _cancel(self, view: JobView, decision: Decision) -> bool:
         """Cancel the attempt where that was decided; return whether nothing of it is left by now.

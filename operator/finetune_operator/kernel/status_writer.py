@@ -118,7 +118,9 @@ class StatusWriter:
         Raises:
             StaleError: the job has changed.
         """
-        with_handle = view.parsed is not None and self._backends.live_outside(view.backend)
+        with_handle = (
+            view.parsed is not None and self._backends.finds_from_cache(view.backend) is False
+        )
         if not is_worth_writing(view.written, status, with_handle=with_handle):
             return view.with_status(status), NO_DELAY
         delay = self._reports.delay(

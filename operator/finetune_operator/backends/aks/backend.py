@@ -44,7 +44,9 @@ class AksBackend:
     """
 
     name: ClassVar[str] = BACKEND
-    lives_in_cluster: ClassVar[bool] = True
+    needs_finalizer: ClassVar[bool] = False
+    finds_from_cache: ClassVar[bool] = True
+    runs_without_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = WATCHES
 
     def __init__(self, context: BackendContext) -> None:

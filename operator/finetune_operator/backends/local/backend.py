@@ -58,7 +58,9 @@ class LocalBackend:
     """
 
     name: ClassVar[str] = BACKEND
-    lives_in_cluster: ClassVar[bool] = False
+    needs_finalizer: ClassVar[bool] = True
+    finds_from_cache: ClassVar[bool] = False
+    runs_without_cluster: ClassVar[bool] = True
     watches: ClassVar[tuple[Watch, ...]] = ()
 
     def __init__(
