@@ -13,7 +13,7 @@ from run_order import sort_files, tell_run
 # Tests never reach for a hub; set before any library reads them, and inherited by every process.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Workers share the cores already; more threads each would only wait for one another.
+# Workers share the cores already: more threads each would wait for one another, and spin meanwhile.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example takes milliseconds, but may have to wait for the other tests that run.

@@ -139,7 +139,7 @@ def manifest(family: str, method: str, *, is_packed: bool) -> dict[str, Any]:
             },
             "topology": {"gpusPerNode": 0, "processesPerNode": 1},
             **({"output": {"format": "merged"}} if method == "lora" else {}),
-            "backend": {"type": "local"},
+            "backend": {"type": "local", "local": {"threadsPerProcess": 1}},
         },
     }
 

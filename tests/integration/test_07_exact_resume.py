@@ -112,13 +112,8 @@ def test_every_named_point_is_killed_at() -> None:
 @pytest.mark.parametrize(
     ("ranks", "kills"),
     [
-        pytest.param(1, EVERY_POINT, id="one rank at every point"),
-        pytest.param(
-            2,
-            random_kills(1, 6),
-            id="one of two ranks at random points",
-            marks=pytest.mark.full,
-        ),
+        pytest.param(1, EVERY_POINT, id="one rank at every point", marks=pytest.mark.full),
+        pytest.param(2, random_kills(1, 6), id="one of two ranks at random points"),
         pytest.param(2, ("saving@2:rank=1", "after-commit@6:rank=0"), id="while two ranks save"),
     ],
 )

@@ -221,6 +221,7 @@ def test_what_a_killed_process_started_is_adopted_by_the_next(serve: Serve) -> N
     assert starts(dev.folder) == [(1, 0)]
 
 
+@pytest.mark.full
 def test_a_job_applied_again_after_its_deletion_starts_anew(serve: Serve, folder: Path) -> None:
     dev = serve(attempt_1=ENDLESS)
     dev.apply()
@@ -235,6 +236,7 @@ def test_a_job_applied_again_after_its_deletion_starts_anew(serve: Serve, folder
     assert attempts_of(dev.job()) == [(1, None)]
 
 
+@pytest.mark.full
 def test_a_job_that_takes_over_goes_on_with_what_the_deleted_one_of_its_name_wrote(
     serve: Serve, folder: Path
 ) -> None:
@@ -278,6 +280,7 @@ def test_ctrl_c_waits_for_no_attempt_that_could_not_be_created(serve: Serve, fol
     again.wait_for("Succeeded")
 
 
+@pytest.mark.full
 def test_a_missing_model_is_told_with_where_it_was_looked_for(serve: Serve, folder: Path) -> None:
     dev = serve()
     dev.apply(model__source="file://./nowhere")
@@ -313,6 +316,7 @@ def test_a_job_is_run_by_another_command(folder: Path, options: list[str]) -> No
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.full
 def test_what_keeps_it_from_starting_is_one_sentence(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

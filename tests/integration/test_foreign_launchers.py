@@ -86,8 +86,7 @@ def mpirun(job: Job, entry: str, environ: Mapping[str, str]) -> None:
 
 Launcher = Callable[[Job, str, Mapping[str, str]], None]
 OTHERS = [pytest.param(one, marks=pytest.mark.full) for one in (azure_ml, accelerate, mpirun)]
-each_launcher = pytest.mark.parametrize("launcher", [azure_ml, torchrun, accelerate, mpirun])
-torchrun_first = pytest.mark.parametrize("launcher", [torchrun, *OTHERS])
+launchers = pytest.mark.parametrize("launcher", [torchrun, *OTHERS])
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             process.communicate()
 
 
-@each_launcher
+@launchers
 def test_ranks_that_finish_make_the_launcher_exit_with_0(job: Job, launcher: Launcher) -> None:
     launcher(job, "finish", {})
     assert set(job.wait()) == {0}, job.said
@@ -108,7 +107,7 @@ def test_ranks_that_finish_make_the_launcher_exit_with_0(job: Job, launcher: Lau
     assert "Completed: rank 0 of 2, sum 2" in job.said
 
 
-@torchrun_first
+@launchers
 def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Launcher) -> None:
     launcher(job, "train", {})
     ranks = job.ranks()
@@ -121,7 +120,7 @@ def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Laun
     until(lambda: not any(map(is_alive, ranks)))
 
 
-@torchrun_first
+@launchers
 def test_the_rank_that_is_to_blame_has_the_last_word(job: Job, launcher: Launcher) -> None:
     launcher(job, "act", {"ACT": "data", "ACT_RANK": "1"})
     assert 0 not in job.wait(), job.said

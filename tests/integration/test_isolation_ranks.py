@@ -36,7 +36,9 @@ def config(folder: Path, model: Path, strategy: str, **data: Any) -> TrainConfig
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(one, marks=pytest.mark.full) for one in ("ddp", "zero3"))]
+)
 @pytest.mark.parametrize(("family", "is_packed"), [("llama", True), ("gpt_oss", False)])
 def test_a_sharded_model_is_packed_where_it_keeps_documents_apart(
     models: dict[str, Path], family: str, is_packed: bool, strategy: str, tmp_path: Path

@@ -125,7 +125,8 @@ def test_on_sigterm_the_lease_is_given_to_the_standby_at_once(api: Api, namespac
     assert lease["spec"]["holderIdentity"] == ""
 
 
-@pytest.mark.parametrize("fault", [pytest.param("freeze", marks=pytest.mark.full), "shut"])
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["freeze", "shut"])
 def test_without_the_api_server_it_stops_leading_and_comes_back_by_itself(
     api: Api, namespace: str, tmp_path: Path, fault: str
 ) -> None:
