@@ -17,9 +17,11 @@ from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
     BackendContext,
+    Effect,
     Found,
     Handle,
     Observation,
+    Obstacle,
     Request,
     Written,
 )
@@ -193,16 +195,21 @@ class OpeningBackend(ConfigMapBackend):
         self._cluster.at_end.callback(self.ended.append, "closed")
 
 
+_EFFECTS = {"Queued": Effect.QUEUED, "CreationFailed": Effect.STALLED}
+
+
 def _seen(made: Object) -> Observation:
     data: dict[str, str] = made["data"]
-    code, step = data.get("code"), data.get("step")
+    code, step, word = data.get("code"), data.get("step"), data.get("reason")
     return Observation(
         AttemptPhase(data["phase"]),
         all_gone="gone" in data,
         nodes_ready=int(data.get("ready", "0")),
         termination=_words(int(code)) if code else None,
         progress=Progress(phase=Phase.TRAINING, step=int(step), total_steps=10) if step else None,
-        reason=data.get("reason", ""),
+        obstacle=Obstacle(word, data.get("message", ""), _EFFECTS.get(word, Effect.DELAYED))
+        if word
+        else None,
         message=data.get("message", ""),
     )
 

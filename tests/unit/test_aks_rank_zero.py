@@ -11,7 +11,7 @@ from fake_api import FakeApi
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import FACTS_ANNOTATION
 from finetune_operator.backends.aks.rank_zero import AGAIN_SECONDS
-from finetune_operator.backends.base import Attempt, BackendContext, Handle
+from finetune_operator.backends.base import Attempt, BackendContext, Effect, Handle
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.compact import compact
@@ -239,7 +239,9 @@ def test_a_name_that_was_deleted_meanwhile_is_given_again() -> None:
 
         world.api.before = delete
         world.run_rank_zero(handle, "10.0.0.2", 2)
-        assert (await second.observe(handle)).reason == "CreationFailed"
+        told = (await second.observe(handle)).obstacle
+        assert told is not None
+        assert (told.reason, told.effect) == ("CreationFailed", Effect.STALLED)
         world.api.before = deleted
         await world.api.delete(ENDPOINT_SLICES, "tiny-finetune", "default")
         await asyncio.sleep(AGAIN_SECONDS)

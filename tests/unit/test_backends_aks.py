@@ -882,8 +882,9 @@ WAITS: list[Any] = [
 @pytest.mark.parametrize(("made", "reason", "says"), WAITS)
 def test_why_a_gang_waits_is_told_in_words(made: Object, reason: str, says: str) -> None:
     seen = observe.observation_of(batch_job(), [running(1), made])
-    assert (seen.phase, seen.reason) == (AttemptPhase.PENDING, reason)
-    assert says in seen.message
+    assert seen.phase is AttemptPhase.PENDING
+    assert (seen.obstacle.reason if seen.obstacle else "") == reason
+    assert says in (seen.obstacle.message if seen.obstacle else "")
 
 
 def test_a_mount_that_fails_is_told_from_the_newest_event_about_the_pod() -> None:
@@ -899,6 +900,7 @@ def test_a_mount_that_fails_is_told_from_the_newest_event_about_the_pod() -> Non
         event("other", "FailedMount", "not ours", "2026-01-01T00:00:11Z"),
     ]
     told = from_events(events, frozenset({"p0"}))
+    assert told is not None
     assert told.reason == "VolumeNotReady"
     assert told.message == "Pod tiny-1-0-x: mount failed: permission denied"
 

@@ -6,7 +6,7 @@ import pytest
 
 from decisions import PENDING, START, Life, lives, running
 from finetune_operator.api.v1alpha1.status import JobPhase
-from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.backends.fake import PREEMPTED, ended
 from finetune_operator.reconcile.conditions import rfc3339
 from finetune_operator.reconcile.decide import Cancel, Collect, Submit
@@ -66,13 +66,59 @@ def test_a_job_that_trains_stays_running_while_nothing_is_heard_of_rank_0() -> N
 def test_an_attempt_that_lacks_what_somebody_must_mend_stalls_until_it_is_mended() -> None:
     life = started()
     lacks = Observation(
-        AttemptPhase.RUNNING, reason="CreationFailed", message="Service x is in the way"
+        AttemptPhase.RUNNING,
+        obstacle=Obstacle("CreationFailed", "Service x is in the way", Effect.STALLED),
     )
     assert life.see(lacks) == ()
     assert life.condition("Stalled") == ("True", "CreationFailed")
     life.see(running(1))
     assert life.condition("Stalled")[0] == "False"
     assert life.condition("Running")[0] == "True"
+
+
+IN_THE_WAY = Obstacle("QuotaExceeded", "no space is left; raise the quota", Effect.STALLED)
+
+
+def test_an_obstacle_that_stalls_is_told_of_an_attempt_that_trains_and_of_one_that_ends() -> None:
+    life = started()
+    stalled = ("True", "QuotaExceeded")
+    life.see(replace(running(3), obstacle=IN_THE_WAY))
+    assert life.condition("Stalled") == stalled
+    assert life.said("Stalled") == "no space is left; raise the quota"
+    assert life.condition("Running") == ("True", "Training")
+    life.suspend(True)
+    assert life.see(replace(running(4), obstacle=IN_THE_WAY)) == (Cancel(120.0),)
+    assert life.condition("Stalled") == stalled
+    life.see(running(4))
+    assert life.condition("Stalled")[0] == "False"
+
+
+def test_an_obstacle_that_takes_only_time_is_told_in_its_words_and_is_no_reason() -> None:
+    life = started()
+    pulls = Obstacle("PullsImage", "the image is pulled", Effect.NONE)
+    life.see(Observation(AttemptPhase.PENDING, obstacle=pulls))
+    assert life.condition("ResourcesReady") == ("False", "Provisioning")
+    assert life.said("ResourcesReady") == "the image is pulled"
+
+
+def test_a_backend_may_know_that_an_attempt_trains_though_it_has_no_step_of_it() -> None:
+    life = started()
+    life.see(Observation(AttemptPhase.RUNNING, nodes_ready=1, is_training=True))
+    assert life.condition("Running") == ("True", "Training")
+    life.see(Observation(AttemptPhase.RUNNING, nodes_ready=1, is_training=False))
+    assert life.condition("Running")[0] == "False"
+
+
+def test_the_pending_deadline_of_what_went_back_to_waiting_counts_from_then() -> None:
+    life = started(deadlines__pending_seconds=60)
+    life.see(running(3))
+    life.wait(3600)
+    assert life.see(PENDING) == ()
+    life.wait(59)
+    assert life.see(PENDING) == ()
+    life.wait(1)
+    assert life.see(PENDING) == (Cancel(120.0),)
+    assert life.condition("Failed") == ("False", "PendingDeadlineExceeded")
 
 
 def test_exit_code_0_completes_the_job_only_when_every_process_is_gone() -> None:
@@ -280,7 +326,8 @@ def test_the_pending_deadline_counts_only_while_nothing_runs() -> None:
     assert life.condition("Failed") == ("True", "PendingDeadlineExceeded")
 
 
-QUEUED = Observation(AttemptPhase.PENDING, reason="Queued", message="waits in queue team")
+IN_QUEUE = Obstacle("Queued", "waits in queue team", Effect.QUEUED)
+QUEUED = Observation(AttemptPhase.PENDING, obstacle=IN_QUEUE)
 
 
 def test_the_pending_deadline_does_not_count_the_time_in_a_queue() -> None:
@@ -316,7 +363,7 @@ def test_an_attempt_that_had_its_nodes_meets_no_pending_deadline(before: Observa
 def test_looks_that_fail_for_long_are_told_of_an_attempt_that_does_not_run_yet() -> None:
     life = started(deadlines__pending_seconds=60)
     life.see(PENDING)
-    fails = replace(NO_ANSWER, reason="BackendFailed")
+    fails = replace(NO_ANSWER, obstacle=Obstacle("BackendFailed", NO_ANSWER.message))
     assert life.see(fails) == ()
     assert life.condition("ResourcesReady") == ("False", "BackendFailed")
     assert life.said("Ready") == "no answer"

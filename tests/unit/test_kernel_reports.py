@@ -6,14 +6,14 @@ import pytest
 
 from decisions import START, Life
 from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
-from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.base import AttemptPhase, Observation, Obstacle
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, Reports
 from finetune_operator.kube.cache import Key
 from finetune_operator.reconcile.decide import Rejection, unreconcilable
 
 KEY = Key("ns", "tiny")
 RUNS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
-STUCK = Observation(AttemptPhase.PENDING, reason="Unschedulable", message="no node")
+STUCK = Observation(AttemptPhase.PENDING, obstacle=Obstacle("Unschedulable", "no node"))
 
 
 def delay_of(
@@ -117,7 +117,7 @@ def test_new_words_wait_but_a_handle_that_comes_with_them_does_not() -> None:
     life.see()
     for message in ("0/1 nodes", "0/2 nodes"):
         saved = life.status
-        life.see(Observation(AttemptPhase.PENDING, reason="Unschedulable", message=message))
+        life.see(Observation(AttemptPhase.PENDING, obstacle=Obstacle("Unschedulable", message)))
         delay = delay_of(saved, life.status, life.now, reports=reports)
         reports.note(KEY, life.status, life.now)
     assert delay == Delay(15)

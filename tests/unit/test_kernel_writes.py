@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from decisions import PENDING, Life, running
 from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus, JobPhase
-from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.base import AttemptPhase, Observation, Obstacle
 from finetune_operator.backends.fake import ended
 from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
@@ -44,7 +44,7 @@ def test_an_obstacle_is_written_and_so_is_its_end() -> None:
     life = Life()
     life.see()
     saved = life.status
-    stuck = Observation(AttemptPhase.PENDING, reason="Unschedulable", message="no node")
+    stuck = Observation(AttemptPhase.PENDING, obstacle=Obstacle("Unschedulable", "no node"))
     told = life.decide(stuck).status
     assert worth(saved, told)
     life.see(stuck)

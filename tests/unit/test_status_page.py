@@ -16,6 +16,7 @@ from finetune_operator.api.v1alpha1.status import (
     JobPhase,
 )
 from finetune_operator.backends.aks.reasons import AksReason
+from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.kernel import events
 from finetune_operator.kernel.events import events_between
 from finetune_operator.reconcile.conditions import (
@@ -94,7 +95,9 @@ def test_reasons() -> None:
 def test_conditions_can_be_what_a_reason_is_told_with(reason: Reason) -> None:
     if reason in (Reason.COMMITTED, Reason.RESUMED):
         return  # told of a checkpoint, and of a job that was suspended before
-    told = [describe(BEFORE, Situation(stage, reason, ""), NOW, 1) for stage in Stage]
+    waits = Obstacle(reason, "", Effect.QUEUED) if reason is Reason.QUEUED else None
+    situations = (Situation(stage, reason, "", obstacle=waits) for stage in Stage)
+    told = [describe(BEFORE, one, NOW, 1) for one in situations]
     assert claims()[reason]
     for kind, status in claims()[reason]:
         found = [find(one, ConditionType(kind)) for one in told]

@@ -113,6 +113,29 @@ class AttemptPhase(StrEnum):
     UNKNOWN = "Unknown"  # nothing of it can be found; unless all is gone, nobody could look
 
 
+class Effect(StrEnum):
+    """What an obstacle does to a job; the obstacle's reason stays an open word."""
+
+    NONE = "None"  # the attempt only takes its time: told with the next write
+    QUEUED = "Queued"  # it waits for admission, and deadlines.pendingSeconds does not run
+    DELAYED = "Delayed"  # told within seconds; may pass by itself
+    STALLED = "Stalled"  # somebody must fix the cause; also of an attempt that trains or ends
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why an attempt does not go on.
+
+    Attributes:
+        reason: One CamelCase word for the conditions, such as `Unschedulable`.
+        message: One sentence: what is in the way, and what to do.
+    """
+
+    reason: str
+    message: str
+    effect: Effect = Effect.DELAYED
+
+
 @dataclass(frozen=True)
 class Observation:
     """What a backend sees of one attempt now.
@@ -124,10 +147,8 @@ class Observation:
         termination: Termination message, once it ended; that of the root cause if a node failed.
         progress: What rank 0 published last; None before that.
         node: Node of the rank whose failure is the root cause, if known.
-        reason: One word for ResourcesReady while something keeps the attempt from running, such as
-            `Unschedulable`; empty when it only takes its time. Told within seconds, while a
-            message without a reason waits for the next write. `CreationFailed` makes it Stalled:
-            something of the attempt cannot be created until somebody mends the cause.
+        is_training: Whether it has begun to train, where the backend knows; None: `progress` tells.
+        obstacle: What is in its way, in every phase; None while nothing is.
         message: One sentence for the conditions; empty when there is nothing to say.
         warning: One sentence for people that decides nothing, such as what others do to the
             attempt; empty when there is nothing to say.
@@ -140,7 +161,8 @@ class Observation:
     termination: Termination | None = None
     progress: Progress | None = None
     node: str = ""
-    reason: str = ""
+    is_training: bool | None = None
+    obstacle: Obstacle | None = None
     message: str = ""
     warning: str = ""
     requeue_seconds: float | None = None

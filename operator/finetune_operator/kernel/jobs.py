@@ -18,7 +18,13 @@ from finetune_operator.api.unbuilt import check_built
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, ObjectMeta
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.api.v1alpha1.status import AttemptStatus
-from finetune_operator.backends.base import Attempt, AttemptPhase, Handle, Observation
+from finetune_operator.backends.base import (
+    Attempt,
+    AttemptPhase,
+    Handle,
+    Observation,
+    Obstacle,
+)
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
 from finetune_operator.kube.cache import Key, key_of
@@ -346,7 +352,7 @@ class Observer:
             lasts = self._now() - since >= timedelta(seconds=PATIENCE_SECONDS)
             return Observation(
                 AttemptPhase.UNKNOWN,
-                reason=Reason.BACKEND_FAILED if lasts else "",
+                obstacle=Obstacle(Reason.BACKEND_FAILED, str(error)) if lasts else None,
                 message=str(error),
                 requeue_seconds=OBSERVE_AGAIN_SECONDS,
             )

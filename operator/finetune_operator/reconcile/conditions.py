@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
+from finetune_operator.backends.base import Effect, Obstacle
 
 
 class ConditionType(StrEnum):
@@ -190,6 +191,7 @@ class Situation:
         message: One sentence; must not depend on the time, else every reconcile writes it anew.
         exists: Whether the attempt was seen: unless `reason` is Queued, no queue keeps it.
         meanwhile: What happens until then, which Ready and Reconciling say besides.
+        obstacle: What is in the way; one that stalls the job says so whatever its stage.
     """
 
     stage: Stage
@@ -197,6 +199,11 @@ class Situation:
     message: str
     exists: bool = False
     meanwhile: str = ""
+    obstacle: Obstacle | None = None
+
+    def has(self, effect: Effect) -> bool:
+        """Say whether what is in the way has this effect."""
+        return self.obstacle is not None and self.obstacle.effect is effect
 
 
 def stage_of_start(attempt: int) -> Stage:
@@ -274,7 +281,7 @@ def _admission(
 
     A job without `spec.queue` may be queued, too: a cluster may name a queue for all jobs.
     """
-    if situation.reason == Reason.QUEUED:
+    if situation.has(Effect.QUEUED):
         return False, Reason.QUEUED, situation.message
     if situation.exists and (has_queue or (admitted is not None and admitted.status == "False")):
         return True, Reason.ADMITTED, "the queue let it go"
@@ -336,14 +343,16 @@ def describe(
             text = f"{text}; {situation.meanwhile}"
         say(kind, value or has_resources, situation.reason, text)
     if ConditionType.STALLED not in row.says:
-        say(ConditionType.STALLED, False, situation.reason, situation.message)
+        one = situation.obstacle if situation.has(Effect.STALLED) else None
+        about = one or situation
+        say(ConditionType.STALLED, one is not None, about.reason, about.message)
     was_suspended = find(status, ConditionType.SUSPENDED) is not None
     if was_suspended and situation.stage in _GOES_ON:
         say(ConditionType.SUSPENDED, False, Reason.RESUMED, "spec.suspend is false")
     if (last := status.checkpoint.last) is not None:
         text = f"the newest committed checkpoint is of step {last.step}"
         say(ConditionType.CHECKPOINT_READY, True, Reason.COMMITTED, text)
-    waits = situation.reason == Reason.QUEUED and situation.stage in _GOES_ON
+    waits = situation.has(Effect.QUEUED) and situation.stage in _GOES_ON
     return status.model_copy(
         update={
             "phase": JobPhase.QUEUED if waits else row.phase or status.phase,

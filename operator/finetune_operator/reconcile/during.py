@@ -11,7 +11,7 @@ from finetune_operator.api.paths import show_count
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import Deadlines
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
-from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.base import AttemptPhase, Effect, Observation
 from finetune_operator.backends.root_cause import STOPPED_BY_SIGNAL
 from finetune_operator.reconcile.attempts import active_since, current
 from finetune_operator.reconcile.conditions import (
@@ -93,7 +93,8 @@ def follow(
     ending = ending_for(status) or (passed and (passed.reason, passed.message))
     if ending:
         stops = on_its_way(status, attempt, observation, grace)
-        return Course(Situation(Stage.ENDING, *ending, meanwhile=stops), grace, requeue)
+        situation = Situation(Stage.ENDING, *ending, meanwhile=stops, obstacle=observation.obstacle)
+        return Course(situation, grace, requeue)
     if spec.suspend or is_suspending(status):
         stops = on_its_way(status, attempt, observation, grace)
         situation, stop_in = Situation(Stage.SUSPENDING, Reason.SUSPENDING, stops), grace
@@ -103,15 +104,15 @@ def follow(
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         stop_in = _grace_of_the_rest(observation, grace)
     elif observation.phase is AttemptPhase.UNKNOWN:
-        if not observation.reason or not _is_waiting(status):
+        if observation.obstacle is None or not _is_waiting(status):
             return Course(None, None, requeue)
-        stage = stage_of_start(attempt.number)
-        situation = Situation(stage, observation.reason, observation.message)
+        told = observation.obstacle
+        situation = Situation(stage_of_start(attempt.number), told.reason, told.message)
     else:
         situation = _watching(attempt, status, observation)
     if observation.warning:
         situation = replace(situation, message=f"{situation.message}; {observation.warning}")
-    return Course(situation, stop_in, requeue)
+    return Course(replace(situation, obstacle=observation.obstacle), stop_in, requeue)
 
 
 def is_suspending(status: FineTuneJobStatus) -> bool:
@@ -135,14 +136,17 @@ def _watching(
     if runs and _trains(status, observation):
         text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
-    stage = stage_of_start(attempt.number)
-    if runs and not observation.reason:
+    stage, told = stage_of_start(attempt.number), observation.obstacle
+    if runs and told is None:
         text = f"every node of attempt {attempt.number} runs; ranks meet and load model and data"
         return Situation(stage, Reason.STARTING, text, exists=True)
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
-    if observation.reason == Reason.CREATION_FAILED:
+    if told is None:
+        return Situation(stage, Reason.PROVISIONING, text, exists=True)
+    if told.effect is Effect.STALLED:
         stage = Stage.BLOCKED  # it does not pass by waiting
-    return Situation(stage, observation.reason or Reason.PROVISIONING, text, exists=True)
+    reason = Reason.PROVISIONING if told.effect is Effect.NONE else told.reason
+    return Situation(stage, reason, told.message or text, exists=True)
 
 
 def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
@@ -151,6 +155,8 @@ def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
     Who was seen to train is believed to while nothing is heard: rank 0 may be the first to end, and
     an operator that starts anew has asked nobody yet.
     """
+    if observation.is_training is not None:
+        return observation.is_training
     if (said := observation.progress) is not None:
         return said.phase not in _BEFORE_TRAINING
     return is_true(status, ConditionType.RUNNING)
@@ -233,7 +239,8 @@ def _pending_deadline(
         waits = _is_waiting(status)
     else:
         waits = observation.phase is AttemptPhase.PENDING
-    if not waits or observation.reason == Reason.QUEUED:
+    is_queued = observation.obstacle is not None and observation.obstacle.effect is Effect.QUEUED
+    if not waits or is_queued:
         return None
     since = _waits_since(status, parse_rfc3339(attempt.start_time), now)
     message = f"no resources within deadlines.pendingSeconds {limits.pending_seconds}"
@@ -242,7 +249,15 @@ def _pending_deadline(
 
 
 def _waits_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> datetime:
-    """Return when the queue let the attempt go, which is now if it was in its queue till now."""
+    """Return since when the attempt waits: for its resources, which it may have had and lost.
+
+    Now, if it had them till now, or was in its queue.
+    """
+    ready = find(status, ConditionType.RESOURCES_READY)
+    if ready is not None and ready.last_transition_time is not None:
+        if ready.status == "True":
+            return now
+        opened = max(opened, parse_rfc3339(ready.last_transition_time))
     admitted = find(status, ConditionType.ADMITTED)
     if admitted is None or admitted.last_transition_time is None:
         return opened

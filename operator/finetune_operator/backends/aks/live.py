@@ -115,8 +115,8 @@ class LiveAttempts:
         told = await self._upkeep.keep(self._children, name, batch_job, handle.digest, address)
         if seen.phase is AttemptPhase.RUNNING:
             seen = await self._with_progress(seen, handle.uid, facts, pods)
-        elif not seen.reason:
-            seen = await self._with_reason(seen, name, batch_job, pods)
+        elif seen.obstacle is None:
+            seen = await self._with_obstacle(seen, name, batch_job, pods)
         waits = [one for one in (seen.requeue_seconds, told.again_seconds) if one is not None]
         return replace(seen, warning=told.message, requeue_seconds=min(waits, default=None))
 
@@ -169,10 +169,10 @@ class LiveAttempts:
         if digest_of(batch_job) == handle.digest:
             made = kept.wanted(batch_job, name, address).get(ENDPOINT_SLICES)
         told = await self._names.give(self._children, name, batch_job, made, address)
-        if not told:
+        if told is None:
             return seen
         again = rank_zero.AGAIN_SECONDS
-        return replace(seen, reason=told.reason, message=told.message, requeue_seconds=again)
+        return replace(seen, obstacle=told, requeue_seconds=again)
 
     async def _with_progress(
         self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Object]
@@ -185,14 +185,14 @@ class LiveAttempts:
         word = await self._progress.read(uid, address, facts.metrics_port, interval)
         return replace(seen, progress=word.progress, requeue_seconds=word.requeue_seconds)
 
-    async def _with_reason(
+    async def _with_obstacle(
         self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
         if not may_be_told_in_events(batch_job, pods):
             return seen
         client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
         told, again = await self._warnings.ask(client, name.namespace, uid, pods)
-        return replace(seen, reason=told.reason, message=told.message, requeue_seconds=again)
+        return replace(seen, obstacle=told, requeue_seconds=again)
 
     def _forget(self, uid: str) -> None:
         self._known.discard(uid)

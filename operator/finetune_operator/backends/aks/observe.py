@@ -59,9 +59,7 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     if len(running) + len(ends) >= wanted:
         return Observation(AttemptPhase.RUNNING, nodes_ready=len(running))
     told = obstacle(batch_job, pods)
-    return Observation(
-        AttemptPhase.PENDING, nodes_ready=len(running), reason=told.reason, message=told.message
-    )
+    return Observation(AttemptPhase.PENDING, nodes_ready=len(running), obstacle=told)
 
 
 def root_cause_pod(pods: Sequence[Object]) -> Object | None:

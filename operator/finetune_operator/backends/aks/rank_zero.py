@@ -13,8 +13,9 @@ from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.names import AttemptName, child_name, owner_of
 from finetune_operator.backends.aks.network import rank_zero_slice
 from finetune_operator.backends.aks.pod_termination import index_of, is_alive
-from finetune_operator.backends.aks.reasons import AksReason, Obstacle
+from finetune_operator.backends.aks.reasons import AksReason
 from finetune_operator.backends.aks.submit import create_or_adopt
+from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.compact import expand
 from finetune_operator.kube.errors import ApiError, ConflictError, InvalidError, NotFoundError
@@ -67,7 +68,7 @@ class RankZeroNames:
         batch_job: Object,
         made: Object | None,
         address: str,
-    ) -> Obstacle:
+    ) -> Obstacle | None:
         """Let rank 0's name point to `address`; return what is in the way.
 
         Args:
@@ -82,7 +83,7 @@ class RankZeroNames:
         """
         uid, now = batch_job["metadata"]["uid"], asyncio.get_running_loop().time()
         if self._given.get(uid) == address:
-            return Obstacle()
+            return None
         refused = self._refused.get(uid)
         if refused is not None and now < refused.due:
             return refused.obstacle
@@ -96,12 +97,12 @@ class RankZeroNames:
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
-            told = Obstacle(AksReason.CREATION_FAILED, str(error))
+            told = Obstacle(AksReason.CREATION_FAILED, str(error), Effect.STALLED)
             self._refused[uid] = _Refused(now + AGAIN_SECONDS, told)
             return told
         self._refused.pop(uid, None)
         self._given[uid] = address
-        return Obstacle()
+        return None
 
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""

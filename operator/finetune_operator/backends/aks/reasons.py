@@ -1,11 +1,11 @@
 """Why a gang does not run yet, in a word and a sentence: for the condition ResourcesReady. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from finetune_operator.backends.aks.names import QUEUE_LABEL
 from finetune_operator.backends.aks.pod_termination import condition, container_state, index_of
+from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.kube.resources import Object
 
 _IMAGE = frozenset(
@@ -37,39 +37,24 @@ _OF_EVENT = {
 }
 
 
-@dataclass(frozen=True)
-class Obstacle:
-    """What keeps a gang from running.
-
-    Attributes:
-        reason: One word; empty when it only takes its time.
-        message: One sentence.
-    """
-
-    reason: str = ""
-    message: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.reason)
-
-
-def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle:
+def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle | None:
     """Return what the batch Job and its pods themselves say; the first pod's word counts."""
     name = batch_job["metadata"]["name"]
     if batch_job["spec"].get("suspend"):
         queue = (batch_job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
         if queue:
-            return Obstacle(AksReason.QUEUED, f"waits in queue {queue} to be admitted")
+            text = f"waits in queue {queue} to be admitted"
+            return Obstacle(AksReason.QUEUED, text, Effect.QUEUED)
         text = (
             f"Job {name} was suspended by somebody else; resume it, or delete it and the next "
             "attempt starts (what pauses a job is its own spec.suspend)"
         )
         return Obstacle(AksReason.SUSPENDED, text)
     told = (_of_pod(pod) for pod in sorted(pods, key=index_of))
-    return next((one for one in told if one), Obstacle())
+    return next((one for one in told if one), None)
 
 
-def _of_pod(pod: Object) -> Obstacle:
+def _of_pod(pod: Object) -> Obstacle | None:
     name = pod["metadata"]["name"]
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
@@ -86,7 +71,7 @@ def _of_pod(pod: Object) -> Obstacle:
         return Obstacle(
             AksReason.CONTAINER_NOT_CREATED, f"pod {name} cannot start: {text or reason}"
         )
-    return Obstacle()
+    return None
 
 
 def may_be_told_in_events(batch_job: Object, pods: Sequence[Object]) -> bool:
@@ -100,7 +85,7 @@ def may_be_told_in_events(batch_job: Object, pods: Sequence[Object]) -> bool:
     return any(container_state(pod, "running") is None for pod in placed)
 
 
-def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle:
+def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle | None:
     """Return what the newest telling Event about one of the objects says.
 
     Mounts that fail and pods that are not even created are told nowhere else.
@@ -111,7 +96,7 @@ def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle:
         if one.get("reason") in _OF_EVENT and one.get("involvedObject", {}).get("uid") in uids
     ]
     if not telling:
-        return Obstacle()
+        return None
     newest = max(telling, key=_when)
     about = newest["involvedObject"]
     text = str(newest.get("message", "")).strip()

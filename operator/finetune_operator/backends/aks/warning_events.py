@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune_operator.backends.aks.reasons import Obstacle, from_events
+from finetune_operator.backends.aks.reasons import from_events
+from finetune_operator.backends.base import Obstacle
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import EVENTS, Object
@@ -28,7 +29,7 @@ class _Wait:
     """Since when a gang waits, when its Events are read next, and what they said last."""
 
     due: float
-    said: Obstacle
+    said: Obstacle | None
 
 
 class WarningEvents:
@@ -40,13 +41,13 @@ class WarningEvents:
 
     async def ask(
         self, client: KubeClient, namespace: str, uid: str, pods: Sequence[Object]
-    ) -> tuple[Obstacle, float]:
+    ) -> tuple[Obstacle | None, float]:
         """Return what Events say of the batch Job and its pods, and when to ask again.
 
         Where they may not be read, the log says so.
         """
         now = asyncio.get_running_loop().time()
-        wait = self._waits.setdefault(uid, _Wait(now + SILENT_SECONDS, Obstacle()))
+        wait = self._waits.setdefault(uid, _Wait(now + SILENT_SECONDS, None))
         if now >= wait.due:
             uids = frozenset({uid, *(pod["metadata"]["uid"] for pod in pods)})
             try:
