@@ -7,7 +7,7 @@ import pytest
 from aks_world import AksWorld
 from finetune_operator.backends.aks.names import FACTS_ANNOTATION
 from finetune_operator.backends.fake import FakeBackend
-from finetune_operator.errors import BackendError
+from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, JOBS
 from kernel_world import KEY, POINTS, World
 from virtual_time import run
@@ -94,6 +94,32 @@ def test_an_attempt_that_cannot_be_looked_at_is_told_and_looked_at_once_it_can(
         assert world.job["status"]["attempt"] == 1
 
     run(work())
+
+
+def test_a_service_that_does_not_answer_is_asked_less_and_less_often() -> None:
+    async def work() -> list[float]:
+        world = World()
+        await world.apply(backend={"type": "fake"})
+        await world.settle()
+        fake = world.backends.get("fake")
+        assert isinstance(fake, FakeBackend)
+        fake.errors["observe"] = [TransientError("no answer")] * 40
+        waits = []
+        for _ in range(20):
+            await world.catch_up()
+            wait = (await world.reconciler.reconcile(KEY)).requeue_seconds
+            assert wait is not None
+            waits.append(wait)
+            world.now += timedelta(seconds=wait)
+        fake.errors["observe"] = [TransientError("too many requests", retry_after=90)]
+        throttled = (await world.reconciler.reconcile(KEY)).requeue_seconds
+        assert throttled is not None
+        return [*waits, throttled]
+
+    *waits, throttled = run(work())
+    assert waits[:5] == [1.0] * 5, "what may pass is over within seconds"
+    assert all(15 <= wait <= 30 for wait in waits[10:])
+    assert throttled == 90
 
 
 @pytest.mark.parametrize(

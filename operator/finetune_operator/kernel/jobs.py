@@ -27,6 +27,7 @@ from finetune_operator.backends.base import (
 )
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
+from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import Object
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 OBSERVE_AGAIN_SECONDS = 1.0
 """When to observe again what could not be observed."""
 
+_BACKOFF = Backoff(2 * OBSERVE_AGAIN_SECONDS, 30.0)
 _ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
 
 
@@ -295,7 +297,8 @@ class Observer:
         self._pending = pending
         self._note_opened = note_opened
         self._now = now
-        self._unseen: dict[Key, datetime] = {}  # since when their attempts cannot be observed
+        # Since when their attempts cannot be observed, and how often that was tried after PATIENCE.
+        self._unseen: dict[Key, tuple[datetime, int]] = {}
 
     async def find_lost(self, view: JobView) -> JobView:
         """Return the job with the attempt that its status does not tell of, where one may be.
@@ -348,13 +351,15 @@ class Observer:
         except (BackendError, ApiError) as error:
             if not error.retryable:
                 raise
-            since = self._unseen.setdefault(view.key, self._now())
+            since, tries = self._unseen.get(view.key, (self._now(), 0))
             lasts = self._now() - since >= timedelta(seconds=PATIENCE_SECONDS)
+            self._unseen[view.key] = (since, tries + lasts)
+            wait = _BACKOFF.seconds(tries + 1) if lasts else OBSERVE_AGAIN_SECONDS
             return Observation(
                 AttemptPhase.UNKNOWN,
                 obstacle=Obstacle(Reason.BACKEND_FAILED, str(error)) if lasts else None,
                 message=str(error),
-                requeue_seconds=OBSERVE_AGAIN_SECONDS,
+                requeue_seconds=max(wait, error.retry_after or 0.0),
             )
         self._unseen.pop(view.key, None)
         return seen
