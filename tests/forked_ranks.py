@@ -67,7 +67,7 @@ class Ranks:
         return [process.exitcode for process in self.processes]
 
     def termination(self, rank: int = 0) -> Termination:
-        """Return the last words of a rank."""
+        """Return the termination of a rank."""
         return Termination.read(Path(f"{self.config.termination_path}.{rank}"))
 
 

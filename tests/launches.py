@@ -70,7 +70,7 @@ class Launch:
 
     @property
     def termination(self) -> Termination:
-        """The last words it wrote."""
+        """The termination message it wrote."""
         return Termination.read(Path(self.config.termination_path))
 
     def wait_for_step(self, rank: int) -> int:

@@ -162,7 +162,7 @@ async def run_pod(client: KubeClient, pod: Object, address: str) -> None:
 
 
 async def end_pod(client: KubeClient, pod: Object, code: int, words: str = "") -> None:
-    """Let a pod end with an exit code and last words."""
+    """Let a pod end with an exit code and a termination message."""
     now = _now()
     ended: dict[str, Any] = {"exitCode": code, "startedAt": now, "finishedAt": now}
     ended |= {"reason": "Error" if code else "Completed", "message": words}

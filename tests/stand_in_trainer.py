@@ -26,7 +26,7 @@ class Play:
         fail_at: End before this step.
         node: The node that the faults are about; None for every node.
         is_deaf: SIGTERM has no effect.
-        is_silent: No last words.
+        is_silent: No termination message.
         has_stray: Start a child in a session of its own that would live for an hour.
         save_every: Commit a checkpoint after every so many steps.
         gang: Nodes that must have begun before any of them makes a step, as where ranks meet.

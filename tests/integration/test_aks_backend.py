@@ -556,7 +556,7 @@ def test_the_api_server_takes_every_golden(api: Api, namespace: str, name: str) 
         assert stored["metadata"]["uid"]
 
 
-def test_the_last_lines_of_the_guilty_pod_outlive_it(
+def test_the_log_tail_of_the_root_cause_outlives_its_pod(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
     backend = harness.make()

@@ -1,4 +1,4 @@
-"""The trainer under other launchers: how a run ends is in the last words, whatever they make of it.
+"""The trainer under other launchers: the termination message tells how a run ends.
 
 Their exit codes are their own: torchrun turns every failure into 1.
 """
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def end(self) -> tuple[int, str]:
-        """Exit code and failure class in the last words."""
+        """Exit code and failure class in the termination message."""
         termination = Termination.read(Path(self.config.termination_path))
         return termination.exit_code, termination.failure_class
 

@@ -38,7 +38,7 @@ def run_config(inputs: Path, folder: Path, **changes: Any) -> TrainConfig:
 
 
 def finished(config: TrainConfig) -> Progress:
-    """Run an attempt of one rank to its end, and return the progress in its last words."""
+    """Run an attempt of one rank to its end, and return the progress in its termination message."""
     ranks = Ranks(config)
     assert ranks.codes() == [ExitCode.DONE]
     progress = ranks.termination().progress

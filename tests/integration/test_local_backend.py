@@ -1,4 +1,4 @@
-"""The local backend with real processes: adoption, grace, lost nodes, last words."""
+"""The local backend with real processes: adoption, grace, lost nodes, termination messages."""
 
 import asyncio
 import json

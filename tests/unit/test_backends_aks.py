@@ -773,11 +773,11 @@ SEEN: list[Any] = [
     ),
     pytest.param(
         batch_job(), [ended(0, 1), ended(1, 65, DATA)], ("Failed", True, 0, 65),
-        id="who says what is wrong is guilty, not who lost a peer",
+        id="who says what is wrong is the root cause, not who lost a peer",
     ),
     pytest.param(
         batch_job(), [ended(0, 143, is_deleted=True), ended(1, 137, reason="OOMKilled")],
-        ("Failed", True, 0, 137), id="who was ended with the rest is not guilty",
+        ("Failed", True, 0, 137), id="who was ended with the rest is not the root cause",
     ),
     pytest.param(
         batch_job(), [running(0, is_deleted=True), running(1)], ("Running", False, 2, None),

@@ -1,4 +1,4 @@
-"""From last words to a class, and from a class to what follows."""
+"""From a termination message to a class, and from a class to what follows."""
 
 import pytest
 

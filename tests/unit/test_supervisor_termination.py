@@ -64,13 +64,13 @@ def test_a_code_that_all_ranks_agree_on_is_kept(code: int) -> None:
     assert outcome(reported(0, code), reported(1, code)) == (code, CLASSES[code])
 
 
-@pytest.mark.parametrize("guilty", [65, 78, 93, 137, 1])
-@pytest.mark.parametrize("innocent", [0, 75])
-def test_a_guilty_rank_decides_before_one_that_is_done_or_preempted(
-    guilty: int, innocent: int
+@pytest.mark.parametrize("failed", [65, 78, 93, 137, 1])
+@pytest.mark.parametrize("other", [0, 75])
+def test_a_rank_that_failed_decides_before_one_that_is_done_or_preempted(
+    failed: int, other: int
 ) -> None:
-    exits = [reported(0, innocent), reported(1, guilty, time=5.0)]
-    assert outcome(*exits, stop="SIGTERM") == (guilty, CLASSES[guilty])
+    exits = [reported(0, other), reported(1, failed, time=5.0)]
+    assert outcome(*exits, stop="SIGTERM") == (failed, CLASSES[failed])
 
 
 def test_a_preempted_rank_decides_before_a_finished_one() -> None:
@@ -95,7 +95,7 @@ def test_the_killed_rank_is_named_and_not_those_it_took_along(other: RankExit) -
     )
 
 
-def test_the_earliest_of_two_guilty_ranks_decides() -> None:
+def test_the_earliest_of_two_failed_ranks_decides() -> None:
     assert outcome(reported(0, 78, time=2.0), reported(1, 65, time=1.0)) == (65, "DataError")
 
 

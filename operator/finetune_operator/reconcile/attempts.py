@@ -121,16 +121,16 @@ def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobSt
 
 
 def close(
-    status: FineTuneJobStatus, words: Termination, node: str, now: datetime
+    status: FineTuneJobStatus, termination: Termination, node: str, now: datetime
 ) -> FineTuneJobStatus:
-    """Return the status with the open attempt ended by its last words."""
+    """Return the status with the open attempt ended by its termination."""
     return change_current(
         status,
         end_time=rfc3339(now),
-        failure_class=words.failure_class.value,
-        message=words.message[:MESSAGE_LENGTH],
+        failure_class=termination.failure_class.value,
+        message=termination.message[:MESSAGE_LENGTH],
         node=node or None,
-        exit_code=words.exit_code,
+        exit_code=termination.exit_code,
     )
 
 

@@ -248,28 +248,28 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
 
 def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:
     """Every process of the attempt is gone: close it, and decide what follows."""
-    words = failures.verdict(observation)
-    said = words.progress or observation.progress
+    termination = failures.verdict(observation)
+    said = termination.progress or observation.progress
     if said is not None:
         status = attempts.with_progress(status, view.spec, said, view.now)
-    status = attempts.close(status, words, observation.node, view.now)
-    if words.failure_class is FailureClass.COMPLETED:
-        return _complete(view, status, words)
+    status = attempts.close(status, termination, observation.node, view.now)
+    if termination.failure_class is FailureClass.COMPLETED:
+        return _complete(view, status, termination)
     if (reason := during.ending_for(view.before)) is not None:
         return _fail(view, status, *reason)
     if view.spec.suspend or is_suspending(view.before):
         # What ends because it was told to is not a fault of the job, unless it says that it
         # would meet the same fault again.
-        if words.failure_class in failures.PERMANENT:
-            return _fail(view, status, words.failure_class, words.message)
+        if termination.failure_class in failures.PERMANENT:
+            return _fail(view, status, termination.failure_class, termination.message)
         return _between_attempts(view, status)
     policy = view.spec.restart_policy
-    action = failures.action_for(policy, words.failure_class, words.exit_code)
+    action = failures.action_for(policy, termination.failure_class, termination.exit_code)
     if action is RestartAction.FAIL:
-        return _fail(view, status, words.failure_class, words.message)
+        return _fail(view, status, termination.failure_class, termination.message)
     budget = attempts.spend(status.restarts, action, policy)
     if budget.exceeded is not None:
-        return _fail(view, status, budget.exceeded, f"{budget.message}; {words.message}")
+        return _fail(view, status, budget.exceeded, f"{budget.message}; {termination.message}")
     return _between_attempts(view, status.model_copy(update={"restarts": budget.restarts}))
 
 
@@ -308,8 +308,8 @@ def _not_created(
     if attempt is None or is_finished(status) or (view.spec.suspend and was_suspended):
         return unchanged
     if failed.is_absent and (limit := during.deadline_before_creation(view.spec, status, view.now)):
-        words = failures.verdict(Observation(AttemptPhase.PENDING, message=limit.obstacle))
-        status = attempts.close(status, words, "", view.now)
+        termination = failures.verdict(Observation(AttemptPhase.PENDING, message=limit.obstacle))
+        status = attempts.close(status, termination, "", view.now)
         return _fail(view, status, limit.reason, f"{limit.message}: {limit.obstacle}")
     opened = parse_rfc3339(attempt.start_time) if attempt.start_time else view.now
     is_early = view.now - opened < timedelta(seconds=PATIENCE_SECONDS)
@@ -344,20 +344,20 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
         again = observation.requeue_seconds
         return view.conclude(status, situation, cancel, requeue=again)
     absent = Observation(AttemptPhase.UNKNOWN, message="nothing of it was created")
-    words = failures.verdict(observation or absent)
-    if words.progress is not None:
-        status = attempts.with_progress(status, view.spec, words.progress, view.now)
+    termination = failures.verdict(observation or absent)
+    if termination.progress is not None:
+        status = attempts.with_progress(status, view.spec, termination.progress, view.now)
     node = observation.node if observation else ""
-    status = attempts.close(status, words, node, view.now)
-    if words.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:
-        return _complete(view, status, words)
+    status = attempts.close(status, termination, node, view.now)
+    if termination.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:
+        return _complete(view, status, termination)
     text = f"{told}; it was stopped before it was done"
     return _fail(view, status, Reason.ENDED_BY_OTHERS, text, stage=Stage.ABANDONED)
 
 
-def _complete(view: _View, status: FineTuneJobStatus, words: Termination) -> Decision:
+def _complete(view: _View, status: FineTuneJobStatus, termination: Termination) -> Decision:
     ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status)}
-    situation = Situation(Stage.COMPLETE, Reason.COMPLETED, words.message, exists=True)
+    situation = Situation(Stage.COMPLETE, Reason.COMPLETED, termination.message, exists=True)
     return view.conclude(status.model_copy(update=ended), situation, Collect())
 
 

@@ -52,9 +52,9 @@ def decide_deletion(
     if attempt is not None and observation is not None:
         said = observation.progress
         if observation.all_gone:
-            words = failures.verdict(observation)
-            said = words.progress or said
-            status = attempts.close(status, words, observation.node, now)
+            termination = failures.verdict(observation)
+            said = termination.progress or said
+            status = attempts.close(status, termination, observation.node, now)
         else:
             stage, does = Stage.DELETING, on_its_way(status, attempt, observation, grace)
             actions = (Cancel(grace),)

@@ -123,8 +123,8 @@ def is_suspending(status: FineTuneJobStatus) -> bool:
 
 def _grace_of_the_rest(observation: Observation, grace: float) -> float:
     """Nodes that stop together after a preemption may still be writing their checkpoint."""
-    words = observation.termination
-    if words is not None and words.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED):
+    termination = observation.termination
+    if termination is not None and termination.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED):
         return grace
     return min(grace, LOST_NODE_GRACE_SECONDS)
 
@@ -184,10 +184,10 @@ def on_its_way(
 
 
 def _has_lost_a_node(observation: Observation) -> bool:
-    words = observation.termination
-    if words is None or observation.phase is not AttemptPhase.FAILED:
+    termination = observation.termination
+    if termination is None or observation.phase is not AttemptPhase.FAILED:
         return False
-    return words.exit_code not in _IN_ORDER
+    return termination.exit_code not in _IN_ORDER
 
 
 def active_deadline(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | None:

@@ -28,10 +28,10 @@ _CLASS_OF_CODE = {
 
 
 def verdict(observation: Observation) -> Termination:
-    """Return the last words of an attempt whose processes are all gone.
+    """Return the termination of an attempt whose processes are all gone.
 
-    The exit code beats the class that the words claim, and only the phase `Succeeded` together
-    with exit code 0 is a completion. An attempt without last words was killed.
+    The exit code beats the class that the message claims, and only the phase `Succeeded` together
+    with exit code 0 is a completion. An attempt without a termination message was killed.
     """
     said = observation.termination
     if said is None and observation.phase is AttemptPhase.SUCCEEDED:
@@ -41,7 +41,7 @@ def verdict(observation: Observation) -> Termination:
             message=observation.message or "it ended with exit code 0",
         )
     if said is None:
-        message = observation.message or "its processes are gone without a word"
+        message = observation.message or "its processes are gone without a termination message"
         return Termination(
             failure_class=FailureClass.WORKER_LOST, exit_code=ExitCode.KILLED, message=message
         )

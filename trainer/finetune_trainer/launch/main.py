@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
 
 
 def _be_a_rank(config: TrainConfig, entry: str) -> int:
-    """Do one rank's work; the ranks have the last word, as no supervisor of ours is there.
+    """Do one rank's work; ranks write the termination message, as there is no supervisor of ours.
 
     Rank 0 speaks for all, unless another has said already that it is to blame: of that, rank 0
     only sees that a peer is gone.

@@ -1,4 +1,4 @@
-"""The main process of a node: starts its ranks, passes signals on, and has the last word.
+"""The main process of a node: starts its ranks, passes signals on, says how the attempt ended.
 
 Called by `main`. It trains nothing, opens no device and never imports torch. After a fault it
 may start the ranks of a single node again; otherwise the operator starts the next attempt when
