@@ -160,7 +160,7 @@ def test_nodes_that_stop_together_after_a_preemption_keep_the_whole_grace() -> N
     assert life.see(lives(PREEMPTED)) == (Cancel(90.0),)
 
 
-def test_counted_restarts_end_at_their_limit_with_the_last_words() -> None:
+def test_counted_restarts_end_at_their_limit_with_the_last_message() -> None:
     life = started(restart_policy__max_restarts=2)
     assert life.see(KILLED) == (Submit(2),)
     assert life.see(KILLED) == (Submit(3),)
@@ -201,6 +201,40 @@ def test_counted_restarts_back_off_doubling_up_to_the_longest_wait() -> None:
         assert life.requeue == 1
         life.wait(1)
         assert life.see() == (Submit(life.status.attempt),)
+
+
+def gone(failure: FailureClass) -> Observation:
+    """An attempt that left no termination, and of which the backend knows why."""
+    return Observation(
+        AttemptPhase.FAILED, all_gone=True, failure_class=failure, message="the service says so"
+    )
+
+
+def test_a_failure_of_the_service_restarts_free_of_charge_and_backs_off() -> None:
+    policy = {"maxRestarts": 0, "maxDisruptions": 3, "backoff": {"baseSeconds": 10}}
+    life = started(restart_policy=policy)
+    for count, wait in ((1, 10), (2, 20), (3, 40)):
+        assert life.see(gone(FailureClass.SERVICE_FAILED)) == ()
+        assert (life.status.restarts.counted, life.status.restarts.disruptions) == (0, count)
+        assert life.requeue == wait
+        life.wait(wait)
+        assert life.see() == (Submit(count + 1),)
+    life.see(gone(FailureClass.SERVICE_FAILED))
+    assert life.condition("Failed") == ("True", "DisruptionLimitExceeded")
+
+
+def test_what_nobody_can_explain_restarts_counted_under_its_own_class() -> None:
+    life = started()
+    assert life.see(gone(FailureClass.UNKNOWN)) == (Submit(2),)
+    assert life.status.restarts.counted == 1
+    (first, _) = life.status.attempts
+    assert (first.failure_class, first.message) == ("Unknown", "the service says so")
+
+
+def test_what_others_cancelled_is_not_restarted() -> None:
+    life = started()
+    assert life.see(gone(FailureClass.DO_NOT_RESTART)) == ()
+    assert life.condition("Failed") == ("True", "DoNotRestart")
 
 
 def test_a_preemption_does_not_back_off() -> None:

@@ -18,7 +18,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
-from finetune_trainer.config import Progress, Termination
+from finetune_trainer.config import FailureClass, Progress, Termination
 
 if TYPE_CHECKING:
     from finetune_operator.kube.cluster import Cluster
@@ -147,6 +147,7 @@ class Observation:
         termination: Termination message, once it ended; that of the root cause if a node failed.
         progress: What rank 0 published last; None before that.
         node: Node of the rank whose failure is the root cause, if known.
+        failure_class: Why it ended, where no process has left a termination; None: a lost worker.
         is_training: Whether it has begun to train, where the backend knows; None: `progress` tells.
         obstacle: What is in its way, in every phase; None while nothing is.
         message: One sentence for the conditions; empty when there is nothing to say.
@@ -161,6 +162,7 @@ class Observation:
     termination: Termination | None = None
     progress: Progress | None = None
     node: str = ""
+    failure_class: FailureClass | None = None
     is_training: bool | None = None
     obstacle: Obstacle | None = None
     message: str = ""

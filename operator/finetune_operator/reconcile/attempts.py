@@ -166,16 +166,20 @@ def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> B
 def earliest_start(status: FineTuneJobStatus, policy: RestartPolicy) -> datetime | None:
     """Return when the next attempt may start; None when there is nothing to wait for.
 
-    Only a counted restart waits: base seconds after the first, doubled with each, at most max.
+    A counted restart waits, and one after a failure of the service: base seconds after the first,
+    doubled with each, at most max.
     """
     last = status.attempts[-1] if status.attempts else None
-    if last is None or last.end_time is None or not status.restarts.counted:
+    if last is None or last.end_time is None:
         return None
     failure = FailureClass(last.failure_class or FailureClass.ERROR)
     action = action_for(policy, failure, last.exit_code if last.exit_code is not None else 1)
-    if action is not RestartAction.RESTART or not policy.backoff.base_seconds:
+    restarts = status.restarts.counted if action is RestartAction.RESTART else 0
+    if action is RestartAction.RESTART_FREE and failure is FailureClass.SERVICE_FAILED:
+        restarts = status.restarts.disruptions
+    if not restarts or not policy.backoff.base_seconds:
         return None
-    doublings = min(status.restarts.counted - 1, 32)
+    doublings = min(restarts - 1, 32)
     seconds = min(policy.backoff.base_seconds * 2**doublings, policy.backoff.max_seconds)
     return parse_rfc3339(last.end_time) + timedelta(seconds=seconds)
 

@@ -18,6 +18,9 @@ PERMANENT = frozenset(
 )
 """Classes that the same attempt would meet again."""
 
+DISRUPTIONS = frozenset({FailureClass.PREEMPTED, FailureClass.SERVICE_FAILED})
+"""Classes that are no fault of the job."""
+
 _CLASS_OF_CODE = {
     ExitCode.DONE: FailureClass.COMPLETED,
     ExitCode.DATA: FailureClass.DATA_ERROR,
@@ -42,9 +45,8 @@ def verdict(observation: Observation) -> Termination:
         )
     if said is None:
         message = observation.message or "its processes are gone without a termination message"
-        return Termination(
-            failure_class=FailureClass.WORKER_LOST, exit_code=ExitCode.KILLED, message=message
-        )
+        found = observation.failure_class or FailureClass.WORKER_LOST
+        return Termination(failure_class=found, exit_code=ExitCode.KILLED, message=message)
     if said.exit_code == ExitCode.DONE and observation.phase is not AttemptPhase.SUCCEEDED:
         return said.model_copy(update={"failure_class": FailureClass.ERROR, "exit_code": 1})
     return said.model_copy(update={"failure_class": classify(said)})
@@ -73,7 +75,7 @@ def _is_known(code: int) -> bool:
 def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: int) -> RestartAction:
     """Return what follows a failure: the first rule that matches, else the default of its class.
 
-    By default bad data, a bad configuration and `DoNotRestart` fail the job, a preemption is
+    By default bad data, a bad configuration and `DoNotRestart` fail the job, a disruption is
     followed by a free restart and everything else by a counted one. A rule of the user beats
     these, as it was written for this job; but what was overtaken is never restarted, as another
     attempt writes its folders by now.
@@ -87,6 +89,6 @@ def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: in
             return rule.action
     if failure_class in PERMANENT:
         return RestartAction.FAIL
-    if failure_class is FailureClass.PREEMPTED:
+    if failure_class in DISRUPTIONS:
         return RestartAction.RESTART_FREE
     return RestartAction.RESTART

@@ -31,6 +31,8 @@ class FailureClass(StrEnum):
     WORKER_LOST = "WorkerLost"
     HUNG = "Hung"
     OVERTAKEN = "Overtaken"
+    SERVICE_FAILED = "ServiceFailed"  # the service that ran the attempt failed, told by a backend
+    UNKNOWN = "Unknown"  # nobody can say why; told by a backend
     ERROR = "Error"
 
 

@@ -57,7 +57,7 @@ class Restarts(ApiModel):
     """Restarts so far."""
 
     counted: int = Field(0, description="After faults; limited by maxRestarts.")
-    disruptions: int = Field(0, description="After preemptions.")
+    disruptions: int = Field(0, description="After preemptions and failures of the service.")
 
 
 class NodesStatus(ApiModel):
