@@ -42,6 +42,12 @@ class Life:
         """The job's status."""
         return self.job.status
 
+    def set_url(self, url: str) -> None:
+        """Let the backend have named a page of the open attempt."""
+        ref = self.status.backend_ref.model_copy(update={"url": url})
+        status = self.status.model_copy(update={"backend_ref": ref})
+        self.job = self.job.model_copy(update={"status": status})
+
     def wait(self, seconds: float) -> None:
         """Let time pass."""
         self.now += timedelta(seconds=seconds)

@@ -223,6 +223,17 @@ def test_a_failure_of_the_service_restarts_free_of_charge_and_backs_off() -> Non
     assert life.condition("Failed") == ("True", "DisruptionLimitExceeded")
 
 
+def test_a_past_attempt_keeps_its_url_and_how_often_its_service_moved_it() -> None:
+    life = started()
+    life.set_url("https://ml.azure.example/runs/1")
+    life.see(replace(running(3), disruptions=2))
+    assert life.status.attempts[0].disruptions == 2
+    life.see(replace(KILLED, disruptions=2))
+    first, second = life.status.attempts
+    assert (first.url, first.disruptions) == ("https://ml.azure.example/runs/1", 2)
+    assert (second.url, second.disruptions) == (None, None)
+
+
 def test_what_nobody_can_explain_restarts_counted_under_its_own_class() -> None:
     life = started()
     assert life.see(gone(FailureClass.UNKNOWN)) == (Submit(2),)

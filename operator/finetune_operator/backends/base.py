@@ -147,6 +147,7 @@ class Observation:
         termination: Termination message, once it ended; that of the root cause if a node failed.
         progress: What rank 0 published last; None before that.
         node: Node of the rank whose failure is the root cause, if known.
+        disruptions: How often the service has moved it, while the attempt goes on.
         failure_class: Why it ended, where no process has left a termination; None: a lost worker.
         is_training: Whether it has begun to train, where the backend knows; None: `progress` tells.
         obstacle: What is in its way, in every phase; None while nothing is.
@@ -162,6 +163,7 @@ class Observation:
     termination: Termination | None = None
     progress: Progress | None = None
     node: str = ""
+    disruptions: int = 0
     failure_class: FailureClass | None = None
     is_training: bool | None = None
     obstacle: Obstacle | None = None

@@ -22,7 +22,7 @@ from finetune_operator.api.v1alpha1.status import (
     ProgressStatus,
     Restarts,
 )
-from finetune_operator.backends.base import Found, Handle
+from finetune_operator.backends.base import Found, Handle, Observation
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -120,12 +120,24 @@ def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobSt
     return status.model_copy(update={"attempts": [*status.attempts[:-1], changed]})
 
 
+def with_facts(status: FineTuneJobStatus, seen: Observation) -> FineTuneJobStatus:
+    """Return the status with how many nodes of the open attempt run, and how often it was moved."""
+    if seen.nodes_ready != status.nodes.ready:
+        ready = status.nodes.model_copy(update={"ready": seen.nodes_ready})
+        status = status.model_copy(update={"nodes": ready})
+    if seen.disruptions != (status.attempts[-1].disruptions or 0):
+        status = change_current(status, disruptions=seen.disruptions)
+    return status
+
+
 def close(
     status: FineTuneJobStatus, termination: Termination, node: str, now: datetime
 ) -> FineTuneJobStatus:
     """Return the status with the open attempt ended by its termination."""
+    ref = status.backend_ref
     return change_current(
         status,
+        url=ref.url or None if ref is not None else None,
         end_time=rfc3339(now),
         failure_class=termination.failure_class.value,
         message=termination.message[:MESSAGE_LENGTH],

@@ -171,10 +171,8 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) 
         is_late = during.deadline_before_creation(view.spec, status, now) is not None
         action = Find(attempt.number) if is_late else Submit(attempt.number)
         return Decision((action,), status, None)
-    is_news = seen.nodes_ready != status.nodes.ready
-    if is_news and seen.phase is not AttemptPhase.UNKNOWN:
-        ready = status.nodes.model_copy(update={"ready": seen.nodes_ready})
-        status = status.model_copy(update={"nodes": ready})
+    if seen.phase is not AttemptPhase.UNKNOWN:
+        status = attempts.with_facts(status, seen)
     if _is_over(seen):
         return _after_attempt(view, status, seen)
     return _during_attempt(view, status, attempt, seen)

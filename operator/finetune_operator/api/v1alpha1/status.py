@@ -132,6 +132,10 @@ class AttemptStatus(ApiModel):
     )
     exit_code: int | None = Field(None, description="Exit code of the main process.")
     resumed_step: int | None = Field(None, description="Step of the checkpoint it started from.")
+    disruptions: int | None = Field(None, description="How often its service moved it.")
+    url: Annotated[str, Field(max_length=2048)] | None = Field(
+        None, description="Where it can be looked at, also after its end."
+    )
     digest: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="SHA-256 of what later attempts keep of it, such as its profile."
     )
