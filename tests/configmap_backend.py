@@ -26,7 +26,12 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.backends.fake import FakeBackend
-from finetune_operator.errors import AlreadyOwnedError, NoSuchRankError, TransientError
+from finetune_operator.errors import (
+    AlreadyOwnedError,
+    NoSuchRankError,
+    NotCreatedError,
+    TransientError,
+)
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.compact import compact
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
@@ -43,7 +48,7 @@ RETRY_AFTER_SECONDS = 40.0
 def _demand_quiet(job: FineTuneJob) -> None:
     """Refuse to go on beside what is left of another attempt: for the revision `lingers`."""
     if job.spec.model.revision == "lingers":
-        raise TransientError("a pod is still there; waiting until it is gone")
+        raise NotCreatedError("a pod is still there; waiting until it is gone")
 
 
 class ConfigMapBackend:
@@ -249,3 +254,11 @@ class ThrottledBackend(FakeBackend):
         if len(self.asked) == 1:
             raise TransientError("too many requests", retry_after=RETRY_AFTER_SECONDS)
         return await super().submit(request)
+
+
+class CheapBackend(FakeBackend):
+    """Backend `cheap`: its attempts are found without a request, and go with their job."""
+
+    name: ClassVar[str] = "cheap"
+    needs_finalizer: ClassVar[bool] = False
+    finds_from_cache: ClassVar[bool] = True

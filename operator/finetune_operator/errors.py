@@ -10,6 +10,7 @@
         ├── AlreadyOwnedError    the thing to create exists and belongs to somebody else
         ├── NoSuchRankError      a log is asked for that no attempt of this size has
         └── TransientError       the same call may work later (retryable)
+            └── NotCreatedError  an attempt does not exist, and what is in its way may pass
 
 Whether to try again is a property of the class (`retryable`); the message is one sentence: what is
 wrong, with the value, then what to do.
@@ -26,6 +27,9 @@ class FineTuneError(Exception):
     """
 
     retryable: ClassVar[bool] = False
+    is_absent: ClassVar[bool] = False
+    """Whether it proves that the attempt which was to be created does not exist."""
+
     retry_after: float | None = None
 
 
@@ -48,6 +52,8 @@ class BackendError(FineTuneError):
 class AlreadyOwnedError(BackendError):
     """What was to be created exists and belongs to somebody else; the message names the owner."""
 
+    is_absent = True
+
 
 class NoSuchRankError(BackendError):
     """A log is asked for of a rank that the attempt does not have."""
@@ -66,3 +72,9 @@ class TransientError(BackendError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class NotCreatedError(TransientError):
+    """An attempt was searched for and does not exist; what is in its way may pass."""
+
+    is_absent = True

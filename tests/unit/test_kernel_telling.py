@@ -1,15 +1,18 @@
 """What keeps a job from running is told within seconds, and no more often than anybody reads."""
 
 from datetime import timedelta
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 from fake_api import BeforeCall
-from finetune_operator.errors import FineTuneError
+from finetune_operator.backends import registry
+from finetune_operator.backends.fake import FakeBackend
+from finetune_operator.errors import FineTuneError, TransientError
 from finetune_operator.kube.errors import ApiError, ForbiddenError, ThrottledError, UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, Resource
-from kernel_world import KEY, World, nothing
+from kernel_world import KEY, POINTS, World, nothing
 from virtual_time import run
 
 HOOK = 'failed calling webhook "policy": connection refused'
@@ -116,6 +119,28 @@ def test_pods_that_do_not_go_are_told_and_meet_the_deadline() -> None:
         await look(world, 55)
         assert world.condition("Failed")["reason"] == "PendingDeadlineExceeded"
         assert world.attempts == []
+
+    run(work())
+
+
+@pytest.mark.parametrize("name", ["fake", "cheap"])
+def test_a_job_is_not_failed_while_nobody_can_say_whether_its_attempt_exists(name: str) -> None:
+    async def work() -> None:
+        world = World()
+        cheap = EntryPoint("cheap", "configmap_backend:CheapBackend", registry.GROUP)
+        world.start_process([*POINTS, cheap])
+        fake = world.backends.get(name)
+        assert isinstance(fake, FakeBackend)
+        await world.apply(backend={"type": name}, deadlines={"pendingSeconds": 60})
+        fake.errors = {"submit": [TransientError("no answer")] * 999}
+        await look(world, 9)
+        fake.errors["find"] = [TransientError("no answer")] * 999
+        await look(world, 200)
+        assert world.job["status"]["phase"] == "Starting"
+        fake.errors["find"] = []
+        await look(world, 3)
+        assert world.condition("Failed")["reason"] == "PendingDeadlineExceeded"
+        assert fake.alive == []
 
     run(work())
 

@@ -237,6 +237,7 @@ class Backend(Protocol):
 
         Raises:
             AlreadyOwnedError: something of that name exists and is not the job's.
+            NotCreatedError: the attempt does not exist, and what is in its way may pass.
             BackendError: it cannot be created; `retryable` says whether to try again.
         """
 

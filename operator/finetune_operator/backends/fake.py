@@ -147,6 +147,7 @@ class FakeBackend:
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
         """Return the attempt if it was submitted."""
+        self._raise("find")
         for run in self.runs.values():
             request = run.request
             if (request.job_uid, request.attempt) == (job.metadata.uid, attempt.number):

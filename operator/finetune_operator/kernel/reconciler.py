@@ -165,9 +165,8 @@ class Reconciler:
         try:
             return await self._observer.find_lost(view)
         except FineTuneError as error:
-            # A backend raises its own errors after it has looked for the attempt.
-            is_absent, is_stuck = isinstance(error, BackendError), not error.retryable
-            failed = SubmitFailed(str(error), is_absent=is_absent, needs_fix=is_stuck)
+            is_stuck = not error.retryable
+            failed = SubmitFailed(str(error), is_absent=error.is_absent, needs_fix=is_stuck)
             await self._tell_failed(view, failed)
             raise
 
@@ -200,7 +199,7 @@ class Reconciler:
             handle = await self._create(view, number)
         except FineTuneError as error:
             if error.retryable:
-                failed = SubmitFailed(str(error), is_absent=isinstance(error, BackendError))
+                failed = SubmitFailed(str(error), is_absent=error.is_absent)
                 await self._tell_failed(view, failed)
                 raise
             log.warning("attempt not created", extra=_about(view, attempt=number, error=error))

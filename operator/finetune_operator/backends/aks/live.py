@@ -71,7 +71,7 @@ class LiveAttempts:
 
         Raises:
             AlreadyOwnedError: pods live that nothing of the job's ends.
-            TransientError: pods of it live without it, or another attempt has not ended.
+            NotCreatedError: pods of it live without it, or another attempt has not ended.
             ApiError: the API server does not answer.
         """
         there = await self._children.batch_job(name)

@@ -12,7 +12,7 @@ from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import has_decided
 from finetune_operator.backends.aks.names import AttemptName, owner_of
 from finetune_operator.backends.aks.pod_termination import is_alive
-from finetune_operator.errors import AlreadyOwnedError, TransientError
+from finetune_operator.errors import AlreadyOwnedError, NotCreatedError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import JOBS, PODS, Object
@@ -51,7 +51,7 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
 
     Raises:
         AlreadyOwnedError: there are pods that nothing ends.
-        TransientError: something is there that ends by itself.
+        NotCreatedError: something is there that ends by itself.
         ApiError: the API server refuses, or does not answer.
     """
     living = await _end_others(children, name, job_uid)
@@ -59,12 +59,12 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
     if loose := [pod for pod in pods if _is_loose(children, pod)]:
         raise AlreadyOwnedError(_loose(name, job_uid, loose))
     if pods:
-        raise TransientError(
+        raise NotCreatedError(
             f"pod {pods[0]['metadata']['name']} is still there, and two attempts must not write "
             "one checkpoint; waiting until it is gone"
         )
     if living is not None:
-        raise TransientError(
+        raise NotCreatedError(
             f"Job {name.namespace}/{living['metadata']['name']} has not ended yet, and two "
             "attempts must not write one checkpoint; waiting until it has"
         )

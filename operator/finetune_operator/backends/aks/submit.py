@@ -13,7 +13,7 @@ from finetune_operator.backends.aks.names import AttemptName, is_owned, owner_of
 from finetune_operator.backends.aks.predecessors import make_way
 from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.backends.base import Handle, Request
-from finetune_operator.errors import AlreadyOwnedError, TransientError
+from finetune_operator.errors import AlreadyOwnedError, NotCreatedError
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, ConflictError, NotFoundError
 from finetune_operator.kube.resources import (
@@ -35,7 +35,7 @@ async def submit(request: Request, children: Children) -> Handle:
     Raises:
         AlreadyOwnedError: a name is taken by something the job does not own, or pods live that
             nothing of the job's ends.
-        TransientError: something lives that no attempt may be started beside.
+        NotCreatedError: something lives that no attempt may be started beside.
         ApiError: the API server refuses, or does not answer.
     """
     name = AttemptName.parse(request.name)
@@ -84,7 +84,7 @@ async def create_or_adopt(
 
     Raises:
         AlreadyOwnedError: it is somebody else's.
-        TransientError: it is on its way out, with a job of the same name.
+        NotCreatedError: it is on its way out, with a job of the same name.
         ApiError: as `KubeClient.create`.
     """
     resource, metadata = CHILD_KINDS[wanted["kind"]], wanted["metadata"]
@@ -97,12 +97,12 @@ async def create_or_adopt(
         except AlreadyExistsError:
             there = await _find(client, resource, name, namespace)
     if there is None:
-        raise TransientError(f"{resource.kind} {namespace}/{name} was deleted just now")
+        raise NotCreatedError(f"{resource.kind} {namespace}/{name} was deleted just now")
     owner, ours = owner_of(there), owner_of(wanted)
     if owner.get("uid") == job_uid:
         return there
     if (owner.get("kind"), owner.get("name")) == (ours["kind"], ours["name"]):
-        raise TransientError(
+        raise NotCreatedError(
             f"{resource.kind} {namespace}/{name} still belongs to the job of this name before; "
             "waiting until it is gone"
         )
