@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.client import (
+    Call,
     KubeClient,
     Listing,
     Propagation,
@@ -65,10 +66,10 @@ class FakeApi(KubeClient):
         self._log: list[tuple[int, str, WatchEvent]] = []
         self._changed = asyncio.Event()
 
-    async def exchange(self, *request: Any, **more: Any) -> Object:
+    async def exchange(self, call: Call) -> Object:
         raise AssertionError("every verb is answered by itself, and nothing is sent")
 
-    def lines(self, *request: Any, **more: Any) -> AsyncIterator[bytes]:
+    def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
         raise AssertionError("watches and logs are answered by themselves")
 
     def objects(self, resource: Resource) -> list[Object]:

@@ -6,8 +6,7 @@ it is saved before the operator goes on. An attempt that runs when the operator 
 
 import asyncio
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
+from contextlib import aclosing
 
 from finetune_operator.api.crd import custom_resource_definition
 from finetune_operator.api.v1alpha1 import KIND, FineTuneJob, FineTuneJobSpec
@@ -67,7 +66,7 @@ async def follow(
         StalledError: somebody must mend something first.
         RunFolderError: what became of the job cannot be saved.
     """
-    async with _Operator(job, folder, context, stop, command) as operator:
+    async with aclosing(_Operator(job, folder, context, stop, command)) as operator:
         while True:
             if stop.asked.is_set() and not job.spec.suspend:
                 await operator.suspend()
@@ -86,7 +85,7 @@ async def follow(
 
 
 class _Operator:
-    """API and operator of one job, which work inside the block."""
+    """API and operator of one job, which work until `aclose`."""
 
     def __init__(
         self,
@@ -110,15 +109,8 @@ class _Operator:
         self._is_saved = True
         self._seen: Observation | None = None
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
+        """End the operator; what became of the job is saved."""
         self._work.cancel()
         await asyncio.wait({self._work})
         if not self._is_saved:
@@ -132,7 +124,7 @@ class _Operator:
         return FineTuneJob.model_validate(made)
 
     async def observe(self, job: FineTuneJob) -> Observation | None:
-        """Result at the attempt itself: the status tells of progress more seldom, and less.
+        """Observe the attempt itself: the status tells of progress more seldom, and less.
 
         The operator is told to look, too, where something has begun or ended.
         """

@@ -4,7 +4,7 @@
 those that come over HTTP.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 
 import orjson
 
@@ -14,9 +14,9 @@ from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.verbs import VERBS, Asked, asked_for
 from finetune_operator.embedded.watching import Watch
-from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.client import Call, KubeClient
 from finetune_operator.kube.errors import error_of
-from finetune_operator.kube.resources import Object, Resource
+from finetune_operator.kube.resources import Object
 
 
 class EmbeddedClient(KubeClient):
@@ -33,41 +33,27 @@ class EmbeddedClient(KubeClient):
         self._faults = Faults(store)
         self._on_write = on_write
 
-    async def exchange(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        data: bytes | None,
-        query: Mapping[str, str] | None,
-    ) -> Object:
+    async def exchange(self, call: Call) -> Object:
         """Serve one request."""
         try:
-            made = VERBS[verb](self._store, self._asked(path, query or {}, data)).made
+            made = VERBS[call.verb](self._store, self._asked(call)).made
         except StatusError as error:
             said = error.status
             raise error_of(error.code, said["reason"], said["message"]) from error
-        if verb not in ("get", "list"):
+        if call.verb not in ("get", "list"):
             self._on_write(made)
         return made
 
-    async def lines(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        query: Mapping[str, str],
-        *,
-        is_patient: bool = False,
-    ) -> AsyncIterator[bytes]:
+    async def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
         """Yield the events of a watch."""
-        watch = Watch(self._store, self._faults, self._asked(path, query))
+        watch = Watch(self._store, self._faults, self._asked(call))
         async for event in watch.events():
             yield orjson.dumps(event)
 
-    def _asked(self, path: str, query: Mapping[str, str], data: bytes | None = None) -> Asked:
+    def _asked(self, call: Call) -> Asked:
         # Every body is JSON, and every patch a merge patch.
-        asked = asked_for(self._store, path.lstrip("/"), query, MERGE, data or b"")
+        path = call.path.lstrip("/")
+        asked = asked_for(self._store, path, call.query, MERGE, call.body or b"")
         if asked is None:
-            raise error_of(404, "NotFound", f"{path} is not served")
+            raise error_of(404, "NotFound", f"{call.path} is not served")
         return asked

@@ -84,6 +84,27 @@ class CallCounts:
         self.by_kind[key] = self.by_kind.get(key, 0) + 1
 
 
+@dataclass(frozen=True)
+class Call:
+    """One request.
+
+    Attributes:
+        verb: As RBAC names it; `log` for the log of a pod.
+        path: Without the host.
+        body: JSON; None for none.
+    """
+
+    verb: str
+    resource: Resource
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+
+    def __str__(self) -> str:
+        """`VERB PATH`, for messages."""
+        return f"{self.verb} {self.path}"
+
+
 class KubeClient(ABC):
     """The API server's verbs; how requests travel is what `exchange` and `lines` say.
 
@@ -101,26 +122,11 @@ class KubeClient(ABC):
         self.calls = CallCounts()
 
     @abstractmethod
-    async def exchange(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        data: bytes | None,
-        query: Mapping[str, str] | None,
-    ) -> Object:
+    async def exchange(self, call: Call) -> Object:
         """Send one request and return the object in its answer; all verbs but streams use it."""
 
     @abstractmethod
-    def lines(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        query: Mapping[str, str],
-        *,
-        is_patient: bool = False,
-    ) -> AsyncIterator[bytes]:
+    def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
         """Yield the lines of an answer that has no end of its own: a watch, a log."""
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
@@ -275,14 +281,14 @@ class KubeClient(ABC):
         }
         if label_selector:
             query["labelSelector"] = label_selector
-        path = resource.path(namespace)
-        async for line in self.lines("watch", resource, path, query):
+        call = Call("watch", resource, resource.path(namespace), query)
+        async for line in self.lines(call):
             try:
                 event = orjson.loads(line)
                 made, kind = event["object"], event["type"]
             except (orjson.JSONDecodeError, KeyError, TypeError) as error:
                 # What ends in the middle of a line has a proxy in between, which was cut off.
-                raise no_answer(error, f"watch {path}") from error
+                raise no_answer(error, call) from error
             if kind == "ERROR":
                 raise error_in(int(made.get("code", 500)), made, None)
             yield WatchEvent(kind, made)
@@ -314,8 +320,8 @@ class KubeClient(ABC):
             query["tailLines"] = str(tail)
         if follow:
             query["follow"] = "true"
-        path = PODS.path(namespace, name, "log")
-        async for line in self.lines("log", PODS, path, query, is_patient=follow):
+        call = Call("log", PODS, PODS.path(namespace, name, "log"), query)
+        async for line in self.lines(call, is_patient=follow):
             yield line.decode(errors="replace")
 
     async def _send(
@@ -329,7 +335,7 @@ class KubeClient(ABC):
     ) -> Object:
         """Send one request and return the object in its answer."""
         data = None if body is None else orjson.dumps(body)
-        return await self.exchange(verb, resource, path, data, query)
+        return await self.exchange(Call(verb, resource, path, query or {}, data))
 
 
 def error_in(status: int, said: Mapping[str, Any], header: str | None) -> ApiError:
@@ -342,9 +348,9 @@ def error_in(status: int, said: Mapping[str, Any], header: str | None) -> ApiErr
     )
 
 
-def no_answer(error: Exception, what: str) -> ApiError:
+def no_answer(error: Exception, call: Call) -> ApiError:
     """Return the error of a request without an answer that can be read."""
     if isinstance(error, asyncio.TimeoutError):
-        return UnavailableError(0, "Timeout", f"no answer in time to {what}")
+        return UnavailableError(0, "Timeout", f"no answer in time to {call}")
     word = str(error) or type(error).__name__
-    return UnavailableError(0, type(error).__name__, f"no answer to {what} ({word})")
+    return UnavailableError(0, type(error).__name__, f"no answer to {call} ({word})")

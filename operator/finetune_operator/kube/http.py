@@ -3,17 +3,17 @@
 Nothing is repeated but a request whose token had expired.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
 import aiohttp
 import orjson
 
-from finetune_operator.kube.client import ClientOptions, KubeClient, error_in, no_answer
+from finetune_operator.kube.client import Call, ClientOptions, KubeClient, error_in, no_answer
 from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.errors import NotLeadingError, UnauthorizedError
-from finetune_operator.kube.resources import Object, Resource
+from finetune_operator.kube.resources import Object
 
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
@@ -75,41 +75,27 @@ class HttpClient(KubeClient):
             if session is not None:
                 await session.close()
 
-    async def exchange(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        data: bytes | None,
-        query: Mapping[str, str] | None,
-    ) -> Object:
+    async def exchange(self, call: Call) -> Object:
         """Send one request, once more where its token had expired; return the object."""
         try:
-            return await self._exchange(verb, resource, path, data, query)
+            return await self._exchange(call)
         except UnauthorizedError:
             await self.access.renew()
-            return await self._exchange(verb, resource, path, data, query)
+            return await self._exchange(call)
 
-    async def _exchange(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        data: bytes | None,
-        query: Mapping[str, str] | None,
-    ) -> Object:
+    async def _exchange(self, call: Call) -> Object:
         assert self._requests is not None, "the client is used outside of its context"
         seconds = self.options.request_seconds
-        if verb not in ("get", "list"):
-            seconds = min(seconds, self._seconds_to_write(verb, resource, path))
+        if call.verb not in ("get", "list"):
+            seconds = min(seconds, self._seconds_to_write(call))
         status = 0
         try:
             async with self._requests.request(
-                _METHODS[verb],
-                self.access.host + path,
-                params=query,
-                data=data,
-                headers=await self._headers(_MERGE if verb == "patch" else _JSON),
+                _METHODS[call.verb],
+                self.access.host + call.path,
+                params=call.query,
+                data=call.body,
+                headers=await self._headers(_MERGE if call.verb == "patch" else _JSON),
                 proxy=self.access.proxy,
                 server_hostname=self.access.server_name,
                 timeout=aiohttp.ClientTimeout(total=seconds),
@@ -121,19 +107,11 @@ class HttpClient(KubeClient):
                     return made
                 raise error_in(status, _status_object(said), answer.headers.get("Retry-After"))
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise no_answer(error, f"{verb} {path}") from error
+            raise no_answer(error, call) from error
         finally:
-            self.calls.add(verb, resource.plural, status)
+            self.calls.add(call.verb, call.resource.plural, status)
 
-    async def lines(
-        self,
-        verb: str,
-        resource: Resource,
-        path: str,
-        query: Mapping[str, str],
-        *,
-        is_patient: bool = False,
-    ) -> AsyncIterator[bytes]:
+    async def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
         """Yield the lines of an answer; broken off where the connection is."""
         assert self._streams is not None, "the client is used outside of its context"
         silence = None if is_patient else self.options.silence_seconds
@@ -143,8 +121,8 @@ class HttpClient(KubeClient):
         status, rest = 0, b""
         try:
             async with self._streams.get(
-                self.access.host + path,
-                params=query,
+                self.access.host + call.path,
+                params=call.query,
                 headers=await self._headers(_JSON),
                 proxy=self.access.proxy,
                 server_hostname=self.access.server_name,
@@ -162,26 +140,26 @@ class HttpClient(KubeClient):
                 if rest:
                     yield rest
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise no_answer(error, f"{verb} {path}") from error
+            raise no_answer(error, call) from error
         except UnauthorizedError:
             await self.access.renew()
             raise
         finally:
-            self.calls.add(verb, resource.plural, status)
+            self.calls.add(call.verb, call.resource.plural, status)
 
     async def _headers(self, content_type: str) -> dict[str, str]:
         return {"Content-Type": content_type, **await self.access.headers()}
 
-    def _seconds_to_write(self, verb: str, resource: Resource, path: str) -> float:
+    def _seconds_to_write(self, call: Call) -> float:
         """Return the time a write may take.
 
         The Lease itself is exempt: whoever does not lead yet must write it.
         """
         limit = self.options.seconds_to_write
-        if limit is None or resource.plural == "leases":
+        if limit is None or call.resource.plural == "leases":
             return self.options.request_seconds
         if (left := limit()) <= 0:
-            raise NotLeadingError(f"{verb} {path} is not sent, as this replica does not lead")
+            raise NotLeadingError(f"{call} is not sent, as this replica does not lead")
         return left
 
 
