@@ -280,19 +280,22 @@ def test_a_name_of_rank_zero_that_is_taken_is_told_and_given_once_it_is_free(
     backend, handle = gang_of_two(api, harness, namespace)
     address(api, namespace, 0, "10.1.2.3")
     seen = api.run(backend.observe(handle))
-    assert (seen.phase, seen.reason) == (AttemptPhase.PENDING, "CreationFailed")
-    assert seen.message == (
+    assert seen.phase is AttemptPhase.PENDING
+    assert seen.obstacle is not None
+    assert seen.obstacle.reason == "CreationFailed"
+    assert seen.obstacle.message == (
         f"EndpointSlice {namespace}/tiny-finetune is in the way: it exists and is nobody's child; "
         "delete it, or give this job another name"
     )
     assert seen.requeue_seconds is not None
     calls = dict(api.client.calls.by_kind)
-    assert api.run(backend.observe(handle)).message == seen.message
+    assert api.run(backend.observe(handle)).obstacle == seen.obstacle
     again = {key: count - calls.get(key, 0) for key, count in api.client.calls.by_kind.items()}
     assert not any(count for (verb, *_), count in again.items() if verb == "create")
     api.run(api.client.delete(ENDPOINT_SLICES, "tiny-finetune", namespace))
     later = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
-    assert api.run(later.observe(handle)).reason != "CreationFailed"
+    in_its_way = api.run(later.observe(handle)).obstacle
+    assert in_its_way is None or in_its_way.reason != "CreationFailed"
     (made,) = api.run(api.client.list(ENDPOINT_SLICES, namespace)).items
     assert made["endpoints"][0]["addresses"] == ["10.1.2.3"]
 
@@ -377,15 +380,16 @@ def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
 
     def told() -> Observation | None:
         seen = asyncio.run(backend.observe(handle))
-        return seen if seen.reason else None
+        return seen if seen.obstacle else None
 
     seen = wait_until(told, 5)
     assert seen is not None
+    assert seen.obstacle is not None
     assert seen.phase is AttemptPhase.PENDING
     # The scheduler looks for a node first, for the claims (which do not exist) afterwards.
-    says = {"Unschedulable": "no nodes available", "VolumeNotReady": "not found"}[seen.reason]
-    assert seen.message.startswith("pod tiny-1-0-")
-    assert says in seen.message
+    says = {"Unschedulable": "no nodes available", "VolumeNotReady": "not found"}[seen.obstacle.reason]
+    assert seen.obstacle.message.startswith("pod tiny-1-0-")
+    assert says in seen.obstacle.message
 
 
 FORBIDDING: list[Any] = [
@@ -419,12 +423,13 @@ def test_pods_that_the_namespace_forbids_are_told_from_events(
 
     def told() -> Observation | None:
         seen = api.run(backend.observe(handle))
-        return seen if seen.reason else None
+        return seen if seen.obstacle else None
 
     seen = wait_until(told, 10)
     assert seen is not None
-    assert seen.reason == "PodsNotCreated"
-    assert says in seen.message
+    assert seen.obstacle is not None
+    assert seen.obstacle.reason == "PodsNotCreated"
+    assert says in seen.obstacle.message
 
 
 def patch(api: Api, namespace: str, name: str, **spec: Any) -> None:
@@ -512,7 +517,8 @@ def test_a_queued_attempt_that_is_cancelled_never_starts(
     plan = planned(**{**harness.overrides, "queue": {"name": "team"}})
     handle = asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
     waiting = asyncio.run(backend.observe(handle))
-    assert (waiting.reason, waiting.all_gone) == ("Queued", False)
+    assert waiting.obstacle is not None
+    assert (waiting.obstacle.reason, waiting.all_gone) == ("Queued", False)
     asyncio.run(backend.cancel(handle, 30.0))
     wait_until(lambda: asyncio.run(backend.observe(handle)).all_gone, 10)
     assert asyncio.run(backend.observe(handle)).phase is AttemptPhase.FAILED
