@@ -14,10 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-from builders import job
+from builders import after, job, ref_to
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
-from finetune_operator.backends.folders import written_by
 from finetune_operator.errors import AlreadyOwnedError, NoSuchRankError
 from finetune_operator.planner.plan import Plan, make_plan
 
@@ -57,7 +56,7 @@ def observed_until_gone(backend: Backend, handle: Handle) -> Observation:
     """Observe until no process of the attempt lives."""
     end = time.monotonic() + TRIES_SECONDS
     while time.monotonic() < end:
-        seen = wait_for(backend.observe(handle))
+        seen = wait_for(backend.observe(ref_to(handle)))
         if seen.all_gone:
             return seen
     raise AssertionError(f"still alive after {TRIES_SECONDS} s: {seen}")
@@ -69,7 +68,7 @@ def _found(backend: Backend, job: FineTuneJob) -> Handle | None:
 
 
 async def _lines(backend: Backend, handle: Handle, rank: int) -> list[str]:
-    return [line async for line in backend.logs(handle, rank)]
+    return [line async for line in backend.logs(ref_to(handle), rank)]
 
 
 class BackendContract:
@@ -92,8 +91,8 @@ class BackendContract:
         self, harness: Harness
     ) -> None:
         before, job = harness.state(), planned(**harness.overrides).job
-        folders = written_by(harness.make(), job)
-        assert folders == written_by(harness.make(), job)
+        folders = harness.make().writes(job)
+        assert folders == harness.make().writes(job)
         assert harness.state() == before
         spec = job.to_object()
         for one in folders:
@@ -112,7 +111,7 @@ class BackendContract:
         backend, handle = self.submit(harness)
         again, same = self.submit(harness)
         assert same == handle
-        wait_for(again.cancel(handle, 0.0))
+        wait_for(again.cancel(ref_to(handle), after(0.0)))
         observed_until_gone(backend, handle)
 
     def test_an_attempt_is_found_by_its_own_job_alone_and_after_a_restart(
@@ -126,22 +125,22 @@ class BackendContract:
         assert wait_for(again.find(own, Attempt(2))) is None
         assert wait_for(again.find(another, Attempt(1))) is None
         assert harness.state() == before
-        wait_for(backend.cancel(handle, 0.0))
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
         observed_until_gone(backend, handle)
         assert _found(again, own) == handle
 
     def test_an_attempt_that_ended_is_not_started_again(self, harness: Harness) -> None:
         backend, handle = self.submit(harness)
-        wait_for(backend.cancel(handle, 0.0))
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
         ended = observed_until_gone(backend, handle)
         again, same = self.submit(harness)
         assert same == handle
-        seen = wait_for(again.observe(handle))
+        seen = wait_for(again.observe(ref_to(handle)))
         assert (seen.phase, seen.all_gone) == (ended.phase, True)
 
     def test_a_foreign_thing_of_the_name_is_refused_and_left_alone(self, harness: Harness) -> None:
         backend, handle = self.submit(harness, "uid-of-another-job")
-        wait_for(backend.cancel(handle, 0.0))
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
         observed_until_gone(backend, handle)
         before = harness.state()
         with pytest.raises(AlreadyOwnedError, match="uid-of-another-job"):
@@ -151,42 +150,42 @@ class BackendContract:
     def test_observing_takes_no_longer_than_a_look(self, harness: Harness) -> None:
         backend, handle = self.submit(harness)
         start = time.monotonic()
-        seen = wait_for(backend.observe(handle))
+        seen = wait_for(backend.observe(ref_to(handle)))
         assert time.monotonic() - start < 1.0
         assert not seen.all_gone
-        wait_for(backend.cancel(handle, 0.0))
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
         observed_until_gone(backend, handle)
 
     def test_an_unknown_handle_is_unknown_and_can_be_cancelled(self, harness: Harness) -> None:
         backend, handle = self.submit(harness)
         stranger = replace(handle, uid="uid-9-1")
-        assert wait_for(backend.observe(stranger)).phase is AttemptPhase.UNKNOWN
-        wait_for(backend.cancel(stranger, 0.0))
-        assert list(wait_for(backend.collect(stranger))) == []
-        assert not wait_for(backend.observe(handle)).all_gone
-        wait_for(backend.cancel(handle, 0.0))
+        assert wait_for(backend.observe(ref_to(stranger))).phase is AttemptPhase.UNKNOWN
+        wait_for(backend.cancel(ref_to(stranger), after(0.0)))
+        assert list(wait_for(backend.collect(ref_to(stranger)))) == []
+        assert not wait_for(backend.observe(ref_to(handle))).all_gone
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
         observed_until_gone(backend, handle)
 
     def test_cancel_may_be_called_again_and_ends_the_attempt(self, harness: Harness) -> None:
         backend, handle = self.submit(harness)
         for grace in (5.0, 5.0, 0.0):
-            wait_for(backend.cancel(handle, grace))
+            wait_for(backend.cancel(ref_to(handle), after(grace)))
         seen = observed_until_gone(backend, handle)
         assert seen.phase is AttemptPhase.FAILED
-        wait_for(backend.cancel(handle, 0.0))
-        assert wait_for(backend.observe(handle)).phase is AttemptPhase.FAILED
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
+        assert wait_for(backend.observe(ref_to(handle))).phase is AttemptPhase.FAILED
 
     def test_the_log_of_a_rank_that_does_not_exist_is_a_sentence(self, harness: Harness) -> None:
         backend, handle = self.submit(harness)
         with pytest.raises(NoSuchRankError, match=r"rank 99 does not exist; .* has "):
             asyncio.run(_lines(backend, handle, 99))
-        wait_for(backend.cancel(handle, 0.0))
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
         observed_until_gone(backend, handle)
 
     def test_nothing_is_collected_before_it_exists(self, harness: Harness) -> None:
         backend, handle = self.submit(harness)
-        assert list(wait_for(backend.collect(handle))) == []
-        wait_for(backend.cancel(handle, 0.0))
+        assert list(wait_for(backend.collect(ref_to(handle)))) == []
+        wait_for(backend.cancel(ref_to(handle), after(0.0)))
         observed_until_gone(backend, handle)
 
     def test_validate_opens_no_file(self, harness: Harness, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pydantic.alias_generators import to_camel
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.base import AttemptRef, Handle
+from finetune_operator.kube.cache import Key
 
 _BASE: dict[str, Any] = {
     "apiVersion": "finetune.dev/v1alpha1",
@@ -43,6 +46,16 @@ def manifest(*, name: str | None = None, **overrides: Any) -> dict[str, Any]:
 def job(*, name: str | None = None, **overrides: Any) -> FineTuneJob:
     """Return `manifest(...)` as the model."""
     return FineTuneJob.model_validate(manifest(name=name, **overrides))
+
+
+def ref_to(handle: Handle, job_uid: str = "uid-1", number: int = 1) -> AttemptRef:
+    """Return the attempt as the kernel would name it to a backend, with a spec it cannot read."""
+    return AttemptRef(Key("default", "tiny"), job_uid, number, handle)
+
+
+def after(seconds: float) -> datetime:
+    """Return the time in so many seconds."""
+    return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
 def _put(target: dict[str, Any], path: list[str], value: Any) -> None:

@@ -16,6 +16,8 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
+    AttemptRef,
+    Backend,
     BackendContext,
     Effect,
     Found,
@@ -51,7 +53,7 @@ def _demand_quiet(job: FineTuneJob) -> None:
         raise NotCreatedError("a pod is still there; waiting until it is gone")
 
 
-class ConfigMapBackend:
+class ConfigMapBackend(Backend):
     """Backend `configmap`."""
 
     name: ClassVar[str] = "configmap"
@@ -72,9 +74,6 @@ class ConfigMapBackend:
             raise RuntimeError("a fault of the plugin")
         if revision == "forbidden":
             return [Problem("spec.model.revision", "forbidden is not allowed; use another")]
-        return ()
-
-    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
@@ -144,31 +143,34 @@ class ConfigMapBackend:
         self._cache.put(made)
         return made
 
-    async def observe(self, handle: Handle) -> Observation:
+    async def observe(self, ref: AttemptRef) -> Observation:
+        handle = ref.handle
         made = self._cache.get(Key(*handle.name.split("/")))
         if made is None or made["metadata"]["uid"] != handle.uid:
             return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="it is gone")
         return _seen(made)
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
-        namespace, name = handle.name.split("/")
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
+        namespace, name = ref.handle.name.split("/")
         there = self._cache.get(Key(namespace, name))
         if there is None or there["data"]["phase"] == AttemptPhase.FAILED:
-            return
+            return True
         change = {"data": {"phase": AttemptPhase.FAILED.value, "code": "75", "gone": "true"}}
         try:
             made = await self._cluster.client.patch(CONFIG_MAPS, name, namespace, change)
         except NotFoundError:
-            return
+            return True
         self._cache.put(made)
+        return True
 
-    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+    async def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        name = ref.handle.name
         if rank:
-            raise NoSuchRankError(f"rank {rank} does not exist; {handle.name} has rank 0 alone")
-        yield f"{handle.name} says nothing"
+            raise NoSuchRankError(f"rank {rank} does not exist; {name} has rank 0 alone")
+        yield f"{name} says nothing"
 
-    async def collect(self, handle: Handle) -> Sequence[str]:
-        return (f"file:///{handle.name}",)
+    async def collect(self, ref: AttemptRef) -> Sequence[str]:
+        return (f"file:///{ref.handle.name}",)
 
 
 class UnwatchedBackend(ConfigMapBackend):

@@ -9,7 +9,7 @@ from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.status import BackendRef
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.reconcile.decide import Action, Decision, Submit, decide
+from finetune_operator.reconcile.decide import Action, Cancel, Decision, Submit, decide
 from finetune_trainer.config import Phase, Progress
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -51,6 +51,10 @@ class Life:
     def wait(self, seconds: float) -> None:
         """Let time pass."""
         self.now += timedelta(seconds=seconds)
+
+    def cancel_in(self, seconds: float) -> tuple[Cancel]:
+        """Return the actions that kill the attempt in so long."""
+        return (Cancel(self.now + timedelta(seconds=seconds)),)
 
     def suspend(self, value: bool) -> None:
         """Set `spec.suspend`."""

@@ -7,6 +7,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,11 @@ def local_backend(
     folder: Path,
     plays: Mapping[str, Mapping[str, Any]] | None = None,
     environ: Mapping[str, str] | None = None,
-    **settings: Any,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> LocalBackend:
     """Return the backend of a manifest in `folder`, whose trainer plays `plays`."""
-    context = local_context(folder, plays, environ)
-    return LocalBackend(context, command=STAND_IN, cores=2, **settings)
+    context = replace(local_context(folder, plays, environ), now=now)
+    return LocalBackend(context, command=STAND_IN, cores=2)
 
 
 def starts(folder: Path) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ import pytest
 
 from aks_cases import CASES, JOB, profile
 from backend_contract import BackendContract, planned
-from builders import manifest
+from builders import after, manifest, ref_to
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
@@ -25,12 +26,14 @@ from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
+    AttemptRef,
     Backend,
     BackendContext,
     Found,
     Handle,
     Observation,
     Request,
+    Written,
 )
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.cache import ObjectCache
@@ -89,7 +92,7 @@ def caches() -> Callable[[Resource], ObjectCache]:
     return cache
 
 
-class EachOnItsOwn:
+class EachOnItsOwn(Backend):
     """The backend, made anew with a client of its own for each verb that talks to the cluster.
 
     A child's owner must exist, or the garbage collector takes it away: what is submitted for a
@@ -114,8 +117,8 @@ class EachOnItsOwn:
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         return self._pure.validate(job)
 
-    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        return self._pure.check_inputs(job)
+    def writes(self, job: FineTuneJob) -> Sequence[Written]:
+        return self._pure.writes(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         return self._pure.render(plan, attempt)
@@ -131,22 +134,22 @@ class EachOnItsOwn:
         async with self._live() as backend:
             return await backend.find(owner, attempt)
 
-    async def observe(self, handle: Handle) -> Observation:
+    async def observe(self, ref: AttemptRef) -> Observation:
         async with self._live() as backend:
-            return await backend.observe(handle)
+            return await backend.observe(ref)
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         async with self._live() as backend:
-            await backend.cancel(handle, grace_seconds)
+            return await backend.cancel(ref, until)
 
-    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+    async def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
         async with self._live() as backend:
-            async for line in backend.logs(handle, rank, follow):
+            async for line in backend.logs(ref, rank, follow):
                 yield line
 
-    async def collect(self, handle: Handle) -> Sequence[str]:
+    async def collect(self, ref: AttemptRef) -> Sequence[str]:
         async with self._live() as backend:
-            return await backend.collect(handle)
+            return await backend.collect(ref)
 
 
 def given_to(request: Request, owner: Object) -> Request:
@@ -262,9 +265,9 @@ def test_rank_zero_is_found_by_name_once_its_pod_has_an_address(
     for each in ("10.1.2.3", "10.1.2.4"):
         address(api, namespace, 0, each)
         before = sum(api.client.calls.by_kind.values())
-        api.run(backend.observe(handle))
+        api.run(backend.observe(ref_to(handle)))
         written = sum(api.client.calls.by_kind.values())
-        api.run(backend.observe(handle))
+        api.run(backend.observe(ref_to(handle)))
         assert sum(api.client.calls.by_kind.values()) - written < written - before
         (made,) = api.run(api.client.list(ENDPOINT_SLICES, namespace)).items
         (endpoint,) = made["endpoints"]
@@ -279,7 +282,7 @@ def test_a_name_of_rank_zero_that_is_taken_is_told_and_given_once_it_is_free(
     api.run(api.client.create(ENDPOINT_SLICES, foreign, namespace))
     backend, handle = gang_of_two(api, harness, namespace)
     address(api, namespace, 0, "10.1.2.3")
-    seen = api.run(backend.observe(handle))
+    seen = api.run(backend.observe(ref_to(handle)))
     assert seen.phase is AttemptPhase.PENDING
     assert seen.obstacle is not None
     assert seen.obstacle.reason == "CreationFailed"
@@ -289,12 +292,12 @@ def test_a_name_of_rank_zero_that_is_taken_is_told_and_given_once_it_is_free(
     )
     assert seen.requeue_seconds is not None
     calls = dict(api.client.calls.by_kind)
-    assert api.run(backend.observe(handle)).obstacle == seen.obstacle
+    assert api.run(backend.observe(ref_to(handle))).obstacle == seen.obstacle
     again = {key: count - calls.get(key, 0) for key, count in api.client.calls.by_kind.items()}
     assert not any(count for (verb, *_), count in again.items() if verb == "create")
     api.run(api.client.delete(ENDPOINT_SLICES, "tiny-finetune", namespace))
     later = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
-    in_its_way = api.run(later.observe(handle)).obstacle
+    in_its_way = api.run(later.observe(ref_to(handle))).obstacle
     assert in_its_way is None or in_its_way.reason != "CreationFailed"
     (made,) = api.run(api.client.list(ENDPOINT_SLICES, namespace)).items
     assert made["endpoints"][0]["addresses"] == ["10.1.2.3"]
@@ -330,9 +333,9 @@ def test_jobs_of_one_name_in_three_namespaces_know_nothing_of_each_other(api: Ap
             request = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-1"))
             handles[namespace] = api.run(backend.submit(request))
             wait_until(partial(pods_of, api, namespace), 10)
-        api.run(backend.cancel(handles[b], 1.0))
-        wait_until(lambda: api.run(backend.observe(handles[b])).all_gone, 20)
-        seen = [api.run(backend.observe(handles[one])).phase.value for one in (a, b, c)]
+        api.run(backend.cancel(ref_to(handles[b]), after(1.0)))
+        wait_until(lambda: api.run(backend.observe(ref_to(handles[b]))).all_gone, 20)
+        seen = [api.run(backend.observe(ref_to(handles[one]))).phase.value for one in (a, b, c)]
         assert seen == ["Pending", "Failed", "Pending"]
         # A pod that is on its way out waits for its controller to have counted it.
         wait_until(lambda: not pods_of(api, b), 10)
@@ -346,7 +349,7 @@ def pods_of(api: Api, namespace: str) -> list[Object]:
 def test_everything_of_a_job_goes_with_it(api: Api, harness: AksHarness, namespace: str) -> None:
     backend, handle = gang_of_two(api, harness, namespace)
     address(api, namespace, 0, "10.1.2.3")
-    api.run(backend.observe(handle))
+    api.run(backend.observe(ref_to(handle)))
     kinds = (*KINDS, PODS)
     owned = {kind: api.run(api.client.list(kind, namespace)).items for kind in kinds}
     assert {kind.kind: len(found) for kind, found in owned.items()} == {
@@ -369,7 +372,7 @@ def test_the_longest_name_a_job_may_have_is_short_enough_for_its_pods(
     wait_until(lambda: len(pods_of(api, namespace)) == 2, 10)
     hosts = sorted(one["spec"]["hostname"] for one in pods_of(api, namespace))
     assert hosts == [f"{longest}-9999-0", f"{longest}-9999-1"]
-    assert not api.run(backend.observe(handle)).all_gone
+    assert not api.run(backend.observe(ref_to(handle))).all_gone
 
 
 def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
@@ -379,7 +382,7 @@ def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
     handle = asyncio.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
 
     def told() -> Observation | None:
-        seen = asyncio.run(backend.observe(handle))
+        seen = asyncio.run(backend.observe(ref_to(handle)))
         return seen if seen.obstacle else None
 
     seen = wait_until(told, 5)
@@ -387,7 +390,9 @@ def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
     assert seen.obstacle is not None
     assert seen.phase is AttemptPhase.PENDING
     # The scheduler looks for a node first, for the claims (which do not exist) afterwards.
-    says = {"Unschedulable": "no nodes available", "VolumeNotReady": "not found"}[seen.obstacle.reason]
+    says = {"Unschedulable": "no nodes available", "VolumeNotReady": "not found"}[
+        seen.obstacle.reason
+    ]
     assert seen.obstacle.message.startswith("pod tiny-1-0-")
     assert says in seen.obstacle.message
 
@@ -422,7 +427,7 @@ def test_pods_that_the_namespace_forbids_are_told_from_events(
     handle = api.run(backend.submit(owned))
 
     def told() -> Observation | None:
-        seen = api.run(backend.observe(handle))
+        seen = api.run(backend.observe(ref_to(handle)))
         return seen if seen.obstacle else None
 
     seen = wait_until(told, 10)
@@ -486,10 +491,10 @@ def test_a_suspended_attempt_that_is_given_up_never_makes_a_pod_again(
         wait_until(lambda: pods_of(api, namespace), 10)
     patch(api, namespace, "tiny-1", suspend=True)
     wait_until(lambda: not pods_of(api, namespace), 20)
-    assert not asyncio.run(backend.observe(handle)).all_gone
-    asyncio.run(backend.cancel(handle, 1.0))
+    assert not asyncio.run(backend.observe(ref_to(handle))).all_gone
+    asyncio.run(backend.cancel(ref_to(handle), after(1.0)))
     patch(api, namespace, "tiny-1", **undoing, suspend=False)
-    wait_until(lambda: asyncio.run(backend.observe(handle)).all_gone, 20)
+    wait_until(lambda: asyncio.run(backend.observe(ref_to(handle))).all_gone, 20)
     resume(api, namespace, "tiny-1")
     assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
 
@@ -516,12 +521,12 @@ def test_a_queued_attempt_that_is_cancelled_never_starts(
     backend = harness.make()
     plan = planned(**{**harness.overrides, "queue": {"name": "team"}})
     handle = asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
-    waiting = asyncio.run(backend.observe(handle))
+    waiting = asyncio.run(backend.observe(ref_to(handle)))
     assert waiting.obstacle is not None
     assert (waiting.obstacle.reason, waiting.all_gone) == ("Queued", False)
-    asyncio.run(backend.cancel(handle, 30.0))
-    wait_until(lambda: asyncio.run(backend.observe(handle)).all_gone, 10)
-    assert asyncio.run(backend.observe(handle)).phase is AttemptPhase.FAILED
+    asyncio.run(backend.cancel(ref_to(handle), after(30.0)))
+    wait_until(lambda: asyncio.run(backend.observe(ref_to(handle))).all_gone, 10)
+    assert asyncio.run(backend.observe(ref_to(handle))).phase is AttemptPhase.FAILED
     resume(api, namespace, "tiny-1")
     assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
 
@@ -545,8 +550,8 @@ def test_of_all_attempts_only_the_last_two_are_kept(
     plan = planned(**harness.overrides)
     for number in (1, 2, 3):
         handle = asyncio.run(backend.submit(backend.render(plan, Attempt(number))))
-        asyncio.run(backend.cancel(handle, 1.0))
-        wait_until(lambda handle=handle: asyncio.run(backend.observe(handle)).all_gone, 20)
+        asyncio.run(backend.cancel(ref_to(handle), after(1.0)))
+        wait_until(lambda handle=handle: asyncio.run(backend.observe(ref_to(handle))).all_gone, 20)
     kept = api.run(api.client.list(JOBS, namespace)).items
     alive = {one["metadata"]["name"] for one in kept if "deletionTimestamp" not in one["metadata"]}
     assert alive == {"tiny-2", "tiny-3"}
@@ -580,14 +585,14 @@ def test_the_log_tail_of_the_root_cause_outlives_its_pod(
     }
     failed = {"status": status}
     api.run(api.client.patch(PODS, name, namespace, failed, subresource="status"))
-    seen = asyncio.run(backend.observe(handle))
+    seen = asyncio.run(backend.observe(ref_to(handle)))
     assert (seen.phase, seen.all_gone) == (AttemptPhase.FAILED, True)
     assert seen.termination == said
     api.run(api.client.delete(PODS, name, namespace))
     wait_until(lambda: api.run(api.client.list(PODS, namespace)).items == [], 10)
 
     async def lines() -> list[str]:
-        return [line async for line in backend.logs(handle, 0)]
+        return [line async for line in backend.logs(ref_to(handle), 0)]
 
     assert asyncio.run(lines()) == [
         f"the pod of rank 0 of {namespace}/tiny-1 is gone",

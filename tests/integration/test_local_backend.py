@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backend_contract import BackendContract, observed_until_gone, planned, wait_for
+from builders import after, ref_to
 from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle
 from finetune_operator.backends.local import locks, proc
 from finetune_operator.backends.local.backend import LocalBackend
@@ -76,7 +78,7 @@ def _submit(backend: LocalBackend, **overrides: Any) -> Handle:
     request = backend.render(planned(**overrides), Attempt(1))
     handle = wait_for(backend.submit(request))
     nodes = request.objects[2:]
-    wait_until(lambda: wait_for(backend.observe(handle)).phase is not AttemptPhase.PENDING)
+    wait_until(lambda: wait_for(backend.observe(ref_to(handle))).phase is not AttemptPhase.PENDING)
     folder = Path(request.name)
     wait_until(lambda: all((folder / f"node-{n}.json").exists() for n in range(len(nodes))))
     return handle
@@ -94,7 +96,9 @@ def test_a_finished_attempt_succeeds_with_its_last_words(folder: Path) -> None:
     assert seen.termination.message == "node 0: trained to the end"
     assert seen.progress is not None
     assert seen.progress.step == 2
-    assert wait_for(backend.collect(handle)) == [f"file://{folder}/runs/default/tiny/output"]
+    assert wait_for(backend.collect(ref_to(handle))) == [
+        f"file://{folder}/runs/default/tiny/output"
+    ]
 
 
 @pytest.mark.parametrize("code", [1, 65, 75, 78, 93])
@@ -148,28 +152,30 @@ def test_a_lost_node_fails_the_attempt_and_is_gone_only_with_the_others(folder: 
     backend = local_backend(folder, {"1": {"steps": 1000}})
     handle = _submit(backend, topology={"nodes": 2})
     os.kill(_main_pid(folder, node=1), signal.SIGKILL)
-    wait_until(lambda: wait_for(backend.observe(handle)).phase is AttemptPhase.FAILED)
-    seen = wait_for(backend.observe(handle))
+    wait_until(lambda: wait_for(backend.observe(ref_to(handle))).phase is AttemptPhase.FAILED)
+    seen = wait_for(backend.observe(ref_to(handle)))
     assert (seen.all_gone, seen.nodes_ready, seen.node) == (False, 1, "node-1")
-    wait_for(backend.cancel(handle, 10.0))
+    wait_for(backend.cancel(ref_to(handle), after(10.0)))
     seen = observed_until_gone(backend, handle)
     assert seen.node == "node-1"
     assert not is_running(_main_pid(folder, node=0))
 
 
 def test_a_deaf_process_is_killed_after_the_grace_also_by_another_caller(folder: Path) -> None:
-    time = [1000.0]
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    time = [start]
     plays = {"1": {"steps": 10_000, "is_deaf": True}}
     backend = local_backend(folder, plays, now=lambda: time[0])
     handle = _submit(backend)
     wait_until(lambda: starts(folder) == [(1, 0)])
-    wait_for(backend.cancel(handle, 60.0))
+    wait_for(backend.cancel(ref_to(handle), start + timedelta(seconds=60)))
     restarted = local_backend(folder, plays, now=lambda: time[0])
-    time[0] = 1030.0
-    wait_for(restarted.cancel(handle, 60.0))  # the grace counts from the first call
-    time[0] = 1059.0
-    assert not wait_for(restarted.observe(handle)).all_gone
-    time[0] = 1060.0
+    time[0] = start + timedelta(seconds=30)
+    later = start + timedelta(seconds=90)  # only an earlier time would count
+    wait_for(restarted.cancel(ref_to(handle), later))
+    time[0] = start + timedelta(seconds=59)
+    assert not wait_for(restarted.observe(ref_to(handle))).all_gone
+    time[0] = start + timedelta(seconds=60)
     seen = observed_until_gone(restarted, handle)
     assert seen.termination is not None
     assert seen.termination.exit_code == 137
@@ -221,7 +227,7 @@ def _survives_a_kill(folder: Path, event: int) -> bool:
     was_killed = run_and_kill(lambda: _submit_two_nodes(folder, steps=1000), event)
     handle = _submit_two_nodes(folder, steps=1000)
     wait_until(lambda: len(starts(folder)) >= 2)
-    wait_for(local_backend(folder).cancel(handle, 0.0))
+    wait_for(local_backend(folder).cancel(ref_to(handle), after(0.0)))
     observed_until_gone(local_backend(folder), handle)
     assert starts(folder) == [(1, 0), (1, 1)], f"killed before event {event}"
     return was_killed
@@ -246,7 +252,7 @@ def test_the_token_reaches_the_process_and_no_file(folder: Path) -> None:
     assert f"HF_TOKEN={secret}" in process
     assert "\0RANK=" not in process
     assert "AWS_SECRET_ACCESS_KEY" not in process
-    wait_for(backend.cancel(handle, 0.0))
+    wait_for(backend.cancel(ref_to(handle), after(0.0)))
     observed_until_gone(backend, handle)  # else files come and go while they are read
     texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     assert texts
@@ -274,7 +280,7 @@ def test_logs_show_the_nodes_output_until_the_rank_writes_its_own(folder: Path) 
     observed_until_gone(backend, handle)
 
     async def read() -> list[str]:
-        return [line async for line in backend.logs(handle, 0, follow=True)]
+        return [line async for line in backend.logs(ref_to(handle), 0, follow=True)]
 
     assert asyncio.run(read()) == ["node 0 of attempt 1 starts at step 0"]
     logs = folder / "runs/default/tiny/logs"

@@ -4,12 +4,14 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from aks_cases import JOB, profile
 from backend_contract import planned
+from builders import ref_to
 from fake_api import FakeApi
 from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend
@@ -239,21 +241,30 @@ def test_what_a_deleted_job_reported_is_forgotten() -> None:
         return any(type(one) is Progress and one.step == step for one in gc.get_objects())
 
     async def tell(backend: AksBackend, handle: Handle) -> None:
-        seen = await backend.observe(handle)
+        seen = await backend.observe(ref_to(handle))
         while seen.progress is None:  # a slow machine: it comes in a moment
             await asyncio.sleep(seen.requeue_seconds or 0.1)
-            seen = await backend.observe(handle)
+            seen = await backend.observe(ref_to(handle))
 
     async def story() -> None:
         backend = AksBackend(BackendContext(Path(), cluster=Cluster(FakeApi(), caches.__getitem__)))
         async with served(Progress(phase=Phase.TRAINING, step=step), []) as port:
             await tell(backend, await running(backend, caches, port))
         assert is_kept()
-        caches[JOBS].replace([], "100")
-        caches[PODS].replace([], "100")
-        other = planned("uid-2", **{**JOB, "metadata.name": "other"})
-        await backend.submit(backend.render(other, Attempt(1)))
+        backend.forget("uid-1")
         assert not is_kept()
+
+    asyncio.run(story())
+
+
+def test_checkpoints_are_named_by_the_uri_of_the_job() -> None:
+    async def story() -> None:
+        caches = filled_caches()
+        backend = AksBackend(BackendContext(Path(), cluster=Cluster(FakeApi(), caches.__getitem__)))
+        ref = ref_to(await running(backend, caches, port=9999))
+        spec = planned(**JOB).job.spec
+        assert (await backend.observe(replace(ref, spec=spec))).checkpoints == spec.checkpoint.uri
+        assert (await backend.observe(ref)).checkpoints == ""
 
     asyncio.run(story())
 
@@ -275,10 +286,10 @@ def test_at_the_end_of_a_term_no_question_stays_open() -> None:
         async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             handle = await running(backend, caches, port)
-            await backend.observe(handle)
+            await backend.observe(ref_to(handle))
             await asyncio.sleep(FIRST_SECONDS)
             async with asyncio.timeout(1.5):  # the question itself gives up after 2 s
-                await backend.observe(handle)
+                await backend.observe(ref_to(handle))
                 await asked.wait()
                 await cluster.at_end.aclose()
                 await left.wait()

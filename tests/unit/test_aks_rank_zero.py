@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aks_cases import JOB, profile
 from backend_contract import planned
+from builders import ref_to
 from fake_api import FakeApi
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import FACTS_ANNOTATION
@@ -105,7 +106,7 @@ async def named(world: OnePod) -> tuple[AksBackend, Handle]:
     backend = world.process()
     handle = await submitted(backend)
     world.run_rank_zero(handle, "10.0.0.1", 1)
-    await backend.observe(handle)
+    await backend.observe(ref_to(handle))
     return backend, handle
 
 
@@ -116,7 +117,7 @@ def test_a_first_attempt_costs_one_request_and_another_look_none() -> None:
         handle = await submitted(backend)
         world.run_rank_zero(handle, "10.0.0.1", 1)
         for _ in range(2):
-            await backend.observe(handle)
+            await backend.observe(ref_to(handle))
         assert world.calls == ["create"]
         assert world.endpoint == ("tiny-1-0", ["10.0.0.1"])
 
@@ -134,7 +135,7 @@ def test_a_new_process_reads_a_name_that_leads_there_and_writes_nothing() -> Non
         await world.api.replace(ENDPOINT_SLICES, made, "default")
         second = world.process()
         for _ in range(2):
-            await second.observe(handle)
+            await second.observe(ref_to(handle))
         assert world.calls == []
 
     run(work())
@@ -146,7 +147,7 @@ def test_a_new_process_gives_a_name_that_nobody_has_given() -> None:
         handle = await submitted(world.process())
         second = world.process()
         world.run_rank_zero(handle, "10.0.0.1", 1)
-        await second.observe(handle)
+        await second.observe(ref_to(handle))
         assert world.calls == ["create"]
         assert world.endpoint == ("tiny-1-0", ["10.0.0.1"])
 
@@ -164,7 +165,7 @@ def test_an_edited_batch_job_cannot_have_a_pod_named_below_the_service_of_anothe
         await world.api.patch(JOBS, "tiny-1", "default", change)
         second = world.process()
         world.run_rank_zero(handle, "10.0.0.1", 1)
-        await second.observe(handle)
+        await second.observe(ref_to(handle))
         (named,) = world.api.objects(ENDPOINT_SLICES)
         assert named["metadata"]["name"] == "tiny-finetune"
         assert named["metadata"]["labels"]["kubernetes.io/service-name"] == "tiny-finetune"
@@ -179,7 +180,7 @@ def rename(make: Callable[[OnePod, AksBackend], AksBackend]) -> OnePod:
         backend = make(world, backend)
         world.calls.clear()
         world.run_rank_zero(handle, "10.0.0.2", 2)
-        await backend.observe(handle)
+        await backend.observe(ref_to(handle))
         return world
 
     return run(work())
@@ -205,7 +206,7 @@ def test_a_process_that_is_shown_no_names_reads_before_it_writes() -> None:
         second = world.process()
         for version in (1, 2):
             world.run_rank_zero(handle, f"10.0.0.{version}", version)
-            await second.observe(handle)
+            await second.observe(ref_to(handle))
         assert world.calls == ["get", "create", "get", "patch"]
         assert world.endpoint == ("tiny-1-0", ["10.0.0.2"])
 
@@ -219,7 +220,7 @@ def test_an_address_that_changes_again_is_told_again() -> None:
         second = world.process()
         for version in (1, 2):
             world.run_rank_zero(handle, f"10.0.0.{version}", version)
-            await second.observe(handle)
+            await second.observe(ref_to(handle))
         assert world.calls == ["create", "patch"]
         assert world.endpoint == ("tiny-1-0", ["10.0.0.2"])
 
@@ -239,13 +240,13 @@ def test_a_name_that_was_deleted_meanwhile_is_given_again() -> None:
 
         world.api.before = delete
         world.run_rank_zero(handle, "10.0.0.2", 2)
-        told = (await second.observe(handle)).obstacle
+        told = (await second.observe(ref_to(handle))).obstacle
         assert told is not None
         assert (told.reason, told.effect) == ("CreationFailed", Effect.STALLED)
         world.api.before = deleted
         await world.api.delete(ENDPOINT_SLICES, "tiny-finetune", "default")
         await asyncio.sleep(AGAIN_SECONDS)
-        await second.observe(handle)
+        await second.observe(ref_to(handle))
         assert world.endpoint == ("tiny-1-0", ["10.0.0.2"])
 
     run(work())
@@ -260,7 +261,7 @@ def test_the_next_attempt_takes_the_name_over_and_creates_nothing_that_is_there(
         world.api.after = lambda verb, resource, name: written.append(f"{verb} {name}")
         second = await submitted(backend, 2)
         world.run_rank_zero(second, "10.0.0.1", 10)
-        await backend.observe(second)
+        await backend.observe(ref_to(second))
         assert written == ["create tiny-2", "patch tiny-finetune"]
         assert world.endpoint == ("tiny-2-0", ["10.0.0.1"])
 

@@ -7,6 +7,7 @@ import pytest
 
 from aks_cases import JOB, profile
 from backend_contract import planned
+from builders import ref_to
 from fake_api import FakeApi
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
@@ -78,7 +79,7 @@ def test_an_attempt_that_was_opened_is_found_before_a_watch_tells_of_it() -> Non
         assert isinstance(found, Found)
         assert found.handle == handle
         assert len(cache(JOBS)) == 1  # or the next look would take it for one that was deleted
-        assert not (await second.observe(handle)).all_gone
+        assert not (await second.observe(ref_to(handle))).all_gone
 
     run(work())
 

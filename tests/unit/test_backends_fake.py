@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from backend_contract import BackendContract, planned
+from builders import ref_to
+from decisions import START
 from finetune_operator.backends.base import Attempt, Backend
 from finetune_operator.backends.fake import PREEMPTED, RUNNING, FakeBackend, ended
 from finetune_operator.errors import TransientError
@@ -24,7 +26,7 @@ class FakeHarness:
         return self._backend
 
     def state(self) -> Any:
-        return {name: (run.request, tuple(run.graces)) for name, run in self._backend.runs.items()}
+        return {name: (run.request, tuple(run.cancels)) for name, run in self._backend.runs.items()}
 
 
 class TestFakeBackend(BackendContract):
@@ -38,7 +40,7 @@ def test_script_is_followed_line_by_line_and_its_last_line_stays() -> None:
 
     async def look() -> list[object]:
         handle = await backend.submit(backend.render(planned(), Attempt(1)))
-        return [await backend.observe(handle) for _ in range(3)]
+        return [await backend.observe(ref_to(handle)) for _ in range(3)]
 
     assert asyncio.run(look()) == [RUNNING, ended(), ended()]
 
@@ -59,8 +61,8 @@ def test_a_cancelled_attempt_is_preempted_by_default() -> None:
 
     async def cancel() -> object:
         handle = await backend.submit(backend.render(planned(), Attempt(1)))
-        await backend.cancel(handle, 30.0)
-        return await backend.observe(handle)
+        await backend.cancel(ref_to(handle), START)
+        return await backend.observe(ref_to(handle))
 
     assert asyncio.run(cancel()) == PREEMPTED
-    assert backend.run(1).graces == [30.0]
+    assert backend.run(1).cancels == [START]

@@ -9,7 +9,7 @@ from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.backends.fake import PREEMPTED, ended
 from finetune_operator.reconcile.conditions import rfc3339
-from finetune_operator.reconcile.decide import Cancel, Collect, Submit
+from finetune_operator.reconcile.decide import Collect, Submit
 from finetune_trainer.config import CheckpointRef, FailureClass, Phase
 
 KILLED = ended(137, FailureClass.WORKER_LOST, "node 0 was killed")
@@ -87,7 +87,7 @@ def test_an_obstacle_that_stalls_is_told_of_an_attempt_that_trains_and_of_one_th
     assert life.said("Stalled") == "no space is left; raise the quota"
     assert life.condition("Running") == ("True", "Training")
     life.suspend(True)
-    assert life.see(replace(running(4), obstacle=IN_THE_WAY)) == (Cancel(120.0),)
+    assert life.see(replace(running(4), obstacle=IN_THE_WAY)) == life.cancel_in(120.0)
     assert life.condition("Stalled") == stalled
     life.see(running(4))
     assert life.condition("Stalled")[0] == "False"
@@ -117,7 +117,7 @@ def test_the_pending_deadline_of_what_went_back_to_waiting_counts_from_then() ->
     life.wait(59)
     assert life.see(PENDING) == ()
     life.wait(1)
-    assert life.see(PENDING) == (Cancel(120.0),)
+    assert life.see(PENDING) == life.cancel_in(120.0)
     assert life.condition("Failed") == ("False", "PendingDeadlineExceeded")
 
 
@@ -146,7 +146,7 @@ def test_a_finished_job_is_left_alone() -> None:
 def test_the_next_attempt_waits_until_the_lost_one_is_gone() -> None:
     life = started()
     life.see(running(3))
-    assert life.see(lives(KILLED)) == (Cancel(10.0),)
+    assert life.see(lives(KILLED)) == life.cancel_in(10.0)
     assert life.status.phase is JobPhase.RESTARTING
     assert life.status.attempt == 1
     assert life.see(KILLED) == (Submit(2),)
@@ -157,7 +157,7 @@ def test_the_next_attempt_waits_until_the_lost_one_is_gone() -> None:
 
 def test_nodes_that_stop_together_after_a_preemption_keep_the_whole_grace() -> None:
     life = started(deadlines__termination_grace_seconds=90)
-    assert life.see(lives(PREEMPTED)) == (Cancel(90.0),)
+    assert life.see(lives(PREEMPTED)) == life.cancel_in(90.0)
 
 
 def test_counted_restarts_end_at_their_limit_with_the_last_message() -> None:
@@ -257,9 +257,10 @@ def test_suspending_stops_with_the_grace_and_counts_nothing() -> None:
     life = started(deadlines__termination_grace_seconds=33)
     life.see(running(3))
     life.suspend(True)
-    assert life.see(running(4)) == (Cancel(33.0),)
+    assert life.see(running(4)) == life.cancel_in(33.0)
     assert life.status.phase is JobPhase.SUSPENDING
-    assert life.see(running(4)) == (Cancel(33.0),)
+    life.wait(10)
+    assert life.see(running(4)) == life.cancel_in(23.0)
     assert life.see(PREEMPTED) == ()
     assert life.status.phase is JobPhase.SUSPENDED
     assert life.condition("Suspended") == ("True", "SuspendedByUser")
@@ -319,7 +320,7 @@ def test_resuming_while_it_stops_waits_for_the_end_and_goes_on_uncounted() -> No
     life.suspend(True)
     life.see(running(3))
     life.suspend(False)
-    assert life.see(running(3)) == (Cancel(120.0),)
+    assert life.see(running(3)) == life.cancel_in(120.0)
     assert life.see(KILLED) == (Submit(2),)
     assert life.status.restarts.counted == life.status.restarts.disruptions == 0
 
@@ -353,7 +354,7 @@ def test_the_active_deadline_stops_the_job_and_fails_it_when_it_is_gone() -> Non
     assert life.see(running(3)) == ()
     assert life.requeue == 0.5
     life.wait(1)
-    assert life.see(running(3)) == (Cancel(30.0),)
+    assert life.see(running(3)) == life.cancel_in(30.0)
     assert life.condition("Failed") == ("False", "ActiveDeadlineExceeded")
     assert life.see(PREEMPTED) == ()
     assert life.condition("Failed") == ("True", "ActiveDeadlineExceeded")
@@ -366,7 +367,7 @@ def test_the_pending_deadline_counts_only_while_nothing_runs() -> None:
     assert life.see(running(1)) == ()
     life = started(deadlines__pending_seconds=60)
     life.wait(60)
-    assert life.see(PENDING) == (Cancel(120.0),)
+    assert life.see(PENDING) == life.cancel_in(120.0)
     life.see(Observation(AttemptPhase.FAILED, all_gone=True))
     assert life.condition("Failed") == ("True", "PendingDeadlineExceeded")
 
@@ -389,7 +390,7 @@ def test_the_pending_deadline_does_not_count_the_time_in_a_queue() -> None:
     life.wait(3600)
     assert life.see(PENDING) == ()
     life.wait(60)
-    assert life.see(PENDING) == (Cancel(120.0),)
+    assert life.see(PENDING) == life.cancel_in(120.0)
     assert life.condition("Failed") == ("False", "PendingDeadlineExceeded")
 
 
@@ -413,7 +414,7 @@ def test_looks_that_fail_for_long_are_told_of_an_attempt_that_does_not_run_yet()
     assert life.condition("ResourcesReady") == ("False", "BackendFailed")
     assert life.said("Ready") == "no answer"
     life.wait(60)
-    assert life.see(fails) == (Cancel(120.0),)
+    assert life.see(fails) == life.cancel_in(120.0)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +447,7 @@ def test_a_suspended_job_has_no_running_deadline() -> None:
     life.wait(99)
     assert life.see(running(4)) == ()
     life.wait(1)
-    assert life.see(running(4)) == (Cancel(120.0),)
+    assert life.see(running(4)) == life.cancel_in(120.0)
 
 
 def test_progress_is_written_at_most_once_an_interval_unless_the_phase_changes() -> None:
@@ -480,19 +481,16 @@ def test_the_last_progress_is_never_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "expected"),
+    ("folder", "expected"),
     [
-        (None, "file:///run/checkpoints/step-4"),
-        ("file://./saved", "file:///run/checkpoints/step-4"),
+        ("", "file:///run/checkpoints/step-4"),
         ("pvc://claim/saved/", "pvc://claim/saved/step-4"),
     ],
 )
-def test_the_ledger_names_checkpoints_so_that_others_find_them(
-    uri: str | None, expected: str
-) -> None:
+def test_the_ledger_names_checkpoints_so_that_others_find_them(folder: str, expected: str) -> None:
     ref = CheckpointRef(step=4, path="/run/checkpoints/step-4", time=0.0, world_size=2)
-    life = started(checkpoint__uri=uri)
-    life.see(running(4, checkpoint=ref, resumed_step=2))
+    life = started()
+    life.see(replace(running(4, checkpoint=ref, resumed_step=2), checkpoints=folder))
     last = life.status.checkpoint.last
     assert (last.uri, last.time) == (expected, "1970-01-01T00:00:00Z")
     assert life.condition("CheckpointReady") == ("True", "Committed")
@@ -510,7 +508,7 @@ def test_what_is_left_of_a_vanished_attempt_is_told_and_stopped() -> None:
     life = started()
     life.see(running(3))
     left = Observation(AttemptPhase.FAILED, message="Job tiny-1 does not exist any more")
-    assert life.see(left) == (Cancel(10.0),)
+    assert life.see(left) == life.cancel_in(10.0)
     assert life.status.phase is JobPhase.RESTARTING
     assert life.condition("Running") == ("False", "Restarting")
     assert life.said("Ready").startswith("Job tiny-1 does not exist any more; waiting until")

@@ -7,23 +7,23 @@ all that a new process knows.
 
 import asyncio
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from builders import manifest
+from builders import manifest, ref_to
 from decisions import START, lives, running
 from fake_api import FakeApi
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.api.validate import defaulted
-from finetune_operator.backends.base import BackendContext, Handle, Observation, Request
+from finetune_operator.backends.base import AttemptRef, BackendContext, Handle, Observation, Request
 from finetune_operator.backends.fake import RUNNING, FakeBackend, FakeRun, ended
+from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
-from finetune_operator.kernel.jobs import Backends
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Resource
@@ -70,10 +70,11 @@ class FragileBackend(FakeBackend):
         self.fuse.burn()
         return handle
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         self.fuse.burn()
-        await super().cancel(handle, grace_seconds)
+        is_accepted = await super().cancel(ref, until)
         self.fuse.burn()
+        return is_accepted
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -219,7 +220,7 @@ class AnyOrder(RuleBasedStateMachine):
         handle = handle_of(job.status)
         if handle is None or is_settled(job.status):
             return
-        seen: Observation = asyncio.run(FakeBackend.observe(self.backend, handle))
+        seen: Observation = asyncio.run(FakeBackend.observe(self.backend, ref_to(handle)))
         plan = make_plan(job)
         once = decide(job, seen, self.now, plan).status
         if once.attempt != job.status.attempt:

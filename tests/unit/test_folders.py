@@ -13,7 +13,7 @@ from builders import job, manifest
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import BackendContext, Written
-from finetune_operator.backends.folders import FolderIndex, written_by
+from finetune_operator.backends.folders import FolderIndex
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.cli.app import app
 
@@ -47,9 +47,9 @@ def output(uri: str, namespace: str = "team") -> FineTuneJob:
 def do_touch(first: tuple[AksBackend, FineTuneJob], second: tuple[AksBackend, FineTuneJob]) -> bool:
     index = FolderIndex[int]()
     for number, (made, one) in enumerate((first, second)):
-        index.put(number, written_by(made, one))
+        index.put(number, made.writes(one))
     made, one = second
-    return any(list(index.touching(mine, besides=1)) for mine in written_by(made, one))
+    return any(list(index.touching(mine, besides=1)) for mine in made.writes(one))
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_on_this_machine_links_are_followed_and_the_run_directory_counts(tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "real")
     local = LocalBackend(BackendContext(tmp_path))
     fields = {"checkpoint__uri": "file://./link/../link//x", "backend.local.runDirectory": "mine"}
-    run, checkpoint = written_by(local, job(**fields))
+    run, checkpoint = local.writes(job(**fields))
     assert run.place == ("disk", *(tmp_path / "mine").resolve().parts)
     assert checkpoint == Written(
         "spec.checkpoint.uri",
         "file://./link/../link//x",
         ("disk", *(tmp_path / "real" / "x").resolve().parts),
     )
-    assert written_by(local, job(output__uri="pvc://c/x")) == ()  # refused for it
+    assert not local.writes(job(output__uri="pvc://c/x"))  # refused for it
 
 
 def test_who_is_gone_is_forgotten() -> None:

@@ -54,8 +54,12 @@ def test_without_any_backend_the_message_says_to_install_the_package() -> None:
     [
         pytest.param("no.such.module:Class", "ModuleNotFoundError", id="module is missing"),
         pytest.param("json:NoSuchClass", "AttributeError", id="class is missing"),
-        pytest.param("json:JSONDecoder", "lacks name, needs_finalizer", id="not a backend"),
-        pytest.param("os:name", "lacks name", id="not a class"),
+        pytest.param(
+            "json:JSONDecoder",
+            "does not inherit finetune_operator.backends.base.Backend",
+            id="not a backend",
+        ),
+        pytest.param("os:name", "does not inherit", id="not a class"),
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_broken_with_its_cause(target: str, said: str) -> None:

@@ -1,21 +1,23 @@
 """The contract every backend keeps; DESIGN section 5 (Contract C).
 
 `reconcile` decides, a backend acts. A backend never retries, never waits and never writes the
-job's status: it renders, submits, observes and cancels one attempt. A plugin registers its class
-under the entry-point group `finetune_operator.backends`; the suite in `tests/backend_contract.py`
-is what "keeps the contract" means.
+job's status: it renders, submits, observes and cancels one attempt. A plugin inherits `Backend` and
+registers its class under the entry-point group `finetune_operator.backends`; the suite in
+`tests/backend_contract.py` is what "keeps the contract" means.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile
+from finetune_operator.kube.cache import Key
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import FailureClass, Progress, Termination
@@ -91,6 +93,25 @@ class Handle:
 
 
 @dataclass(frozen=True)
+class AttemptRef:
+    """One attempt, as verbs are asked about it.
+
+    Attributes:
+        job: Its job.
+        job_uid: What tells that job from another one of its name.
+        number: Of the attempt.
+        handle: As `submit` or `find` returned it.
+        spec: Of the job; None where it cannot be read.
+    """
+
+    job: Key
+    job_uid: str
+    number: int
+    handle: Handle
+    spec: FineTuneJobSpec | None = None
+
+
+@dataclass(frozen=True)
 class Found:
     """An attempt that exists, as its name led to it.
 
@@ -146,6 +167,8 @@ class Observation:
         nodes_ready: Nodes whose main process runs.
         termination: Termination message, once it ended; that of the root cause if a node failed.
         progress: What rank 0 published last; None before that.
+        checkpoints: URI of the folder that holds its checkpoints; empty where those have the paths
+            that rank 0 names.
         node: Node of the rank whose failure is the root cause, if known.
         disruptions: How often the service has moved it, while the attempt goes on.
         failure_class: Why it ended, where no process has left a termination; None: a lost worker.
@@ -162,6 +185,7 @@ class Observation:
     nodes_ready: int = 0
     termination: Termination | None = None
     progress: Progress | None = None
+    checkpoints: str = ""
     node: str = ""
     disruptions: int = 0
     failure_class: FailureClass | None = None
@@ -182,16 +206,18 @@ class BackendContext:
         cluster: Client and caches where the operator makes the backend; None elsewhere, where
             only `validate` and `render` are asked of a backend that needs one.
         profiles: FineTuneProfiles by name, known without a cluster.
+        now: The time, with a zone.
     """
 
     manifest_dir: Path
     environ: Mapping[str, str] = field(default_factory=dict)
     cluster: "Cluster | None" = None
     profiles: Mapping[str, FineTuneProfile] = field(default_factory=dict)
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
 
-class Backend(Protocol):
-    """Five verbs and four readers; made by `Backend(context)`."""
+class Backend(ABC):
+    """Runs attempts of jobs somewhere; made by `Backend(context)`, which asks nobody."""
 
     name: ClassVar[str]
     needs_finalizer: ClassVar[bool]
@@ -209,29 +235,32 @@ class Backend(Protocol):
     runs_without_cluster: ClassVar[bool]
     """Whether `ftctl run` and `ftctl dev` may use it."""
 
-    watches: ClassVar[tuple[Watch, ...]]
+    watches: ClassVar[tuple[Watch, ...]] = ()
     """Kinds in the cluster whose events have a job reconciled; may be empty.
 
     No job is reconciled while a vital one cannot be listed and watched in its namespace.
     """
 
+    @abstractmethod
     def __init__(self, context: BackendContext) -> None: ...
 
+    @abstractmethod
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what this backend cannot do; opens no file that the job names."""
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what is wrong with what the job names: missing files, folders not writable."""
+        return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """List the folders that the job writes and another one could, too; asks nobody.
+        """List the folders that the job writes and another one could, too; asks nobody."""
+        return ()
 
-        A plugin without it takes part in no comparison of folders.
-        """
-
+    @abstractmethod
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return what `submit` would create; pure: same plan and attempt, same request."""
 
+    @abstractmethod
     async def submit(self, request: Request) -> Handle:
         """Create the attempt, or adopt it where it exists already and is the job's own.
 
@@ -241,6 +270,7 @@ class Backend(Protocol):
             BackendError: it cannot be created; `retryable` says whether to try again.
         """
 
+    @abstractmethod
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
         """Return the job's own attempt where it exists, however little of it; creates nothing.
 
@@ -248,17 +278,27 @@ class Backend(Protocol):
         that `job.status` tells of, None must be sure: its job may be told to be suspended.
         """
 
-    async def observe(self, handle: Handle) -> Observation:
-        """Look at the attempt; never waits for anything to happen."""
+    @abstractmethod
+    async def observe(self, ref: AttemptRef) -> Observation:
+        """Return what is known of the attempt by now; waits for nothing to happen."""
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
-        """Ask the attempt to stop with a checkpoint; after the grace it is killed.
+    @abstractmethod
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
+        """Ask the attempt to stop with a checkpoint; what is left of it is killed at `until`.
 
-        Returns at once and may be called again; the grace counts from the first call.
+        Returns without waiting for that, and may be called again, also with an earlier `until`.
+
+        Returns:
+            Whether the request was accepted, so that the attempt will end.
         """
 
-    def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+    @abstractmethod
+    def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
         """Yield the lines of one rank's log, without line ends; `follow` goes on to its end."""
 
-    async def collect(self, handle: Handle) -> Sequence[str]:
+    @abstractmethod
+    async def collect(self, ref: AttemptRef) -> Sequence[str]:
         """Return URIs of what the attempt exported."""
+
+    def forget(self, job_uid: str) -> None:
+        """Drop what is kept in memory about a job that is over or gone."""

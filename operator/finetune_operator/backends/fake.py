@@ -6,6 +6,7 @@ elsewhere only for reasons of the other backend. Nothing here reads time or chan
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
+    AttemptRef,
+    Backend,
     BackendContext,
     Found,
     Handle,
@@ -22,7 +25,6 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.errors import AlreadyOwnedError, BackendError, NoSuchRankError
-from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import ExitCode, FailureClass, Progress, Termination
 
@@ -56,14 +58,14 @@ class FakeRun:
     Attributes:
         request: What it was submitted with.
         script: What `observe` returns, one after the other; the last one for ever.
-        graces: Grace of each `cancel` so far.
+        cancels: When each `cancel` so far wants it to have ended.
         lines: Log lines by rank.
         artifacts: What `collect` returns.
     """
 
     request: Request
     script: list[Observation]
-    graces: list[float] = field(default_factory=list)
+    cancels: list[datetime] = field(default_factory=list)
     lines: dict[int, list[str]] = field(default_factory=dict)
     artifacts: list[str] = field(default_factory=list)
 
@@ -73,7 +75,7 @@ class FakeRun:
         return not self.script[0].all_gone
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """Backend `fake`.
 
     Args:
@@ -91,7 +93,6 @@ class FakeBackend:
     needs_finalizer: ClassVar[bool] = True
     finds_from_cache: ClassVar[bool] = False
     runs_without_cluster: ClassVar[bool] = False
-    watches: ClassVar[tuple[Watch, ...]] = ()
 
     def __init__(
         self,
@@ -107,10 +108,6 @@ class FakeBackend:
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """It can do everything."""
-        return ()
-
-    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """It reads nothing."""
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
@@ -154,37 +151,38 @@ class FakeBackend:
                 return Found(Handle(kind="Fake", name=request.name, uid=_uid(request)))
         return None
 
-    async def observe(self, handle: Handle) -> Observation:
+    async def observe(self, ref: AttemptRef) -> Observation:
         """Return the script's present line and go on to the next one."""
         self._raise("observe")
-        run = self._run(handle)
+        run = self._run(ref)
         if run is None:
             return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="never submitted")
         return run.script.pop(0) if len(run.script) > 1 else run.script[0]
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
-        """Note the grace; the first call replaces the script of an attempt that lives."""
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
+        """Note the time; the first call replaces the script of an attempt that lives."""
         self._raise("cancel")
-        run = self._run(handle)
+        run = self._run(ref)
         if run is None:
-            return
-        if run.is_alive and not run.graces:
+            return True
+        if run.is_alive and not run.cancels:
             run.script[:] = [self.after_cancel]
-        run.graces.append(grace_seconds)
+        run.cancels.append(until)
+        return True
 
-    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+    async def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
         """Yield the rank's lines."""
-        run = self._run(handle)
+        run = self._run(ref)
         if run is None or rank not in run.lines:
             said = ", ".join(map(str, run.lines)) if run is not None and run.lines else "none"
-            raise NoSuchRankError(f"rank {rank} does not exist; {handle.name} has {said}")
+            raise NoSuchRankError(f"rank {rank} does not exist; {ref.handle.name} has {said}")
         for line in run.lines[rank]:
             yield line
 
-    async def collect(self, handle: Handle) -> Sequence[str]:
+    async def collect(self, ref: AttemptRef) -> Sequence[str]:
         """Return the run's artifacts."""
         self._raise("collect")
-        run = self._run(handle)
+        run = self._run(ref)
         return tuple(run.artifacts) if run else ()
 
     @property
@@ -196,9 +194,9 @@ class FakeBackend:
         """Return the attempt of that number, for tests with one job."""
         return next(run for run in self.runs.values() if run.request.attempt == number)
 
-    def _run(self, handle: Handle) -> FakeRun | None:
-        run = self.runs.get(handle.name)
-        return run if run is not None and _uid(run.request) == handle.uid else None
+    def _run(self, ref: AttemptRef) -> FakeRun | None:
+        run = self.runs.get(ref.handle.name)
+        return run if run is not None and _uid(run.request) == ref.handle.uid else None
 
     def _raise(self, verb: str) -> None:
         if self.errors.get(verb):

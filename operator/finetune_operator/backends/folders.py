@@ -7,8 +7,7 @@ of one call. Pure.
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.backends.base import Backend, Written
+from finetune_operator.backends.base import Written
 
 Who = TypeVar("Who", bound=Hashable)
 
@@ -55,11 +54,6 @@ class FolderIndex(Generic[Who]):
             for who, one in (found or {}).items():
                 if who != besides:
                     yield who, one
-
-
-def written_by(backend: Backend, job: FineTuneJob) -> tuple[Written, ...]:
-    """Return the folders that the job writes; none of a plugin that cannot tell."""
-    return tuple(backend.writes(job)) if hasattr(backend, "writes") else ()
 
 
 def sentence(mine: Written, theirs: Written, whose: str) -> str:

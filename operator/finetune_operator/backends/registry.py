@@ -5,7 +5,7 @@ Looking at names imports nothing; only `load` imports the one plugin that is ask
 
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any
 
 from finetune_operator.backends.base import Backend
 from finetune_operator.errors import BrokenBackendError, UnknownBackendError
@@ -13,18 +13,7 @@ from finetune_operator.kube.watch import Watch
 
 GROUP = "finetune_operator.backends"
 
-_VERBS = (
-    "validate",
-    "check_inputs",
-    "render",
-    "submit",
-    "find",
-    "observe",
-    "cancel",
-    "logs",
-    "collect",
-)
-_DATA = ("name", "needs_finalizer", "finds_from_cache", "runs_without_cluster", "watches")
+_DATA = ("name", "needs_finalizer", "finds_from_cache", "runs_without_cluster")
 
 
 def available(points: Iterable[EntryPoint] | None = None) -> tuple[str, ...]:
@@ -41,7 +30,8 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
 
     Raises:
         UnknownBackendError: nothing is registered under that name.
-        BrokenBackendError: its import fails, two plugins claim the name, or it lacks a verb.
+        BrokenBackendError: its import fails, two plugins claim the name, or it does not keep the
+            contract of this release.
     """
     found = list(_points(points))
     targets = {point.value: point for point in found if point.name == name}
@@ -54,28 +44,31 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
         )
     (point,) = targets.values()
     try:
-        made = point.load()
+        made: Any = point.load()
     except Exception as error:
         raise BrokenBackendError(
             f"spec.backend.type {name}: the plugin {point.value} cannot be imported "
             f"({type(error).__name__}: {error}); reinstall it or ask its author"
         ) from error
-    if fault := _fault(made):
-        raise BrokenBackendError(
-            f"spec.backend.type {name}: the plugin {point.value} {fault}; it needs a version for "
-            "this release of finetune-operator"
-        )
-    return cast(type[Backend], made)
+    if not (isinstance(made, type) and issubclass(made, Backend)):
+        fault = f"does not inherit {Backend.__module__}.{Backend.__name__}"
+    else:
+        fault = _fault(made)
+        if not fault:
+            return made
+    raise BrokenBackendError(
+        f"spec.backend.type {name}: the plugin {point.value} {fault}; it needs a version for this "
+        "release of finetune-operator"
+    )
 
 
-def _fault(made: Any) -> str:
-    """Return what keeps an object from being a backend of this release; empty for nothing."""
-    missing = [part for part in (*_DATA, *_VERBS) if not hasattr(made, part)]
+def _fault(made: type[Backend]) -> str:
+    """Return what keeps a class from being a backend of this release; empty for nothing."""
+    missing = [part for part in _DATA if not hasattr(made, part)]
+    missing += sorted(made.__abstractmethods__)
     if missing:
         return f"lacks {', '.join(missing)}"
-    if not isinstance(made, type):
-        return "is not a class"
-    if not all(isinstance(one, Watch) for one in made.watches):  # type: ignore[attr-defined]
+    if not all(isinstance(one, Watch) for one in made.watches):
         return "has watches that are not of type finetune_operator.kube.watch.Watch"
     return ""
 

@@ -3,20 +3,20 @@
 `ftctl logs` calls it. It reads with the user's own rights: FineTuneJobs, batch Jobs, pods and logs.
 """
 
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends import registry
-from finetune_operator.backends.aks.names import BACKEND, AttemptName
-from finetune_operator.backends.base import BackendContext, Handle
+from finetune_operator.backends.base import Attempt, AttemptRef, Backend, BackendContext
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, Object
+from finetune_operator.kube.resources import FINE_TUNE_JOBS
 from finetune_trainer.config import FailureClass
 
 
@@ -65,42 +65,38 @@ def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> in
 
 async def _lines(client: HttpClient, job: Key, wanted: RankLog) -> AsyncIterator[str]:
     made = await _get_job(client, job)
-    status = FineTuneJobStatus.model_validate(made.get("status") or {})
-    if not status.attempt:
-        said = next((one.message for one in status.conditions if one.type == "Ready"), "")
+    if not made.status.attempt:
+        said = next((one.message for one in made.status.conditions if one.type == "Ready"), "")
         raise FineTuneError(f"FineTuneJob {job} has no attempt yet ({said})")
-    backend = made["spec"]["backend"]["type"]
-    if backend != BACKEND:
-        raise FineTuneError(
-            f"FineTuneJob {job} runs on backend {backend}, whose logs are not in the cluster"
-        )
-    number = attempt_number(f"FineTuneJob {job}", status, previous=wanted.previous)
-    name = AttemptName(job.namespace, job.name, number)
-    context = BackendContext(Path(), cluster=Cluster(client, ObjectCache))
-    handle = Handle("Job", str(name), await _uid(client, name, made["metadata"]["uid"]))
-    async for line in registry.load(BACKEND)(context).logs(handle, wanted.rank, wanted.follow):
+    number = attempt_number(f"FineTuneJob {job}", made.status, previous=wanted.previous)
+    context = BackendContext(Path(), dict(os.environ), Cluster(client, ObjectCache))
+    backend = registry.load(made.spec.backend.type)(context)
+    ref = await find_attempt(backend, made, number)
+    async for line in backend.logs(ref, wanted.rank, wanted.follow):
         yield line
 
 
-async def _get_job(client: HttpClient, job: Key) -> Object:
+async def find_attempt(backend: Backend, job: FineTuneJob, number: int) -> AttemptRef:
+    """Return one attempt of a job, which may be over.
+
+    Raises:
+        FineTuneError: nothing of it is left.
+    """
+    # As if nothing was known of its attempts: what stands in the way of a new one is left alone.
+    unopened = job.model_copy(update={"status": FineTuneJobStatus()})
+    found = await backend.find(unopened, Attempt(number))
+    key = Key(job.metadata.namespace, job.metadata.name)
+    if found is None:
+        raise FineTuneError(
+            f"nothing is left of attempt {number} of FineTuneJob {key}, and its logs went with it"
+        )
+    return AttemptRef(key, job.metadata.uid, number, found.handle, job.spec)
+
+
+async def _get_job(client: HttpClient, job: Key) -> FineTuneJob:
     try:
-        return await client.get(FINE_TUNE_JOBS, job.name, job.namespace)
+        return FineTuneJob.model_validate(await client.get(FINE_TUNE_JOBS, job.name, job.namespace))
     except NotFoundError as error:
         raise FineTuneError(
             f"there is no FineTuneJob {job} in {client.access.host}; kubectl get ftj -A lists them"
         ) from error
-
-
-async def _uid(client: HttpClient, name: AttemptName, job_uid: str) -> str:
-    """Return the uid of the attempt's batch Job."""
-    try:
-        there = await client.get(JOBS, name.batch_job, name.namespace)
-    except NotFoundError:
-        there = {"metadata": {}}
-    owners = [one["uid"] for one in there["metadata"].get("ownerReferences") or ()]
-    if job_uid not in owners:
-        raise FineTuneError(
-            f"Job {name} does not exist any more, and its logs went with it; the last two attempts "
-            "are kept"
-        )
-    return str(there["metadata"]["uid"])

@@ -11,7 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.base import Attempt, BackendContext, Handle, Observation, Request
+from finetune_operator.backends.base import (
+    Attempt,
+    AttemptRef,
+    BackendContext,
+    Handle,
+    Observation,
+    Request,
+)
 from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.backend import TRAINER, LocalBackend
 from finetune_operator.backends.local.environment import ENV_MARK
@@ -68,10 +75,10 @@ class FolderBackend(LocalBackend):
         _claim(store, job, request.attempt)
         return await super().submit(request)
 
-    async def observe(self, handle: Handle) -> Observation:
-        """Look at the attempt; the folder is given back when nothing of it lives."""
-        run_dir = folder_of(handle, self._base).run_dir
-        seen = await super().observe(handle)
+    async def observe(self, ref: AttemptRef) -> Observation:
+        """Observe the attempt; the folder is given back when nothing of it lives."""
+        run_dir = folder_of(ref.handle, self._base).run_dir
+        seen = await super().observe(ref)
         if seen.all_gone:
             self._release(run_dir)
         elif run_dir.is_dir():
@@ -81,9 +88,9 @@ class FolderBackend(LocalBackend):
                 raise TransientError(str(error)) from error
         return seen
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         """Send SIGTERM once; a later call can only bring the kill forward."""
-        await super().cancel(handle, 0.0 if self._is_forced() else grace_seconds)
+        return await super().cancel(ref, datetime.now(UTC) if self._is_forced() else until)
 
     def release_all(self) -> None:
         """Give all folders back; what runs in them runs on."""

@@ -11,7 +11,7 @@ import typer
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import ManifestRef, load_job
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.base import AttemptRef, BackendContext
 from finetune_operator.backends.local import records
 from finetune_operator.backends.local.layout import attempt_folder, folders_of, handle_for
 from finetune_operator.backends.local.records import AttemptRecord
@@ -45,13 +45,13 @@ def logs(
 ) -> None:
     """Print the log of one rank of a job on this machine, or in a cluster.
 
-    With --namespace, or a manifest whose backend is aks, it is read from the cluster that kubectl
-    would ask; what an attempt said last can be read there after its pods are gone. Otherwise a NAME
-    is looked for as runs/NAMESPACE/NAME in this folder and in the folders below it.
+    With --namespace, or a manifest whose backend needs a cluster, it is read from the cluster that
+    kubectl would ask; what an attempt said last can be read there after its pods are gone.
+    Otherwise a NAME is searched for as runs/NAMESPACE/NAME in this folder and those below it.
     """
     wanted = RankLog(rank, previous, follow)
     manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
-    if manifest is not None and manifest[0].spec.backend.type == "aks":
+    if manifest is not None and not _runs_here(manifest[0]):
         metadata = manifest[0].metadata
         _until_ctrl_c(print_log(Key(namespace or metadata.namespace, metadata.name), wanted))
     elif namespace is not None:
@@ -73,7 +73,13 @@ def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
     if record is None:
         raise FineTuneError(f"{folder.path} holds no attempt; its files were removed")
     handle = handle_for(folder, record.uid, run_dir)
-    _until_ctrl_c(_print(backend.logs(handle, wanted.rank, wanted.follow)))
+    key = Key(stored.metadata.namespace, stored.metadata.name)
+    ref = AttemptRef(key, stored.metadata.uid, number, handle, stored.spec)
+    _until_ctrl_c(_print(backend.logs(ref, wanted.rank, wanted.follow)))
+
+
+def _runs_here(job: FineTuneJob) -> bool:
+    return registry.load(job.spec.backend.type).runs_without_cluster
 
 
 def _until_ctrl_c(printing: Coroutine[Any, Any, None]) -> None:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from finetune_operator.api.crd import custom_resource_definition
 from finetune_operator.api.v1alpha1 import KIND, FineTuneJob, FineTuneJobSpec
-from finetune_operator.backends.base import BackendContext, Observation
+from finetune_operator.backends.base import AttemptRef, BackendContext, Observation
 from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.folder_backend import FolderBackend
@@ -131,8 +131,9 @@ class _Operator:
         handle, before = handle_of(job.status), self._seen
         if handle is None:
             return None
+        ref = AttemptRef(self._key, job.metadata.uid, job.status.attempt, handle, job.spec)
         try:
-            seen = self._seen = await self._backend.observe(handle)
+            seen = self._seen = await self._backend.observe(ref)
         except TransientError:
             return None
         if before is None or (before.phase, before.all_gone) != (seen.phase, seen.all_gone):

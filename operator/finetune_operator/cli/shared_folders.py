@@ -7,7 +7,7 @@ from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import ManifestRef
 from finetune_operator.backends.base import Backend, Written
-from finetune_operator.backends.folders import FolderIndex, sentence, written_by
+from finetune_operator.backends.folders import FolderIndex, sentence
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def shared_folders(jobs: Iterable[Checked]) -> Iterator[Problem]:
     """
     index, seen = FolderIndex[int](), list[Checked]()
     for number, checked in enumerate(jobs):
-        written = written_by(checked.backend, checked.job)
+        written = checked.backend.writes(checked.job)
         for mine in written:
             touching = sorted(index.touching(mine, besides=number), key=lambda found: found[0])
             for other, theirs in touching:

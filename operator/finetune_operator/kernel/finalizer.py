@@ -90,9 +90,10 @@ class Finalizer:
     async def _stop(self, view: JobView) -> tuple[JobView, Result]:
         """Cancel the open attempt and tell of it; no requeue once it is gone."""
         last, backend, seen = await self._last_created(view), None, None
-        if last.attempt is not None and last.handle is not None:
+        ref = last.ref
+        if last.attempt is not None and ref is not None:
             backend = self._backends.get(view.backend)
-            seen = await backend.observe(last.handle)
+            seen = await backend.observe(ref)
         spec = view.job.spec if view.parsed is not None else None
         now, generation = self._now(), view.metadata.generation
         decision = decide_deletion(
@@ -102,9 +103,9 @@ class Finalizer:
         if is_news and (decision.actions or set(view.finalizers) - {FINALIZER, FOREGROUND}):
             view = await self._writer.write(view, decision.status)
         order = next(iter(decision.actions), None)
-        if backend is None or last.handle is None or not isinstance(order, Cancel):
+        if backend is None or ref is None or not isinstance(order, Cancel):
             return view, NEVER
-        await backend.cancel(last.handle, order.grace_seconds)
+        await backend.cancel(ref, order.until)
         return view, Result(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
 
     async def _last_created(self, view: JobView) -> JobView:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.backends.base import Written
-from finetune_operator.backends.folders import FolderIndex, sentence, written_by
+from finetune_operator.backends.folders import FolderIndex, sentence
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.jobs import JobView, PendingStatuses
@@ -146,10 +146,10 @@ class FolderBook:
         entry = self._entries.get(key)
         if entry is None or not entry.is_gone:
             return False
-        handle = self._pending.added_to(entry.view).handle
-        if entry.view.parsed is not None and handle is not None:
+        ref = self._pending.added_to(entry.view).ref
+        if entry.view.parsed is not None and ref is not None:
             try:
-                if not (await self._backends.get(entry.view.backend).observe(handle)).all_gone:
+                if not (await self._backends.get(entry.view.backend).observe(ref)).all_gone:
                     return True
             except FineTuneError as error:
                 if error.retryable:
@@ -253,7 +253,7 @@ class FolderBook:
         if view.parsed is None:
             return ()
         try:
-            return written_by(self._backends.get(view.backend), view.job)
+            return tuple(self._backends.get(view.backend).writes(view.job))
         except FineTuneError:
             return ()  # told when the job is reconciled
         except Exception:

@@ -5,6 +5,7 @@ cache and of what no status holds yet, `Observer` adds an attempt that nobody wr
 here decides or writes.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from finetune_operator.api.v1alpha1.status import AttemptStatus
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
+    AttemptRef,
     Handle,
     Observation,
     Obstacle,
@@ -80,6 +82,14 @@ class JobView:
     def handle(self) -> Handle | None:
         """Of the newest attempt; None where it is not known to exist."""
         return attempts.handle_of(self.status)
+
+    @property
+    def ref(self) -> AttemptRef | None:
+        """The newest attempt, for its backend; None where it is not known to exist."""
+        if (handle := self.handle) is None:
+            return None
+        spec = self.parsed.spec if self.parsed is not None else None
+        return AttemptRef(self.key, self.uid, self.status.attempt, handle, spec)
 
     @property
     def metadata(self) -> ObjectMeta:
@@ -216,12 +226,13 @@ class JobIndex:
 
     def get(self, key: Key) -> JobView | None:
         """Return the job as it is seen now, or None if there is none."""
-        raw = self._find(key)
-        if raw is None:
-            self._read.pop(key, None)
+        raw, there = self._find(key), self._read.get(key)
+        if there is not None and (raw is None or raw["metadata"]["uid"] != there.uid):
+            self._read.pop(key)
             self._plans.pop(key, None)
+            self.forget(there)
+        if raw is None:
             return None
-        there = self._read.get(key)
         if there is None or there.raw is not raw:
             there = self._read[key] = read_job(raw)
         return self._pending.added_to(there)
@@ -232,6 +243,11 @@ class JobIndex:
         if raw is None or key in self._pending:
             return False
         return not (raw.get("status") or {}).get("observedGeneration")
+
+    def forget(self, view: JobView) -> None:
+        """Have its backend drop what it keeps about a job that is over or gone."""
+        with contextlib.suppress(FineTuneError):  # one that cannot be used keeps nothing
+            self._backends.get(view.backend).forget(view.uid)
 
     def plan(self, job: FineTuneJob) -> Plan | Rejection:
         """Return the job's plan; the spec alone decides it."""
@@ -344,10 +360,10 @@ class Observer:
         """
         if view.attempt is None:
             return None
-        if (handle := view.handle) is None:
+        if (ref := view.ref) is None:
             return _ABSENT if view.is_or_was_suspended else None  # it was looked for by its name
         try:
-            seen = await self._backends.of(view.job).observe(handle)
+            seen = await self._backends.of(view.job).observe(ref)
         except (BackendError, ApiError) as error:
             if not error.retryable:
                 raise

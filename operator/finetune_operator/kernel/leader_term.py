@@ -77,6 +77,7 @@ class LeaderTerm:
         self._settings = settings
         self._surroundings = surroundings or Surroundings()
         self._listen = listen
+        self._now = now
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
@@ -242,7 +243,9 @@ class LeaderTerm:
         )
 
     def _context(self) -> BackendContext:
-        return BackendContext(self._surroundings.folder, dict(os.environ), self._cluster)
+        return BackendContext(
+            self._surroundings.folder, dict(os.environ), self._cluster, now=self._now
+        )
 
     def _cache(self, resource: Resource) -> ObjectCache:
         return self._caches.setdefault(resource, ObjectCache(resource))

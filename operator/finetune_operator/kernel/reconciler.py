@@ -158,6 +158,7 @@ class Reconciler:
             return AT_ONCE
         if is_finished(view.status) and view.attempt is None:
             self._forget(view.key)
+            self._index.forget(view)
             return await self._finalizer.delete_when_due(view)
         return _wait(decision, delay)
 
@@ -182,10 +183,10 @@ class Reconciler:
 
     async def _collected(self, view: JobView, decision: Decision) -> FineTuneJobStatus:
         """Ask what was exported before Complete is written: after a crash it is asked again."""
-        handle = view.handle
-        if handle is None or _order(decision, Collect) is None:
+        ref = view.ref
+        if ref is None or _order(decision, Collect) is None:
             return decision.status
-        artifacts = list(await self._backends.of(view.job).collect(handle))
+        artifacts = list(await self._backends.of(view.job).collect(ref))
         return decision.status.model_copy(update={"artifacts": artifacts[:_MAX_ARTIFACTS]})
 
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
@@ -242,12 +243,12 @@ class Reconciler:
         Nobody else would tell: what a backend's own answers have put into its cache is not new
         any more when the watch brings it.
         """
-        handle, order = view.handle, _order(decision, Cancel)
-        if order is None or handle is None:
+        ref, order = view.ref, _order(decision, Cancel)
+        if order is None or ref is None:
             return False
         backend = self._backends.of(view.job)
-        await backend.cancel(handle, order.grace_seconds)
-        return (await backend.observe(handle)).all_gone
+        await backend.cancel(ref, order.until)
+        return (await backend.observe(ref)).all_gone
 
     async def _reject(
         self, view: JobView, rejection: Rejection, until: str = "the spec can be read"

@@ -67,6 +67,21 @@ def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
     )
 
 
+def stop(
+    status: FineTuneJobStatus, grace_seconds: float, now: datetime
+) -> tuple[FineTuneJobStatus, datetime]:
+    """Return the status with when the open attempt is killed, and that time.
+
+    A grace counts from the first time that the attempt was told to stop; a later one only shortens
+    it.
+    """
+    attempt, until = current(status), now + timedelta(seconds=grace_seconds)
+    until = until.replace(microsecond=0)
+    if attempt is not None and attempt.stop_deadline is not None:
+        until = min(until, parse_rfc3339(attempt.stop_deadline))
+    return change_current(status, stop_deadline=rfc3339(until)), until
+
+
 def with_handle(status: FineTuneJobStatus, handle: Handle) -> FineTuneJobStatus:
     """Return the status with what names the open attempt."""
     ref = BackendRef(kind=handle.kind, name=handle.name, uid=handle.uid, url=handle.url)
@@ -239,15 +254,22 @@ def progress_due_at(status: FineTuneJobStatus, spec: FineTuneJobSpec) -> datetim
 
 
 def with_progress(
-    status: FineTuneJobStatus, spec: FineTuneJobSpec, said: Progress, now: datetime
+    status: FineTuneJobStatus, said: Progress, checkpoints: str, now: datetime
 ) -> FineTuneJobStatus:
-    """Return the status with what rank 0 of the newest attempt said; unchanged if it is no news."""
+    """Return the status with what rank 0 of the newest attempt said; unchanged if it is no news.
+
+    Args:
+        status: As it was.
+        said: What it said.
+        checkpoints: As in an `Observation`.
+        now: The time, with a zone.
+    """
     news = _progress(said)
     old = status.progress
     if old is None or old.model_copy(update={"last_update_time": None}) != news:
         news = news.model_copy(update={"last_update_time": rfc3339(now)})
         status = status.model_copy(update={"progress": news})
-    status = status.model_copy(update={"checkpoint": _ledger(status.checkpoint, spec, said)})
+    status = status.model_copy(update={"checkpoint": _ledger(status.checkpoint, said, checkpoints)})
     if said.resumed_step is not None:
         status = change_current(status, resumed_step=said.resumed_step)
     return status
@@ -270,23 +292,15 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def _ledger(ledger: CheckpointLedger, spec: FineTuneJobSpec, said: Progress) -> CheckpointLedger:
+def _ledger(ledger: CheckpointLedger, said: Progress, folder: str) -> CheckpointLedger:
     """An attempt that has not saved yet says nothing about the checkpoints before it."""
-    last = _entry(said.checkpoint, spec) if said.checkpoint else ledger.last
-    best = _entry(said.best_checkpoint, spec) if said.best_checkpoint else ledger.best
+    last = _entry(said.checkpoint, folder) if said.checkpoint else ledger.last
+    best = _entry(said.best_checkpoint, folder) if said.best_checkpoint else ledger.best
     return CheckpointLedger(last=last, best=best)
 
 
-def _entry(ref: CheckpointRef, spec: FineTuneJobSpec) -> CheckpointEntry:
-    """Name the checkpoint so that other machines find it: below `checkpoint.uri` where it is set.
-
-    A `file://` URI may be relative to the manifest, so there the rank's own absolute path is used.
-    """
-    base = spec.checkpoint.uri
-    if base is None or base.startswith("file://"):
-        uri = f"file://{ref.path}"
-    else:
-        uri = f"{base.rstrip('/')}/{PurePosixPath(ref.path).name}"
+def _entry(ref: CheckpointRef, folder: str) -> CheckpointEntry:
+    uri = f"{folder.rstrip('/')}/{PurePosixPath(ref.path).name}" if folder else f"file://{ref.path}"
     return CheckpointEntry(
         step=ref.step,
         uri=uri,

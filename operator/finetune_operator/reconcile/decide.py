@@ -58,9 +58,9 @@ class Find:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Ask the current attempt to stop; `grace_seconds` later it is killed."""
+    """Ask the current attempt to stop; what is left of it is killed at `until`."""
 
-    grace_seconds: float
+    until: datetime
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
     termination = failures.verdict(observation)
     said = termination.progress or observation.progress
     if said is not None:
-        status = attempts.with_progress(status, view.spec, said, view.now)
+        status = attempts.with_progress(status, said, observation.checkpoints, view.now)
     status = attempts.close(status, termination, observation.node, view.now)
     if termination.failure_class is FailureClass.COMPLETED:
         return _complete(view, status, termination)
@@ -279,8 +279,10 @@ def _during_attempt(
     if course.situation is None:
         return Decision((), status, course.requeue_seconds)
     status = _with_progress(view, status, course.situation, observation)
-    cancel = () if course.grace_seconds is None else (Cancel(course.grace_seconds),)
-    return view.conclude(status, course.situation, *cancel, requeue=course.requeue_seconds)
+    if course.grace_seconds is None:
+        return view.conclude(status, course.situation, requeue=course.requeue_seconds)
+    status, until = attempts.stop(status, course.grace_seconds, view.now)
+    return view.conclude(status, course.situation, Cancel(until), requeue=course.requeue_seconds)
 
 
 def _with_progress(
@@ -294,7 +296,7 @@ def _with_progress(
     due = attempts.progress_due_at(status, view.spec)
     if phase == view.before.phase and due is not None and due > view.now:
         return status
-    return attempts.with_progress(status, view.spec, said, view.now)
+    return attempts.with_progress(status, said, observation.checkpoints, view.now)
 
 
 def _not_created(
@@ -338,13 +340,14 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
     if observation is not None and not _is_over(observation):
         text = f"{told}; it saves a checkpoint and stops"
         situation = Situation(Stage.OVERRULED, Reason.ENDED_BY_OTHERS, text)
-        cancel = Cancel(float(view.spec.deadlines.termination_grace_seconds))
-        again = observation.requeue_seconds
-        return view.conclude(status, situation, cancel, requeue=again)
+        grace = float(view.spec.deadlines.termination_grace_seconds)
+        status, until = attempts.stop(status, grace, view.now)
+        return view.conclude(status, situation, Cancel(until), requeue=observation.requeue_seconds)
     absent = Observation(AttemptPhase.UNKNOWN, message="nothing of it was created")
     termination = failures.verdict(observation or absent)
     if termination.progress is not None:
-        status = attempts.with_progress(status, view.spec, termination.progress, view.now)
+        said, folder = termination.progress, (observation or absent).checkpoints
+        status = attempts.with_progress(status, said, folder, view.now)
     node = observation.node if observation else ""
     status = attempts.close(status, termination, node, view.now)
     if termination.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:

@@ -57,11 +57,12 @@ def decide_deletion(
             status = attempts.close(status, termination, observation.node, now)
         else:
             stage, does = Stage.DELETING, on_its_way(status, attempt, observation, grace)
-            actions = (Cancel(grace),)
+            status, until = attempts.stop(status, grace, now)
+            actions = (Cancel(until),)
             again = observation.requeue_seconds or _LOOK_AGAIN_SECONDS
         due = attempts.progress_due_at(status, spec) if spec and actions else None
-        if said is not None and spec is not None and (due is None or due <= now):
-            status = attempts.with_progress(status, spec, said, now)
+        if said is not None and (due is None or due <= now):
+            status = attempts.with_progress(status, said, observation.checkpoints, now)
     ready = observation.nodes_ready if observation is not None and actions else 0
     status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": ready})})
     kept = [one for one in finalizers if one != FINALIZER or actions]

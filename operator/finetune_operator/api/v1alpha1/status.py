@@ -120,6 +120,9 @@ class AttemptStatus(ApiModel):
     start_time: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="When it was submitted."
     )
+    stop_deadline: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="When what is left of it is killed, once it was told to stop."
+    )
     end_time: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="When its last process was gone."
     )

@@ -5,6 +5,8 @@ whose libraries `ftctl render` and `validate` do without.
 """
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, ClassVar
 
 from finetune_operator.api.problems import Problem, Severity
@@ -17,6 +19,8 @@ from finetune_operator.backends.aks.watched import WATCHES
 from finetune_operator.backends.aks.written import written
 from finetune_operator.backends.base import (
     Attempt,
+    AttemptRef,
+    Backend,
     BackendContext,
     Found,
     Handle,
@@ -35,7 +39,7 @@ NAMESPACE_VARIABLE = "FINETUNE_OPERATOR_LEASE_NAMESPACE"
 DEFAULT_NAMESPACE = "finetune-operator"
 
 
-class AksBackend:
+class AksBackend(Backend):
     """Backend `aks`: node pools of the cluster that the operator runs in.
 
     Args:
@@ -51,6 +55,7 @@ class AksBackend:
 
     def __init__(self, context: BackendContext) -> None:
         self._cluster = context.cluster
+        self._now = context.now
         self._profiles = Profiles(context.cluster, context.profiles)
         self._operator_namespace = context.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE
         self._attempts: LiveAttempts | None = None
@@ -66,10 +71,6 @@ class AksBackend:
             severity = Severity.WARNING if error.is_unknown else Severity.ERROR
             return [*found, Problem(FIELD, str(error), severity)]
         return [*found, *checks.forbidden(job, profile)]
-
-    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """Nothing: claims and Secrets are bound and mounted later, and then told in conditions."""
-        return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the folders of the URIs that it writes, where its profile has them."""
@@ -107,21 +108,29 @@ class AksBackend:
         is_opened = attempt.number <= job.status.attempt
         return await self._live().find(name, metadata.uid, is_opened=is_opened)
 
-    async def observe(self, handle: Handle) -> Observation:
-        """Look at the attempt; also gives rank 0's pod its name once it has an address."""
-        return await self._live().observe(handle)
+    async def observe(self, ref: AttemptRef) -> Observation:
+        """Observe the attempt; also gives rank 0's pod its name once it has an address."""
+        seen = await self._live().observe(ref)
+        uri = ref.spec.checkpoint.uri if ref.spec is not None else None
+        return replace(seen, checkpoints=uri or "")
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         """Stop the attempt for good; its batch Job stays as the record."""
-        await self._live().cancel(handle, grace_seconds)
+        await self._live().cancel(ref.handle, until)
+        return True
 
-    def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+    def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
         """Yield the last lines of the pod that the rank runs in."""
-        return self._live().logs(handle, rank, follow)
+        return self._live().logs(ref.handle, rank, follow)
 
-    async def collect(self, handle: Handle) -> Sequence[str]:
+    async def collect(self, ref: AttemptRef) -> Sequence[str]:
         """Return what was exported, as `pvc://` URIs."""
-        return await self._live().collect(handle)
+        return await self._live().collect(ref.handle)
+
+    def forget(self, job_uid: str) -> None:
+        """Drop what is kept in memory about a job that is over or gone."""
+        if self._attempts is not None:
+            self._attempts.forget(job_uid)
 
     def _live(self) -> "LiveAttempts":
         if self._attempts is None:
@@ -131,5 +140,5 @@ class AksBackend:
                 raise BackendError(
                     "backend aks runs jobs through the operator; apply the manifest with kubectl"
                 )
-            self._attempts = LiveAttempts(self._cluster)
+            self._attempts = LiveAttempts(self._cluster, self._now)
         return self._attempts

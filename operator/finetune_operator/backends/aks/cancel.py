@@ -6,14 +6,13 @@ suspended one has no deadline that runs: in its status the condition FailureTarg
 controller takes for its own decision to fail it, whatever a queue or somebody else resumes.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
 
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import GIVEN_UP, PASSED_DEADLINE_SECONDS, is_ending
 from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.pod_termination import is_alive
-from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.labels import GRACE_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS, Object
@@ -21,32 +20,56 @@ from finetune_operator.kube.resources import JOBS, PODS, Object
 MIN_GRACE_SECONDS = 1.0
 """With 0 the API server would forget a pod whose processes may still write."""
 
+_TOLERANCE = timedelta(seconds=2)  # not worth a request a pod
+
 
 class Canceller:
-    """Cancels attempts of one cluster; remembers which pods were told to hurry."""
+    """Cancels attempts of one cluster; remembers which pods it has deleted.
 
-    def __init__(self) -> None:
-        self._told: dict[str, dict[str, float]] = {}  # by the attempt's uid, then the pod's
+    Args:
+        now: The time, with a zone.
+    """
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        self._now = now
+        self._ends: dict[str, dict[str, datetime]] = {}  # by the attempt's uid, then the pod's
 
     async def cancel(
-        self, children: Children, name: AttemptName, uid: str, grace_seconds: float
+        self, children: Children, name: AttemptName, uid: str, until: datetime
     ) -> None:
-        """Stop the attempt; a later call can only shorten the grace, which counts from the first.
+        """Stop the attempt by a time; a later call can only bring that forward.
 
         Raises:
             ApiError: the API server refuses, or does not answer.
         """
         batch_job = await children.batch_job(name)
-        client = children.cluster.client
         if batch_job is not None and batch_job["metadata"]["uid"] == uid:
             await end(children, batch_job)
         pods = [pod for pod in await children.pods(name, uid) if is_alive(pod)]
-        told = self._told.setdefault(uid, {})
-        await _hurry(client, pods, max(MIN_GRACE_SECONDS, grace_seconds), told)
+        await self._hurry(children, pods, until, self._ends.setdefault(uid, {}))
 
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""
-        self._told.pop(uid, None)
+        self._ends.pop(uid, None)
+
+    async def _hurry(
+        self, children: Children, pods: Iterable[Object], until: datetime, ends: dict[str, datetime]
+    ) -> None:
+        """Delete pods that would end later than that; the API server takes an earlier end alone."""
+        now = self._now()
+        for pod in pods:
+            metadata = pod["metadata"]
+            if ends.get(metadata["uid"], _own_end(metadata, now)) <= until + _TOLERANCE:
+                continue
+            grace = max(MIN_GRACE_SECONDS, (until - now).total_seconds())
+            place = (PODS, metadata["name"], metadata["namespace"])
+            try:
+                await children.cluster.client.delete(
+                    *place, uid=metadata["uid"], grace_seconds=grace
+                )
+            except (ConflictError, NotFoundError):
+                continue  # gone meanwhile
+            ends[metadata["uid"]] = until
 
 
 async def end(children: Children, batch_job: Object) -> None:
@@ -108,28 +131,10 @@ async def _let_deadline_pass(children: Children, name: AttemptName, uid: str) ->
     children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
 
 
-async def _hurry(
-    client: KubeClient, pods: Iterable[Object], grace: float, told: dict[str, float]
-) -> None:
-    """Delete pods that were told of a longer grace; the API server counts from the first."""
-    for pod in pods:
-        metadata = pod["metadata"]
-        if told.get(metadata["uid"], _own_grace(metadata)) <= grace:
-            continue
-        try:
-            await client.delete(
-                PODS,
-                metadata["name"],
-                metadata["namespace"],
-                uid=metadata["uid"],
-                grace_seconds=grace,
-            )
-        except (ConflictError, NotFoundError):
-            continue  # gone meanwhile
-        told[metadata["uid"]] = grace
-
-
-def _own_grace(metadata: Mapping[str, Any]) -> float:
-    """Return the grace the batch Job's controller gives the pod."""
+def _own_end(metadata: Object, now: datetime) -> datetime:
+    """Return when the pod is killed that the batch Job's controller deletes now, or has deleted."""
+    if (ends := metadata.get("deletionTimestamp")) is not None:
+        return datetime.fromisoformat(ends)
     annotations = metadata.get("annotations") or {}
-    return float(annotations.get(GRACE_ANNOTATION, "inf"))
+    grace = annotations.get(GRACE_ANNOTATION)
+    return now + timedelta(seconds=float(grace)) if grace else datetime.max.replace(tzinfo=UTC)

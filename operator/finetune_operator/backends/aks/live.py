@@ -3,7 +3,8 @@
 What is kept here is found again after a restart; everything that counts is in the cluster.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
@@ -28,9 +29,16 @@ from finetune_operator.backends.aks.reasons import may_be_told_in_events
 from finetune_operator.backends.aks.submit import handle_of, submit
 from finetune_operator.backends.aks.upkeep import Upkeep
 from finetune_operator.backends.aks.warning_events import WarningEvents
-from finetune_operator.backends.base import AttemptPhase, Found, Handle, Observation, Request
+from finetune_operator.backends.base import (
+    AttemptPhase,
+    AttemptRef,
+    Found,
+    Handle,
+    Observation,
+    Request,
+)
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.resources import ENDPOINT_SLICES, JOBS, Object
+from finetune_operator.kube.resources import ENDPOINT_SLICES, Object
 
 
 class LiveAttempts:
@@ -38,25 +46,25 @@ class LiveAttempts:
 
     Args:
         cluster: Where they are.
+        now: The time, with a zone.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, now: Callable[[], datetime]) -> None:
         self._children = Children(cluster)
         self._progress = ProgressReader()
         cluster.at_end.push_async_callback(self._progress.close)
         self._names = RankZeroNames()
         self._warnings = WarningEvents()
         self._upkeep = Upkeep()
-        self._canceller = Canceller()
+        self._canceller = Canceller(now)
         self._log_tails = LogTails()
         self._terminations = KeptTerminations()
-        self._known: set[str] = set()
+        self._of_job: defaultdict[str, set[str]] = defaultdict(set)  # uids of its attempts
 
     async def submit(self, request: Request) -> Handle:
         """Create or adopt the attempt's objects."""
-        self._forget_deleted()
         handle = await submit(request, self._children)
-        self._known.add(handle.uid)
+        self._of_job[request.job_uid].add(handle.uid)
         self._names.note_submitted(handle.uid, request.attempt)
         return handle
 
@@ -86,9 +94,9 @@ class LiveAttempts:
         since = datetime.fromisoformat(there["metadata"]["creationTimestamp"])
         return Found(handle_of(name, there), since)
 
-    async def observe(self, handle: Handle) -> Observation:
-        """Look at the batch Job and its pods; names rank 0 and pulls its progress meanwhile."""
-        name = AttemptName.parse(handle.name)
+    async def observe(self, ref: AttemptRef) -> Observation:
+        """Observe the batch Job and its pods; names rank 0 and pulls its progress meanwhile."""
+        handle, name = ref.handle, AttemptName.parse(ref.handle.name)
         batch_job = await self._owned(name, handle)
         pods = await self._children.pods(name, handle.uid)
         seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
@@ -100,7 +108,7 @@ class LiveAttempts:
         if seen.all_gone:
             self._forget(handle.uid)
         elif batch_job is not None:
-            self._known.add(handle.uid)
+            self._of_job[ref.job_uid].add(handle.uid)
             if seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
                 return await self._look_at_living(seen, handle, batch_job, pods)
         return seen
@@ -120,10 +128,10 @@ class LiveAttempts:
         waits = [one for one in (seen.requeue_seconds, told.again_seconds) if one is not None]
         return replace(seen, warning=told.message, requeue_seconds=min(waits, default=None))
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+    async def cancel(self, handle: Handle, until: datetime) -> None:
         """Stop the attempt."""
         name = AttemptName.parse(handle.name)
-        await self._canceller.cancel(self._children, name, handle.uid, grace_seconds)
+        await self._canceller.cancel(self._children, name, handle.uid, until)
 
     async def logs(self, handle: Handle, rank: int, follow: bool) -> AsyncIterator[str]:
         """Yield the lines of the rank's pod."""
@@ -194,8 +202,12 @@ class LiveAttempts:
         told, again = await self._warnings.ask(client, name.namespace, uid, pods)
         return replace(seen, obstacle=told, requeue_seconds=again)
 
+    def forget(self, job_uid: str) -> None:
+        """Drop what is kept about the attempts of a job that is over or gone."""
+        for uid in self._of_job.pop(job_uid, ()):
+            self._forget(uid)
+
     def _forget(self, uid: str) -> None:
-        self._known.discard(uid)
         self._progress.forget(uid)
         self._warnings.forget(uid)
         self._names.forget(uid)
@@ -203,12 +215,3 @@ class LiveAttempts:
         self._canceller.forget(uid)
         self._log_tails.forget(uid)
         self._terminations.forget(uid)
-
-    def _forget_deleted(self) -> None:
-        """Drop what is known of attempts that went with their job: nobody looks at those again."""
-        batch_jobs = self._children.cluster.cache(JOBS)
-        if not batch_jobs.is_synced or len(self._known) <= len(batch_jobs):
-            return
-        there = {one["metadata"]["uid"] for one in batch_jobs}
-        for uid in self._known - there:
-            self._forget(uid)

@@ -9,9 +9,9 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +19,8 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import (
     Attempt,
+    AttemptRef,
+    Backend,
     BackendContext,
     Found,
     Handle,
@@ -34,7 +36,6 @@ from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
 from finetune_operator.backends.local.render import BACKEND, attempt_uid, render
 from finetune_operator.backends.local.start import start
 from finetune_operator.errors import BackendError
-from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Termination
 
@@ -46,7 +47,7 @@ _IN_A_CLUSTER = (
 )
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Backend `local`: this machine as `nodes` x `processesPerNode`.
 
     Args:
@@ -54,14 +55,12 @@ class LocalBackend:
         command: What a node runs; the path of its configuration is appended.
         cores: CPU cores that ranks share.
         gpus: Counts the machine's GPUs.
-        now: Seconds since the epoch.
     """
 
     name: ClassVar[str] = BACKEND
     needs_finalizer: ClassVar[bool] = True
     finds_from_cache: ClassVar[bool] = False
     runs_without_cluster: ClassVar[bool] = True
-    watches: ClassVar[tuple[Watch, ...]] = ()
 
     def __init__(
         self,
@@ -70,13 +69,11 @@ class LocalBackend:
         command: Sequence[str] = TRAINER,
         cores: int | None = None,
         gpus: Callable[[], int] = checks.installed_gpus,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self._context = context
         self._command = tuple(command)
         self._cores = cores or len(os.sched_getaffinity(0))
         self._gpus = gpus
-        self._now = now
 
     def folders(self, job: FineTuneJob) -> Folders:
         """Return where the job's files are; for the store of `ftctl run`."""
@@ -115,21 +112,22 @@ class LocalBackend:
             return None
         return Found(layout.handle_for(folder, record.uid, self._context.manifest_dir))
 
-    async def observe(self, handle: Handle) -> Observation:
-        """Look at the attempt's processes and files; carries out a kill that is overdue."""
-        folder = self._folder(handle)
+    async def observe(self, ref: AttemptRef) -> Observation:
+        """Observe the attempt's processes and files; carries out a kill that is overdue."""
+        folder = self._folder(ref)
         with _usable(folder):
-            return watch.observation_of(folder, handle, self._now())
+            return watch.observation_of(folder, ref.handle, self._now())
 
-    async def cancel(self, handle: Handle, grace_seconds: float) -> None:
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         """Send SIGTERM once; a later call can only bring the kill forward."""
-        folder = self._folder(handle)
+        folder = self._folder(ref)
         with _usable(folder):
-            _cancel(folder, handle, grace_seconds, self._now())
+            _cancel(folder, ref.handle, until.timestamp(), self._now())
+        return True
 
-    async def logs(self, handle: Handle, rank: int, follow: bool = False) -> AsyncIterator[str]:
+    async def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
         """Yield one rank's events as lines, or its node's output where it has none."""
-        folder = self._folder(handle)
+        folder, handle = self._folder(ref), ref.handle
         record = watch.owned(folder, handle)
         if record is None:
             yield f"{folder.path} does not hold attempt {handle.uid} any more"
@@ -142,10 +140,10 @@ class LocalBackend:
             yield line
             await asyncio.sleep(0)
 
-    async def collect(self, handle: Handle) -> Sequence[str]:
+    async def collect(self, ref: AttemptRef) -> Sequence[str]:
         """Return the exported folders that exist, as `file://` URIs."""
-        folder = self._folder(handle)
-        record = watch.owned(folder, handle)
+        folder = self._folder(ref)
+        record = watch.owned(folder, ref.handle)
         if record is None:
             return ()
         named: list[str] = []
@@ -155,23 +153,25 @@ class LocalBackend:
         paths = [path.removeprefix(layout.FILE) for path in named or [record.output_dir]]
         return [f"{layout.FILE}{path}" for path in dict.fromkeys(paths) if Path(path).exists()]
 
-    def _folder(self, handle: Handle) -> AttemptFolder:
-        return layout.folder_of(handle, self._context.manifest_dir)
+    def _now(self) -> float:
+        return self._context.now().timestamp()
+
+    def _folder(self, ref: AttemptRef) -> AttemptFolder:
+        return layout.folder_of(ref.handle, self._context.manifest_dir)
 
 
-def _cancel(folder: AttemptFolder, handle: Handle, grace_seconds: float, now: float) -> None:
+def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) -> None:
     record = watch.owned(folder, handle)
     if record is None:
         for process in proc.marked(ENV_MARK, mark(handle.uid)):
             process.send(signal.SIGKILL)  # its folder is gone, so no checkpoint can be kept
         return
     there = records.read(folder.cancel, CancelRecord)
-    deadline = now + grace_seconds
     if there is None:
         # Told before it is written down: after a crash between the two it is told again.
         watch.tell(record, watch.observe_nodes(folder, record), signal.SIGTERM)
     if there is None or deadline < there.deadline:
-        wish = CancelRecord(deadline=deadline, grace_seconds=grace_seconds)
+        wish = CancelRecord(deadline=deadline, grace_seconds=max(0.0, round(deadline - now)))
         records.write(folder.cancel, wish)
     watch.enforce(folder, record, now)
 
