@@ -187,21 +187,6 @@ class DistantBackend(FakeBackend):
     watches: ClassVar[tuple[Watch, ...]] = (Watch(CONFIG_MAPS),)
 
 
-class OpeningBackend(ConfigMapBackend):
-    """Backend `opening`: has something open from the first to the last moment of a term.
-
-    Attributes:
-        ended: How often it was closed so far.
-    """
-
-    name: ClassVar[str] = "opening"
-    ended: ClassVar[list[str]] = []
-
-    def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)
-        self._cluster.at_end.callback(self.ended.append, "closed")
-
-
 _EFFECTS = {"Queued": Effect.QUEUED, "CreationFailed": Effect.STALLED}
 
 

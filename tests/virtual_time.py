@@ -1,22 +1,32 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it."""
+"""An event loop whose clock jumps to the next timer instead of waiting for it.
+
+It stands still while a thread works for the loop, but not for one that hangs (`hang`).
+"""
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never waits: the time it was to wait has passed."""
+    """Never waits for time, which has passed then; only for threads.
+
+    Attributes:
+        working: Calls in threads that have not ended and do not hang.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.time = 0.0
+        self.working: set[object] = set()
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        found = super().select(0)
+        found = super().select(None if self.working and timeout != 0 else 0)
         if not found and timeout:
             self.time += timeout
         elif not found and timeout is None:
@@ -33,6 +43,29 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.time
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        call, working = object(), self._virtual.working
+
+        def work() -> T:
+            _in_thread.note_hang = lambda: self.call_soon_threadsafe(working.discard, call)
+            return func(*args)
+
+        working.add(call)
+        answer = super().run_in_executor(executor, work)
+        answer.add_done_callback(lambda _: working.discard(call))
+        return answer
+
+
+_in_thread = threading.local()
+
+
+def hang() -> None:
+    """Hang for ever, in a thread of a virtual loop."""
+    _in_thread.note_hang()
+    threading.Event().wait()
 
 
 def run(what: Coroutine[Any, Any, T]) -> T:

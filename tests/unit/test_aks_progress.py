@@ -291,7 +291,7 @@ def test_at_the_end_of_a_term_no_question_stays_open() -> None:
             async with asyncio.timeout(1.5):  # the question itself gives up after 2 s
                 await backend.observe(ref_to(handle))
                 await asked.wait()
-                await cluster.at_end.aclose()
+                await backend.close()
                 await left.wait()
 
     asyncio.run(look())

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from builders import manifest
-from configmap_backend import OpeningBackend
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs, JobEvents, ListenOptions, OnEvent
@@ -81,22 +80,6 @@ def test_a_kind_that_is_installed_after_the_operator_is_watched_soon() -> None:
         await asyncio.sleep(1)
         assert [one["metadata"]["name"] for one in api.objects(CONFIG_MAPS)] == ["tiny-1"]
         task.cancel()
-
-    run(work())
-
-
-def test_what_a_backend_holds_open_is_closed_at_the_end_of_a_term() -> None:
-    async def work() -> None:
-        settings = SETTINGS.model_copy(
-            update={"backends": ("opening=configmap_backend:OpeningBackend",)}
-        )
-        OpeningBackend.ended.clear()
-        task = asyncio.create_task(LeaderTerm(FakeApi(), settings, listen=FollowedJobs).run())
-        await asyncio.sleep(60)
-        assert OpeningBackend.ended == []
-        task.cancel()
-        await asyncio.wait({task})
-        assert OpeningBackend.ended == ["closed"]
 
     run(work())
 

@@ -79,7 +79,7 @@ def test_an_attempt_that_cannot_be_looked_at_is_told_and_looked_at_once_it_can(
         world = World()
         await world.apply(backend={"type": "fake"})
         await world.settle()
-        fake = world.backends.get("fake")
+        fake = world.backends.get("fake").backend
         assert isinstance(fake, FakeBackend)
         fake.errors["observe"] = [error] * 9  # type: ignore[list-item]  # ... it may be any
         world.now += timedelta(minutes=1)
@@ -101,7 +101,7 @@ def test_a_service_that_does_not_answer_is_asked_less_and_less_often() -> None:
         world = World()
         await world.apply(backend={"type": "fake"})
         await world.settle()
-        fake = world.backends.get("fake")
+        fake = world.backends.get("fake").backend
         assert isinstance(fake, FakeBackend)
         fake.errors["observe"] = [TransientError("no answer")] * 40
         waits = []

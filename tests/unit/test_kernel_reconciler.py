@@ -484,7 +484,7 @@ def test_an_attempt_outside_the_cluster_that_nobody_wrote_down_is_stopped_by_sus
     async def work() -> None:
         world = World()
         await world.apply(backend={"type": "fake"})
-        fake = world.backends.get("fake")
+        fake = world.backends.get("fake").backend
         assert isinstance(fake, FakeBackend)
         world.api.before = at_write(3, Crash())  # after its finalizer and its opening
         await world.catch_up()
@@ -752,7 +752,7 @@ def test_a_job_outside_the_cluster_whose_attempt_can_never_be_created_may_go() -
     async def work() -> None:
         world = World()
         await world.apply(backend={"type": "fake"})
-        fake = world.backends.get("fake")
+        fake = world.backends.get("fake").backend
         assert isinstance(fake, FakeBackend)
         fake.errors["submit"] = [BackendError("the folder is another job's")] * 9
         await world.settle()

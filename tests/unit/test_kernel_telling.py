@@ -129,7 +129,7 @@ def test_a_job_is_not_failed_while_nobody_can_say_whether_its_attempt_exists(nam
         world = World()
         cheap = EntryPoint("cheap", "configmap_backend:CheapBackend", registry.GROUP)
         world.start_process([*POINTS, cheap])
-        fake = world.backends.get(name)
+        fake = world.backends.get(name).backend
         assert isinstance(fake, FakeBackend)
         await world.apply(backend={"type": name}, deadlines={"pendingSeconds": 60})
         fake.errors = {"submit": [TransientError("no answer")] * 999}

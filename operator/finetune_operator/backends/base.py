@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
@@ -24,6 +24,8 @@ from finetune_trainer.config import FailureClass, Progress, Termination
 
 if TYPE_CHECKING:
     from finetune_operator.kube.cluster import Cluster
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,46 @@ class BackendContext:
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How many seconds one call of a verb may take; then it is cancelled, and tried again later."""
+
+    submit: float = 30.0
+    find: float = 10.0
+    observe: float = 10.0
+    cancel: float = 10.0
+    collect: float = 30.0
+    check_inputs: float = 30.0
+    start: float = 30.0
+
+
+class Services(Protocol):
+    """What the operator lends a backend that it has started, until `close`."""
+
+    def wake(self, job: Key) -> None:
+        """Have a job reconciled soon; from any thread."""
+
+    def check_may_write(self) -> None:
+        """Ask right before each write, as another replica may lead by now; from any thread.
+
+        Raises:
+            NotLeadingError: this process may not write.
+        """
+
+    async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
+        """Return what `call` returns in one of the backend's own `threads`.
+
+        No thread can be ended: a call that never returns keeps its thread until the process ends.
+
+        Args:
+            call: It may block, and should give up by itself.
+            seconds: How long to wait for a free thread and for the call.
+
+        Raises:
+            TransientError: it took longer.
+        """
+
+
 class Backend(ABC):
     """Runs attempts of jobs somewhere; made by `Backend(context)`, which asks nobody."""
 
@@ -241,15 +283,33 @@ class Backend(ABC):
     No job is reconciled while a vital one cannot be listed and watched in its namespace.
     """
 
+    threads: ClassVar[int] = 0
+    """How many calls `Services.run_blocking` runs at once; 0 for a backend that never blocks."""
+
+    limits: ClassVar[Limits] = Limits()
+
     @abstractmethod
-    def __init__(self, context: BackendContext) -> None: ...
+    def __init__(self, context: BackendContext) -> None:
+        """Keep what is given; a library that may be missing is imported in `start`."""
+
+    async def start(self, services: Services) -> None:
+        """Begin to work, before the first verb that asks anybody; once in a term of the operator.
+
+        Tried again later where it fails.
+        """
+
+    async def close(self) -> None:
+        """End what `start` began; the attempts run on, and no other verb is called any more."""
 
     @abstractmethod
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what this backend cannot do; opens no file that the job names."""
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what is wrong with what the job names: missing files, folders not writable."""
+        """List what is wrong with what the job names: missing files, folders not writable.
+
+        Called in a thread, so it may block.
+        """
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:

@@ -1,20 +1,31 @@
-"""Backends by name, each imported and made once, when it is first asked for.
+"""Backends by name, each imported and made once in a term, and closed at its end.
 
 The operator's kernel holds them; what is registered says `registry`.
 """
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
-from finetune_operator.errors import BrokenBackendError, FineTuneError, UnknownBackendError
+from finetune_operator.backends.hosting import HostedBackend
+from finetune_operator.backends.threads import BlockingCalls
+from finetune_operator.errors import (
+    BrokenBackendError,
+    FineTuneError,
+    TransientError,
+    UnknownBackendError,
+)
+from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import Resource
 from finetune_operator.kube.watch import Watch
 
 log = logging.getLogger(__name__)
+
+_IMPORT_SECONDS = 10.0  # no job is reconciled before
 
 
 class Backends:
@@ -24,6 +35,7 @@ class Backends:
         context: What each is given.
         points: Entry points besides those of installed packages.
         given: By name, in place of those of installed packages; None for those.
+        wake: Has a job reconciled; for backends that ask for it.
     """
 
     def __init__(
@@ -31,45 +43,46 @@ class Backends:
         context: BackendContext,
         points: Iterable[EntryPoint],
         given: Mapping[str, Backend] | None = None,
+        *,
+        wake: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._context = context
         installed = entry_points(group=registry.GROUP) if given is None else ()
         self._points = [*installed, *points]
         self._has_only_given = given is not None
-        self._made: dict[str, Backend] = dict(given or {})
+        self._wake = wake
+        self._hosted = {name: self._host(name, one) for name, one in (given or {}).items()}
         self._broken: dict[str, FineTuneError] = {}
 
-    def load_all(self) -> dict[str, Backend]:
+    async def load_all(self) -> dict[str, Backend]:
         """Return every backend that can be used, by its name; the log tells why one cannot.
 
-        Caches are shared by kind. A plugin that keeps other fields of a kind than those before it
-        is left out; those of this package come first.
+        Each is imported in a thread of its own. Caches are shared by kind: a plugin that keeps
+        other fields of a kind than those before it is left out; those of this package come first.
         """
-        found: dict[str, Backend] = {}
-        kept: dict[Resource, tuple[Watch, str]] = {}
         ours = {
             point.name for point in self._points if point.value.startswith("finetune_operator.")
         }
-        names = {*self._made, *registry.available(self._points)}
-        for name in sorted(names, key=lambda one: (one not in ours, one)):
-            try:
-                backend = self.get(name)
-                for watch in backend.watches:
-                    there, other = kept.setdefault(watch.resource, (watch, name))
-                    if there != watch:
-                        raise BrokenBackendError(
-                            f"spec.backend.type {name} keeps other fields of {watch.resource} than "
-                            f"{other} does, and they share a cache; uninstall one of the two, or "
-                            "let both declare the same Watch"
-                        )
-            except FineTuneError as error:
-                self._broken[name] = error
-                log.error("backend left out", extra={"backend": name, "error": str(error)})
+        names = sorted(
+            {*self._hosted, *registry.available(self._points)},
+            key=lambda name: (name not in ours, name),
+        )
+        faults = await asyncio.gather(*(self._load(name, name in ours) for name in names))
+        found: dict[str, Backend] = {}
+        kept: dict[Resource, tuple[Watch, str]] = {}
+        for name, fault in zip(names, faults, strict=True):
+            if fault := fault or self._conflict(name, kept):
+                self._broken[name] = fault
+                log.error("backend left out", extra={"backend": name, "error": str(fault)})
             else:
-                found[name] = backend
+                found[name] = self._hosted[name].backend
         return found
 
-    def get(self, name: str) -> Backend:
+    async def close(self) -> None:
+        """Close those that were started; no verb is called any more."""
+        await asyncio.gather(*(one.close() for one in self._hosted.values()))
+
+    def get(self, name: str) -> HostedBackend:
         """Return the backend of that name.
 
         Raises:
@@ -78,23 +91,11 @@ class Backends:
         """
         if name in self._broken:
             raise self._broken[name]
-        if name not in self._made:
-            if self._has_only_given and name not in registry.available(self._points):
-                raise UnknownBackendError(
-                    f"spec.backend.type {name} does not run here (available: "
-                    f"{', '.join(self._made)}); use one of these, or apply the job to a cluster"
-                )
-            kind = registry.load(name, self._points)
-            try:
-                self._made[name] = kind(self._context)
-            except Exception as error:
-                raise BrokenBackendError(
-                    f"spec.backend.type {name} cannot be used here "
-                    f"({type(error).__name__}: {error}); mend that, or use another backend"
-                ) from error
-        return self._made[name]
+        if name not in self._hosted:
+            self._hosted[name] = self._host(name, self._make(name))
+        return self._hosted[name]
 
-    def of(self, job: FineTuneJob) -> Backend:
+    def of(self, job: FineTuneJob) -> HostedBackend:
         """Return the backend of a job.
 
         Raises:
@@ -106,13 +107,68 @@ class Backends:
     def needs_finalizer(self, name: str) -> bool:
         """Say whether attempts of the backend outlive their jobs; not where it cannot be used."""
         try:
-            return self.get(name).needs_finalizer
+            return self.get(name).backend.needs_finalizer
         except FineTuneError:
             return False
 
     def finds_from_cache(self, name: str) -> bool | None:
         """Say whether it finds attempts without a request; None where it cannot be used."""
         try:
-            return self.get(name).finds_from_cache
+            return self.get(name).backend.finds_from_cache
         except FineTuneError:
             return None
+
+    async def _load(self, name: str, is_ours: bool) -> FineTuneError | None:
+        """Make a backend, unless it was given; return why it cannot be used."""
+        if name in self._hosted:
+            return None
+        title = f"spec.backend.type {name}"
+        seconds = None if is_ours else _IMPORT_SECONDS
+        try:
+            made = await BlockingCalls(title, 1).run(
+                "its import", lambda: self._make(name), seconds
+            )
+        except TransientError as error:
+            return BrokenBackendError(f"{error}, and restart the operator")
+        except FineTuneError as error:
+            return error
+        self._hosted[name] = self._host(name, made)
+        return None
+
+    def _make(self, name: str) -> Backend:
+        """Import and make a backend.
+
+        Raises:
+            UnknownBackendError: none is registered under that name.
+            BrokenBackendError: it cannot be imported or made.
+        """
+        if self._has_only_given and name not in registry.available(self._points):
+            raise UnknownBackendError(
+                f"spec.backend.type {name} does not run here (available: "
+                f"{', '.join(self._hosted)}); use one of these, or apply the job to a cluster"
+            )
+        kind = registry.load(name, self._points)
+        try:
+            return kind(self._context)
+        except Exception as error:
+            raise BrokenBackendError(
+                f"spec.backend.type {name} cannot be used here "
+                f"({type(error).__name__}: {error}); mend that, or use another backend"
+            ) from error
+
+    def _conflict(self, name: str, kept: dict[Resource, tuple[Watch, str]]) -> FineTuneError | None:
+        """Note what a backend keeps of each kind; return where another one keeps it otherwise."""
+        for watch in self._hosted[name].backend.watches:
+            there, other = kept.setdefault(watch.resource, (watch, name))
+            if there != watch:
+                return BrokenBackendError(
+                    f"spec.backend.type {name} keeps other fields of {watch.resource} than "
+                    f"{other} does, and they share a cache; uninstall one of the two, or "
+                    "let both declare the same Watch"
+                )
+        return None
+
+    def _host(self, name: str, backend: Backend) -> HostedBackend:
+        cluster = self._context.cluster
+        limit = cluster.client.options.seconds_to_write if cluster else None
+        return HostedBackend(name, backend, self._wake, limit)

@@ -4,7 +4,7 @@ Looking at names imports nothing; only `load` imports the one plugin that is ask
 """
 
 from collections.abc import Iterable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, packages_distributions
 from typing import Any
 
 from finetune_operator.backends.base import Backend
@@ -48,7 +48,7 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
     except Exception as error:
         raise BrokenBackendError(
             f"spec.backend.type {name}: the plugin {point.value} cannot be imported "
-            f"({type(error).__name__}: {error}); reinstall it or ask its author"
+            f"({cause_of(error, point.module)}); reinstall it or ask its author"
         ) from error
     if not (isinstance(made, type) and issubclass(made, Backend)):
         fault = f"does not inherit {Backend.__module__}.{Backend.__name__}"
@@ -60,6 +60,21 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
         f"spec.backend.type {name}: the plugin {point.value} {fault}; it needs a version for this "
         "release of finetune-operator"
     )
+
+
+def cause_of(error: Exception, module: str) -> str:
+    """Return why a plugin does not start, and what to install where it lacks a library.
+
+    Args:
+        error: What the plugin has raised.
+        module: Where its class is.
+    """
+    said = f"{type(error).__name__}: {error}"
+    is_own = isinstance(error, ImportError) and f"{module}.".startswith(f"{error.name}.")
+    if not isinstance(error, ModuleNotFoundError) or is_own:
+        return said
+    owners = packages_distributions().get(module.partition(".")[0])
+    return f"{said}; pip install {owners[0] if owners else 'the package that has it'}"
 
 
 def _fault(made: type[Backend]) -> str:

@@ -16,26 +16,27 @@ class Informers:
     """Every informer of one term.
 
     Args:
-        backends: By name, those that can be used.
         namespaces: Namespaces served; empty for all.
         make: Makes the informer of one kind in one place.
     """
 
-    def __init__(
-        self,
-        backends: Mapping[str, Backend],
-        namespaces: Sequence[str],
-        make: Callable[[Watch, Place], Informer],
-    ) -> None:
+    def __init__(self, namespaces: Sequence[str], make: Callable[[Watch, Place], Informer]) -> None:
+        self._namespaces = namespaces
+        self._make = make
+        self._vital: dict[str, frozenset[Resource]] = {}
+        self.all: list[Informer] = []
+
+    def add(self, backends: Mapping[str, Backend]) -> None:
+        """Make the informers of what these backends, by name, watch."""
         self._vital = {
             name: frozenset(one.resource for one in backend.watches if one.is_vital)
             for name, backend in backends.items()
         }
         watches = {one.resource: one for each in backends.values() for one in each.watches}
         self.all = [
-            make(watch, place)
+            self._make(watch, place)
             for watch in watches.values()
-            for place in _places(watch.resource, namespaces)
+            for place in _places(watch.resource, self._namespaces)
         ]
 
     async def wait_until_synced(self) -> None:

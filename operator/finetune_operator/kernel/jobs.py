@@ -264,7 +264,7 @@ class JobIndex:
         self._plans[key] = (metadata.uid, metadata.generation, made)
         return made
 
-    def validate(self, view: JobView) -> Plan | Rejection:
+    async def validate(self, view: JobView) -> Plan | Rejection:
         """Return the plan of a job that an attempt may be opened for, or why it may not.
 
         Reads more than the spec: profiles and files may come and go.
@@ -274,13 +274,12 @@ class JobIndex:
         if found:
             return _rejection(found)
         try:
-            backend = self._backends.get(job.spec.backend.type)
+            backend = self._backends.of(job)
+            problems = [*backend.validate(job), *await backend.check_inputs(job)]
         except UnknownBackendError as error:
             return Rejection(Reason.BACKEND_NOT_FOUND, str(error))
         except FineTuneError as error:
             return Rejection(Reason.BACKEND_FAILED, str(error))
-        try:
-            problems = [*backend.validate(job), *backend.check_inputs(job)]
         except Exception as error:
             # A plugin's fault; without a word in the status nobody would search for it.
             log.exception("backend cannot check a job", extra={"job": str(job.metadata.name)})

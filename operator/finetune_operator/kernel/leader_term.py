@@ -83,7 +83,9 @@ class LeaderTerm:
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
         self._queue = WorkQueue(retries, _SETTLE_SECONDS, is_urgent=self._is_new)
         self._cluster = Cluster(client, self._cache, settings.namespaces)
-        self._backends = Backends(self._context(), _points(settings), self._surroundings.backends)
+        self._backends = Backends(
+            self._context(), _points(settings), self._surroundings.backends, wake=self._queue.add
+        )
         self._resync = Resync(
             client,
             self._jobs,
@@ -93,7 +95,7 @@ class LeaderTerm:
             wake=self._queue.add,
             on_served=self._listen_anew,
         )
-        self._informers = Informers(self._backends.load_all(), settings.namespaces, self._informer)
+        self._informers = Informers(settings.namespaces, self._informer)
         self._events: JobEvents | None = None
         self._loop = asyncio.get_running_loop()
         self._jobs_asked_at = self._loop.time()
@@ -113,6 +115,7 @@ class LeaderTerm:
     async def run(self) -> None:
         """Work until cancelled."""
         try:
+            self._informers.add(await self._backends.load_all())
             async with asyncio.TaskGroup() as group:
                 for informer in self._informers.all:
                     group.create_task(informer.run())
@@ -128,7 +131,7 @@ class LeaderTerm:
                     group.create_task(self._work(only_to_catch_up=number >= workers))
         finally:
             self._queue.close()
-            await self._cluster.at_end.aclose()
+            await self._backends.close()
 
     def health(self) -> Health:
         """Return how it goes."""

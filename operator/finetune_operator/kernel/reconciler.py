@@ -148,7 +148,11 @@ class Reconciler:
             return await self._reject(view, rejections.unreadable(view, error), "that is mended")
         if observation is not None and observation.warning:
             await self._events.post(view.metadata, warning(observation.warning))
-        decision = decide(view.job, observation, self._now(), self._plan(view, observation))
+        plan = await self._plan(view, observation)
+        if (seen := self._index.get(view.key)) is None or seen.raw is not view.raw:
+            return AT_ONCE  # it changed while its inputs were checked
+        # No await from here on until its folders are noted: two jobs could have the same.
+        decision = decide(view.job, observation, self._now(), plan)
         if (submit := _order(decision, Submit)) is not None:
             return await self._open(view, decision.status, submit.number)
         if _order(decision, Find) is not None:
@@ -171,14 +175,15 @@ class Reconciler:
             await self._tell_failed(view, failed)
             raise
 
-    def _plan(self, view: JobView, observation: Observation | None) -> Plan | Rejection:
+    async def _plan(self, view: JobView, observation: Observation | None) -> Plan | Rejection:
         """Validate a job only where an attempt may be opened: one that is open is left alone."""
         lives = view.attempt is not None and not (observation and observation.all_gone)
         if lives or is_finished(view.status):
             return self._index.plan(view.job)
-        validated = self._index.validate(view)
+        validated = await self._index.validate(view)
         if isinstance(validated, Rejection) or view.job.spec.suspend:
             return validated
+        self._folders.catch_up()
         return self._folders.rejection(view.key) or validated
 
     async def _collected(self, view: JobView, decision: Decision) -> FineTuneJobStatus:

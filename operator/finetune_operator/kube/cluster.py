@@ -1,8 +1,7 @@
 """What a backend that lives in the cluster is given by the operator."""
 
 from collections.abc import Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
@@ -19,10 +18,8 @@ class Cluster:
             what their `trim` keeps. Put the answer to a write into it, trimmed, so that the next
             reconcile sees it.
         namespaces: Namespaces that are served; empty for all.
-        at_end: What is to be closed once no backend is asked any more; push it there.
     """
 
     client: KubeClient
     cache: Callable[[Resource], ObjectCache]
     namespaces: tuple[str, ...] = ()
-    at_end: AsyncExitStack = field(default_factory=AsyncExitStack)

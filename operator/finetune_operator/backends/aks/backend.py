@@ -24,6 +24,7 @@ from finetune_operator.backends.base import (
     BackendContext,
     Found,
     Handle,
+    Limits,
     Observation,
     Request,
     Written,
@@ -52,6 +53,10 @@ class AksBackend(Backend):
     finds_from_cache: ClassVar[bool] = True
     runs_without_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = WATCHES
+    # Ample: each request to the API server has a limit of its own, and tells more than these.
+    limits: ClassVar[Limits] = Limits(
+        submit=120.0, find=60.0, observe=60.0, cancel=60.0, collect=60.0
+    )
 
     def __init__(self, context: BackendContext) -> None:
         self._cluster = context.cluster
@@ -71,6 +76,11 @@ class AksBackend(Backend):
             severity = Severity.WARNING if error.is_unknown else Severity.ERROR
             return [*found, Problem(FIELD, str(error), severity)]
         return [*found, *checks.forbidden(job, profile)]
+
+    async def close(self) -> None:
+        """End what is asked of pods."""
+        if self._attempts is not None:
+            await self._attempts.close()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the folders of the URIs that it writes, where its profile has them."""

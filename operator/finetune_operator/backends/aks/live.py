@@ -52,7 +52,6 @@ class LiveAttempts:
     def __init__(self, cluster: Cluster, now: Callable[[], datetime]) -> None:
         self._children = Children(cluster)
         self._progress = ProgressReader()
-        cluster.at_end.push_async_callback(self._progress.close)
         self._names = RankZeroNames()
         self._warnings = WarningEvents()
         self._upkeep = Upkeep()
@@ -60,6 +59,10 @@ class LiveAttempts:
         self._log_tails = LogTails()
         self._terminations = KeptTerminations()
         self._of_job: defaultdict[str, set[str]] = defaultdict(set)  # uids of its attempts
+
+    async def close(self) -> None:
+        """End what is under way; nobody is asked any more."""
+        await self._progress.close()
 
     async def submit(self, request: Request) -> Handle:
         """Create or adopt the attempt's objects."""
