@@ -22,6 +22,7 @@ from finetune_operator.backends.base import (
     Effect,
     Found,
     Handle,
+    Limits,
     Observation,
     Obstacle,
     Request,
@@ -241,6 +242,13 @@ class ThrottledBackend(FakeBackend):
         if len(self.asked) == 1:
             raise TransientError("too many requests", retry_after=RETRY_AFTER_SECONDS)
         return await super().submit(request)
+
+
+class PatientBackend(FakeBackend):
+    """Backend `patient`: what it was asked for may happen late, or never be confirmed."""
+
+    name: ClassVar[str] = "patient"
+    limits: ClassVar[Limits] = Limits(submit=30, late_submit=120, unconfirmed_cancel=300)
 
 
 class CheapBackend(FakeBackend):

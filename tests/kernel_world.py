@@ -90,7 +90,8 @@ class World:
         self.caches: dict[Resource, ObjectCache] = {}
         self.woken: list[Key] = []
         cluster = Cluster(self.api, self.cache)
-        self.backends = Backends(BackendContext(Path(), {}, cluster), points)
+        context = BackendContext(Path(), {}, cluster, now=lambda: self.now)
+        self.backends = Backends(context, points)
         self.reconciler = Reconciler(
             self.api,
             self.cache(FINE_TUNE_JOBS),

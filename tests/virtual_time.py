@@ -58,6 +58,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         answer.add_done_callback(lambda _: working.discard(call))
         return answer
 
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self._virtual.working.add(self)  # a thread ends the others
+        await super().shutdown_default_executor(*args)
+        self._virtual.working.discard(self)
+
 
 _in_thread = threading.local()
 

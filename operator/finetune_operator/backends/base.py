@@ -220,7 +220,13 @@ class BackendContext:
 
 @dataclass(frozen=True)
 class Limits:
-    """How many seconds one call of a verb may take; then it is cancelled, and tried again later."""
+    """How many seconds one call of a verb may take, and what the end of an attempt waits for.
+
+    Attributes:
+        late_submit: For so long after a submit without an answer its attempt may still appear.
+        unconfirmed_cancel: For so long after `until` an accepted cancel may be without effect,
+            until a deleted job is let go without its confirmation; None: it never is.
+    """
 
     submit: float = 30.0
     find: float = 10.0
@@ -229,6 +235,8 @@ class Limits:
     collect: float = 30.0
     check_inputs: float = 30.0
     start: float = 30.0
+    late_submit: float = 0.0
+    unconfirmed_cancel: float | None = None
 
 
 class Services(Protocol):

@@ -87,6 +87,7 @@ class FakeBackend(Backend):
         errors: Errors that a verb raises the next time, by verb, first come first served; raised
             before the verb has any effect.
         after_cancel: What a cancelled attempt is seen as from then on.
+        accepts_cancel: What `cancel` returns; False has no effect.
     """
 
     name: ClassVar[str] = "fake"
@@ -104,6 +105,7 @@ class FakeBackend(Backend):
         self.runs: dict[str, FakeRun] = {}
         self.errors: dict[str, list[BackendError]] = {}
         self.after_cancel = PREEMPTED
+        self.accepts_cancel = True
         self._scripts = dict(scripts or {})
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
@@ -163,8 +165,8 @@ class FakeBackend(Backend):
         """Note the time; the first call replaces the script of an attempt that lives."""
         self._raise("cancel")
         run = self._run(ref)
-        if run is None:
-            return True
+        if run is None or not self.accepts_cancel:
+            return self.accepts_cancel
         if run.is_alive and not run.cancels:
             run.script[:] = [self.after_cancel]
         run.cancels.append(until)

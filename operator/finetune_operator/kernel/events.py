@@ -122,15 +122,18 @@ class EventPoster:
         self._instance = instance
         self._posted: OrderedDict[tuple[str, JobEvent], None] = OrderedDict()
 
-    async def post(self, metadata: ObjectMeta, event: JobEvent) -> None:
+    async def post(self, metadata: ObjectMeta, event: JobEvent) -> bool:
         """Post an Event about the job that `metadata` names, unless it was posted before.
 
         Never raises for the API server's sake.
+
+        Returns:
+            Whether it is there.
         """
         remembered = (metadata.uid, event)
         if remembered in self._posted:
             self._posted.move_to_end(remembered)
-            return
+            return True
         body = self._body(metadata, event)
         try:
             await self._client.create(EVENTS, body, metadata.namespace)
@@ -139,10 +142,11 @@ class EventPoster:
         except (ApiError, NotLeadingError) as error:
             extra = {"job": f"{metadata.namespace}/{metadata.name}", "error": str(error)}
             log.warning("event not posted", extra=extra)
-            return
+            return False
         self._posted[remembered] = None
         while len(self._posted) > _REMEMBERED:
             self._posted.popitem(last=False)
+        return True
 
     def _body(self, metadata: ObjectMeta, event: JobEvent) -> Object:
         said = f"{metadata.uid}/{event.type}/{event.reason}/{event.message}"

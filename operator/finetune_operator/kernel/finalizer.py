@@ -8,16 +8,26 @@ import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
+from finetune_operator.backends.base import AttemptPhase, AttemptRef, Observation
 from finetune_operator.backends.instances import Backends
-from finetune_operator.kernel.jobs import JobView, Observer
+from finetune_operator.errors import FineTuneError, TransientError
+from finetune_operator.kernel.actions import Actions
+from finetune_operator.kernel.events import EventPoster, EventType, JobEvent
+from finetune_operator.kernel.jobs import JobView
+from finetune_operator.kernel.observer import Observer
 from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import StatusWriter, is_worth_writing
 from finetune_operator.kube.labels import FINALIZER
-from finetune_operator.reconcile.conditions import parse_rfc3339
-from finetune_operator.reconcile.decide import Cancel
+from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339, rfc3339
+from finetune_operator.reconcile.decide import Cancel, Decision
 from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_deletion
 
 log = logging.getLogger(__name__)
+
+_KEPT = (
+    "the job stays until its attempt has ended, which fails. Fix the cause, or make sure that "
+    f"nothing of the attempt runs, and then remove the finalizer {FINALIZER}"
+)
 
 
 class Finalizer:
@@ -27,6 +37,8 @@ class Finalizer:
         writer: For finalizers and deletions, and for what is told meanwhile.
         backends: Who ends attempts.
         observer: Who looks for attempts that may exist though nobody wrote that down.
+        actions: Who knows what has failed before.
+        events: Who tells people.
         now: The time, with a zone.
     """
 
@@ -35,11 +47,15 @@ class Finalizer:
         writer: StatusWriter,
         backends: Backends,
         observer: Observer,
+        actions: Actions,
+        events: EventPoster,
         now: Callable[[], datetime],
     ) -> None:
         self._writer = writer
         self._backends = backends
         self._observer = observer
+        self._actions = actions
+        self._events = events
         self._now = now
 
     async def add(self, view: JobView) -> JobView:
@@ -63,20 +79,35 @@ class Finalizer:
         has_ours = FINALIZER in view.finalizers
         if not view.finalizers or (ORPHAN in view.finalizers and not has_ours):
             return NEVER  # it goes without us, or its attempt shall stay
-        view, result = await self._stop(view)
-        if result.requeue_seconds is not None or not has_ours:
-            return result
-        rest = [one for one in view.finalizers if one != FINALIZER]
-        await self._writer.patch(view, {"metadata": {"finalizers": rest}})
-        log.info("finalizer removed", extra={"job": str(view.key)})
+        last, seen, failure = await self._observe(view)
+        view, decision = await self._tell(view, last, seen)
+        order, is_over = decision.action(Cancel), failure is None
+        if order is not None and last.ref is not None:
+            try:
+                is_over = await self._cancel(last, last.ref, order.until)
+            except FineTuneError as error:
+                failure = error
+        elif order is not None:
+            is_over = False
+        if failure is not None:
+            if self._actions.obstruct(view.key, _KEPT, failure):
+                await self._tell(view, last.with_status(decision.status), seen)
+            raise failure
+        self._actions.forget(view.key)
+        if not is_over:
+            return Result(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
+        if has_ours:
+            await self._remove(view)
         return NEVER
 
-    async def delete_when_due(self, view: JobView) -> Result:
-        """Delete a finished job when `spec.ttlSecondsAfterFinished` is over.
+    async def finish(self, view: JobView) -> Result:
+        """Take our finalizer off a finished job; delete it once its TTL is over.
 
         Raises:
             StaleError: the job has changed.
         """
+        if FINALIZER in view.finalizers and is_finished(view.written):
+            view = await self._remove(view)
         ttl_seconds, ended = view.job.spec.ttl_seconds_after_finished, view.status.completion_time
         if ttl_seconds is None or ended is None:
             return NEVER
@@ -87,26 +118,65 @@ class Finalizer:
         log.info("deleted as ttlSecondsAfterFinished says", extra={"job": str(view.key)})
         return NEVER
 
-    async def _stop(self, view: JobView) -> tuple[JobView, Result]:
-        """Cancel the open attempt and tell of it; no requeue once it is gone."""
-        last, backend, seen = await self._last_created(view), None, None
-        ref = last.ref
-        if last.attempt is not None and ref is not None:
-            backend = self._backends.get(view.backend)
-            seen = await backend.observe(ref)
-        spec = view.job.spec if view.parsed is not None else None
-        now, generation = self._now(), view.metadata.generation
+    async def _remove(self, view: JobView) -> JobView:
+        rest = [one for one in view.finalizers if one != FINALIZER]
+        view = await self._writer.patch(view, {"metadata": {"finalizers": rest}})
+        log.info("finalizer removed", extra={"job": str(view.key)})
+        return view
+
+    async def _observe(
+        self, view: JobView
+    ) -> tuple[JobView, Observation | None, FineTuneError | None]:
+        """Return the job with its last attempt, what is seen of that, and why nobody can say."""
+        try:
+            last = await self._last_created(view)
+        except FineTuneError as error:
+            if not error.retryable:
+                raise
+            return view, Observation(AttemptPhase.UNKNOWN), error
+        return last, await self._observer.observe(last), None
+
+    async def _tell(
+        self, view: JobView, last: JobView, seen: Observation | None
+    ) -> tuple[JobView, Decision]:
+        """Decide, and write the status where somebody may see it; return the written job."""
         decision = decide_deletion(
-            last.status, seen, view.finalizers, spec, now=now, generation=generation
+            last.status,
+            self._actions.hinder(view, seen),
+            view.finalizers,
+            view.job.spec if view.parsed is not None else None,
+            now=self._now(),
+            generation=view.metadata.generation,
         )
         is_news = is_worth_writing(view.written, decision.status, with_handle=True)
         if is_news and (decision.actions or set(view.finalizers) - {FINALIZER, FOREGROUND}):
             view = await self._writer.write(view, decision.status)
-        order = next(iter(decision.actions), None)
-        if backend is None or ref is None or not isinstance(order, Cancel):
-            return view, NEVER
-        await backend.cancel(ref, order.until)
-        return view, Result(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
+        return view, decision
+
+    async def _cancel(self, view: JobView, ref: AttemptRef, until: datetime) -> bool:
+        """Cancel the attempt; return whether its job may go though it was seen last.
+
+        Raises:
+            FineTuneError: it does not accept that, or cannot be asked.
+        """
+        if not await self._backends.get(view.backend).cancel(ref, until):
+            raise TransientError(f"{ref.handle.name} has not accepted to be cancelled yet")
+        return await self._is_let_go(view, ref, until)
+
+    async def _is_let_go(self, view: JobView, ref: AttemptRef, until: datetime) -> bool:
+        """Say whether an accepted cancel had no effect for too long; an Event says so."""
+        bound = self._backends.get(view.backend).backend.limits.unconfirmed_cancel
+        if bound is None or self._now() < until + timedelta(seconds=bound):
+            return False
+        handle = ref.handle
+        text = (
+            f"attempt {ref.number} was told to stop by {rfc3339(until)} and its end was never "
+            f"confirmed; {handle.kind} {handle.name} may still run{handle.url and ', see '}"
+            f"{handle.url}; end it there"
+        )
+        log.warning("cancel not confirmed", extra={"job": str(view.key), "handle": handle.name})
+        event = JobEvent(EventType.WARNING, "CancelUnconfirmed", text)
+        return await self._events.post(view.metadata, event)
 
     async def _last_created(self, view: JobView) -> JobView:
         """Return the job with its last attempt, also where nobody wrote down that it exists."""

@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 
 from pydantic import ValidationError
 
@@ -20,31 +19,24 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, Objec
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.api.v1alpha1.status import AttemptStatus
 from finetune_operator.backends.base import (
-    Attempt,
-    AttemptPhase,
     AttemptRef,
     Handle,
-    Observation,
-    Obstacle,
 )
 from finetune_operator.backends.instances import Backends
-from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
-from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.errors import FineTuneError, UnknownBackendError
 from finetune_operator.kube.cache import Key, key_of
-from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
-from finetune_operator.reconcile.decide import PATIENCE_SECONDS, Rejection
+from finetune_operator.reconcile.conditions import (
+    ConditionType,
+    Reason,
+    is_finished,
+    is_true,
+)
+from finetune_operator.reconcile.decide import Rejection
 
 log = logging.getLogger(__name__)
-
-OBSERVE_AGAIN_SECONDS = 1.0
-"""When to observe again what could not be observed."""
-
-_BACKOFF = Backoff(2 * OBSERVE_AGAIN_SECONDS, 30.0)
-_ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
 
 
 @dataclass(frozen=True)
@@ -122,6 +114,11 @@ class JobView:
     def is_or_was_suspended(self) -> bool:
         """Whether it is told to be suspended, or was when it was written about last."""
         return self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
+
+    @property
+    def is_told_to_stop(self) -> bool:
+        """Whether its open attempt may not go on, if it exists."""
+        return self.is_deleted or self.is_or_was_suspended or is_finished(self.status)
 
     @property
     def is_ours(self) -> bool:
@@ -286,102 +283,6 @@ class JobIndex:
             return Rejection(Reason.BACKEND_FAILED, fault_of(job, error))
         errors = [one for one in problems if one.severity is Severity.ERROR]
         return _rejection(errors) if errors else self.plan(job)
-
-
-class Observer:
-    """Finds and observes the open attempts of jobs.
-
-    Args:
-        backends: Who runs them.
-        index: Who plans jobs.
-        pending: Where handles are kept until a status holds them.
-        note_opened: Notes that a job has opened an attempt; returns its status with its folders.
-        now: The time, with a zone.
-    """
-
-    def __init__(
-        self,
-        backends: Backends,
-        index: JobIndex,
-        pending: PendingStatuses,
-        note_opened: Callable[[Key, FineTuneJobStatus], FineTuneJobStatus],
-        now: Callable[[], datetime],
-    ) -> None:
-        self._backends = backends
-        self._index = index
-        self._pending = pending
-        self._note_opened = note_opened
-        self._now = now
-        # Since when their attempts cannot be observed, and how often that was tried after PATIENCE.
-        self._unseen: dict[Key, tuple[datetime, int]] = {}
-
-    async def find_lost(self, view: JobView) -> JobView:
-        """Return the job with the attempt that its status does not tell of, where one may be.
-
-        Raises:
-            FineTuneError: that cannot be said.
-        """
-        is_open = view.attempt is not None
-        is_unknown = not view.status.attempt or (is_open and view.handle is None)
-        is_told_to_stop = view.is_or_was_suspended or is_finished(view.status)
-        is_free = self._backends.finds_from_cache(view.backend)
-        is_looked_for = is_free or (is_open and is_told_to_stop)
-        return await self.find(view) if is_unknown and is_looked_for else view
-
-    async def find(self, view: JobView) -> JobView:
-        """Return the job with its newest attempt, or else its first, if that exists by its name.
-
-        Raises:
-            FineTuneError: that cannot be said.
-        """
-        number = view.status.attempt or 1
-        found = await self._backends.of(view.job).find(view.job, Attempt(number))
-        if found is None:
-            return view
-        if view.status.attempt:
-            status = attempts.with_handle(view.status, found.handle)
-        else:
-            plan = self._index.plan(view.job)
-            planned = plan if isinstance(plan, Plan) else None
-            status = attempts.adopt(view.job, found, self._now(), planned)
-            status = self._note_opened(view.key, status)
-        self._pending.note_handle(view, number, found.handle)
-        extra = {"job": str(view.key), "attempt": number, "handle": found.handle.name}
-        log.info("attempt found", extra=extra)
-        return view.with_status(status)
-
-    async def observe(self, view: JobView) -> Observation | None:
-        """Return what is seen of the open attempt; None where there is none, or nobody knows it.
-
-        Raises:
-            BackendError: it cannot be seen until somebody mends the cause.
-            ApiError: likewise.
-        """
-        if view.attempt is None:
-            return None
-        if (ref := view.ref) is None:
-            return _ABSENT if view.is_or_was_suspended else None  # it was looked for by its name
-        try:
-            seen = await self._backends.of(view.job).observe(ref)
-        except (BackendError, ApiError) as error:
-            if not error.retryable:
-                raise
-            since, tries = self._unseen.get(view.key, (self._now(), 0))
-            lasts = self._now() - since >= timedelta(seconds=PATIENCE_SECONDS)
-            self._unseen[view.key] = (since, tries + lasts)
-            wait = _BACKOFF.seconds(tries + 1) if lasts else OBSERVE_AGAIN_SECONDS
-            return Observation(
-                AttemptPhase.UNKNOWN,
-                obstacle=Obstacle(Reason.BACKEND_FAILED, str(error)) if lasts else None,
-                message=str(error),
-                requeue_seconds=max(wait, error.retry_after or 0.0),
-            )
-        self._unseen.pop(view.key, None)
-        return seen
-
-    def forget(self, key: Key) -> None:
-        """Drop what is known of a job."""
-        self._unseen.pop(key, None)
 
 
 def fault_of(job: FineTuneJob, error: Exception) -> str:

@@ -12,28 +12,21 @@ whatever else the status lacks is observed again and written later.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
-from typing import TypeVar
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.api.v1alpha1.status import JobPhase
-from finetune_operator.backends.base import Attempt, Handle, Observation
+from finetune_operator.backends.base import Observation
 from finetune_operator.backends.instances import Backends
-from finetune_operator.errors import BackendError, FineTuneError
+from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel import rejections
+from finetune_operator.kernel.actions import Actions
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.informer import WatchForbidden
-from finetune_operator.kernel.jobs import (
-    OBSERVE_AGAIN_SECONDS,
-    JobIndex,
-    JobView,
-    Observer,
-    PendingStatuses,
-    fault_of,
-)
+from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses, fault_of
+from finetune_operator.kernel.observer import OBSERVE_AGAIN_SECONDS, Observer
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
 from finetune_operator.kube.cache import Key, ObjectCache
@@ -43,8 +36,6 @@ from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import is_finished
 from finetune_operator.reconcile.decide import (
     RECHECK_SECONDS,
-    Cancel,
-    Collect,
     Decision,
     Find,
     Rejection,
@@ -56,11 +47,8 @@ from finetune_operator.reconcile.decide import (
 
 log = logging.getLogger(__name__)
 
-_Action = TypeVar("_Action", Submit, Find, Cancel, Collect)
-
 FIRST_OBSERVATION_SECONDS = 1.5
 """How long after an attempt was created it is observed, unless an event of it comes before."""
-_MAX_ARTIFACTS = 16
 _FORBIDDEN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
 
@@ -101,7 +89,10 @@ class Reconciler:
         self._writer = StatusWriter(
             client, cache, self._index, self._pending, backends, events, now=now, is_busy=is_busy
         )
-        self._finalizer = Finalizer(self._writer, backends, self._observer, now)
+        self._actions = Actions(backends, self._index, self._writer, now)
+        self._finalizer = Finalizer(
+            self._writer, backends, self._observer, self._actions, events, now
+        )
 
     def is_new(self, key: Key) -> bool:
         """Say whether the job waits to be reconciled for the first time."""
@@ -152,18 +143,21 @@ class Reconciler:
         if (seen := self._index.get(view.key)) is None or seen.raw is not view.raw:
             return AT_ONCE  # it changed while its inputs were checked
         # No await from here on until its folders are noted: two jobs could have the same.
+        observation = self._actions.hinder(view, observation)
         decision = decide(view.job, observation, self._now(), plan)
-        if (submit := _order(decision, Submit)) is not None:
+        if (submit := decision.action(Submit)) is not None:
             return await self._open(view, decision.status, submit.number)
-        if _order(decision, Find) is not None:
+        if decision.action(Find) is not None:
             return await self._give_up(view)
-        view, delay = await self._writer.report(view, await self._collected(view, decision))
-        if await self._cancel(view, decision):
+        # Before Complete is written: after a crash it is asked again.
+        status = await self._actions.collect(view, decision, observation)
+        view, delay = await self._writer.report(view, status)
+        if await self._actions.cancel(view, decision, observation):
             return AT_ONCE
         if is_finished(view.status) and view.attempt is None:
             self._forget(view.key)
             self._index.forget(view)
-            return await self._finalizer.delete_when_due(view)
+            return await self._finalizer.finish(view)
         return _wait(decision, delay)
 
     async def _find_lost(self, view: JobView) -> JobView:
@@ -186,14 +180,6 @@ class Reconciler:
         self._folders.catch_up()
         return self._folders.rejection(view.key) or validated
 
-    async def _collected(self, view: JobView, decision: Decision) -> FineTuneJobStatus:
-        """Ask what was exported before Complete is written: after a crash it is asked again."""
-        ref = view.ref
-        if ref is None or _order(decision, Collect) is None:
-            return decision.status
-        artifacts = list(await self._backends.of(view.job).collect(ref))
-        return decision.status.model_copy(update={"artifacts": artifacts[:_MAX_ARTIFACTS]})
-
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
         """Submit the attempt that the status opens; it is told of first, unless it was before."""
         if status != view.status:
@@ -202,7 +188,7 @@ class Reconciler:
                 view = await self._finalizer.add(view)
             view, _ = await self._writer.report(view, status)
         try:
-            handle = await self._create(view, number)
+            handle = await self._actions.create(view, number)
         except FineTuneError as error:
             if error.retryable:
                 failed = SubmitFailed(str(error), is_absent=error.is_absent)
@@ -235,26 +221,6 @@ class Reconciler:
         _, delay = await self._writer.report(view, decision.status)
         return _wait(decision, delay)
 
-    async def _create(self, view: JobView, number: int) -> Handle:
-        plan = self._index.plan(view.job)
-        if isinstance(plan, Rejection):
-            raise BackendError(plan.message)
-        backend = self._backends.of(view.job)
-        return await backend.submit(backend.render(replace(plan, job=view.job), Attempt(number)))
-
-    async def _cancel(self, view: JobView, decision: Decision) -> bool:
-        """Cancel the attempt where that was decided; return whether nothing of it is left by now.
-
-        Nobody else would tell: what a backend's own answers have put into its cache is not new
-        any more when the watch brings it.
-        """
-        ref, order = view.ref, _order(decision, Cancel)
-        if order is None or ref is None:
-            return False
-        backend = self._backends.of(view.job)
-        await backend.cancel(ref, order.until)
-        return (await backend.observe(ref)).all_gone
-
     async def _reject(
         self, view: JobView, rejection: Rejection, until: str = "the spec can be read"
     ) -> Result:
@@ -285,12 +251,8 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         self._pending.forget(key)
         self._observer.forget(key)
+        self._actions.forget(key)
         self._writer.forget(key)
-
-
-def _order(decision: Decision, kind: type[_Action]) -> _Action | None:
-    """Return the action of that kind, if it was decided."""
-    return next((one for one in decision.actions if isinstance(one, kind)), None)
 
 
 def _wait(decision: Decision, delay: Delay) -> Result:

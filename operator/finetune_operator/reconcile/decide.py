@@ -9,6 +9,7 @@ stands in `during`.
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction
@@ -69,6 +70,7 @@ class Collect:
 
 
 Action = Submit | Find | Cancel | Collect
+SomeAction = TypeVar("SomeAction", Submit, Find, Cancel, Collect)
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ class Decision:
     actions: tuple[Action, ...]
     status: FineTuneJobStatus
     requeue_seconds: float | None
+
+    def action(self, kind: type[SomeAction]) -> SomeAction | None:
+        """Return the action of that kind, if it was decided."""
+        return next((one for one in self.actions if isinstance(one, kind)), None)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) 
     if is_finished(status):
         noted = status.model_copy(update={"observed_generation": job.metadata.generation})
         return Decision((), noted, None)
-    if attempt is None or (status.backend_ref is None and seen is not None):
+    if attempt is None or (status.backend_ref is None and seen is not None and seen.all_gone):
         return _between_attempts(view, status)
     if seen is None:
         is_late = during.deadline_before_creation(view.spec, status, now) is not None

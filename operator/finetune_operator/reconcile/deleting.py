@@ -67,7 +67,8 @@ def decide_deletion(
     status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": ready})})
     kept = [one for one in finalizers if one != FINALIZER or actions]
     text = "; ".join([f"the job is being deleted: {does}", *_keeps(kept)])
-    situation = Situation(stage, Reason.DELETING, text)
+    obstacle = observation.obstacle if observation is not None else None
+    situation = Situation(stage, Reason.DELETING, text, obstacle=obstacle)
     return Decision(actions, describe(status, situation, now, generation), again)
 
 
