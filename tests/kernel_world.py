@@ -98,7 +98,7 @@ class World:
             self.backends,
             EventPoster(self.api, "test"),
             now=lambda: self.now,
-            is_busy=lambda: self.is_busy,
+            is_busy=lambda key: self.is_busy,
             wake=self.woken.append,
         )
 

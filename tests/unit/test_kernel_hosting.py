@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -28,7 +29,7 @@ from finetune_operator.backends.base import (
     Request,
     Services,
 )
-from finetune_operator.backends.fake import FakeBackend
+from finetune_operator.backends.fake import FakeBackend, ended
 from finetune_operator.backends.hosting import START_AGAIN_SECONDS, HostedBackend
 from finetune_operator.errors import BrokenBackendError, TransientError
 from finetune_operator.kernel.job_events import FollowedJobs
@@ -103,6 +104,19 @@ class Plugin(FakeBackend):
             await made
 
 
+class Fast(FakeBackend):
+    """A backend whose attempts are done at once."""
+
+    name: ClassVar[str] = "other"
+
+    def __init__(self) -> None:
+        super().__init__(scripts={1: (ended(),)})
+
+    @property
+    def submitted(self) -> list[str]:
+        return [name.removeprefix("ns/").removesuffix("-1") for name in self.runs]
+
+
 @dataclass
 class Operated:
     """An operator at work on an API in memory."""
@@ -158,6 +172,11 @@ def _time() -> datetime:
 
 async def for_ever() -> None:
     await asyncio.Event().wait()
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
 
 
 def refuse(error: Exception) -> Callable[[], object]:
@@ -429,9 +448,9 @@ def test_a_thread_that_has_come_back_serves_the_next_call() -> None:
         hosted = HostedBackend("plugin", plugin, lambda key: None)
         await hosted.observe(REF)
         found = await asyncio.gather(
-            *(plugin.lent().run_blocking(lambda: threading.active_count(), 5.0) for _ in range(9))
+            *(plugin.lent().run_blocking(lambda: 7, 5.0) for _ in range(9))
         )
-        assert len(found) == 9
+        assert found == [7] * 9
 
     run(work())
 
@@ -463,11 +482,11 @@ def test_a_backend_may_have_a_job_reconciled_from_a_thread() -> None:
             assert len(plugin.asked) == before  # nothing else would ask for it
             services = plugin.lent()
             job = Key("ns", "by-plugin")
-            await asyncio.to_thread(services.wake, job)
+            in_thread(lambda: services.wake(job))
             await asyncio.sleep(1)
             assert plugin.verbs[before:] == ["observe"]
             await world.end()
-            await asyncio.to_thread(services.wake, job)
+            in_thread(lambda: services.wake(job))
             await asyncio.sleep(1)
             assert plugin.verbs[before:] == ["observe", "close"]
 
@@ -482,14 +501,14 @@ def test_a_backend_may_write_as_long_as_this_process_leads_and_the_term_lasts() 
         hosted = HostedBackend("plugin", plugin, lambda key: None, options.seconds_to_write)
         await hosted.observe(REF)
         services = plugin.lent()
-        await asyncio.to_thread(services.check_may_write)
+        in_thread(services.check_may_write)
         left[0] = 0.0
         with pytest.raises(NotLeadingError, match="plugin may not write"):
-            await asyncio.to_thread(services.check_may_write)
+            in_thread(services.check_may_write)
         left[0] = 1.0
         await hosted.close()
         with pytest.raises(NotLeadingError, match="plugin may not write"):
-            await asyncio.to_thread(services.check_may_write)
+            in_thread(services.check_may_write)
         with pytest.raises(NotLeadingError, match="this term has ended"):
             await hosted.observe(REF)
         assert plugin.verbs == ["start", "observe", "close"]
@@ -512,6 +531,42 @@ def test_a_close_that_hangs_or_fails_keeps_no_term_from_its_end(
 
     run(work())
     assert "backend not closed" in caplog.text
+
+
+def test_a_backend_that_answers_nothing_keeps_no_other_from_its_jobs() -> None:
+    async def work() -> None:
+        plugin, other = Plugin(), Fast()
+        num_asked, most_asked = 0, 0
+
+        async def answer_nothing() -> None:
+            nonlocal num_asked, most_asked
+            num_asked += 1
+            most_asked = max(most_asked, num_asked)
+            try:
+                await for_ever()
+            finally:
+                num_asked -= 1
+
+        plugin.does["submit"] = plugin.does["find"] = answer_nothing
+        async with operated(given={"plugin": plugin, "other": other}) as world:
+            await asyncio.sleep(1)  # what is there at the start has more workers
+            for number in range(6 * SETTINGS.workers):
+                await world.apply("plugin", f"hung-{number}")
+            for minute in range(30):
+                name = f"job-{minute}"
+                await world.apply("other", name)
+                applied = asyncio.get_running_loop().time()
+                while name not in other.submitted:
+                    await asyncio.sleep(0.1)
+                assert asyncio.get_running_loop().time() - applied < 1
+                await asyncio.sleep(0.9)
+                assert await world.is_accepted(name)
+                await asyncio.sleep(60)
+                assert num_asked == SETTINGS.workers
+                assert world.term.health().complaints(SETTINGS.stuck_seconds) == []
+        assert most_asked == SETTINGS.workers
+
+    run(work())
 
 
 HUNG_PROCESS = """

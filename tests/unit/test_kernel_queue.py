@@ -1,6 +1,7 @@
 """The work queue, in virtual time."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -209,7 +210,7 @@ def test_a_held_key_waits_for_those_whose_events_rest() -> None:
         made.done(await made.get())
         made.done(await made.get(), when_idle=True)
         made.add(B)
-        assert not made.is_busy
+        assert not made.is_busy(A)
         taken = []
         for _ in range(2):
             taken.append(await made.get())
@@ -241,13 +242,13 @@ def test_it_is_busy_while_more_than_one_key_waits_or_is_worked_on() -> None:
         made, seen = queue(), list[bool]()
         made.add(A)
         await made.get()
-        seen.append(made.is_busy)
+        seen.append(made.is_busy(A))
         made.add(B)
-        seen.append(made.is_busy)
+        seen.append(made.is_busy(A))
         await made.get()
-        seen.append(made.is_busy)
+        seen.append(made.is_busy(A))
         made.done(B)
-        seen.append(made.is_busy)
+        seen.append(made.is_busy(A))
         return seen
 
     assert run(work()) == [False, True, True, False]
@@ -371,3 +372,102 @@ def test_backoff_lies_between_half_and_all_of_its_step_and_never_ends() -> None:
     first = [next(waits) for _ in range(5)]
     assert first == [(0.5, 1), (1, 2), (2, 4), (4, 8), (4, 8)]
     assert high.seconds(10_000) == 8
+
+
+def shared_queue(share: int) -> WorkQueue:
+    """Return a queue whose keys are grouped by the first letter of their name."""
+    return WorkQueue(Backoff(1.0, 8.0), group_of=lambda key: key.name[0], share=lambda: share)
+
+
+def test_a_group_has_its_share_of_the_workers_and_others_overtake_what_waits_for_it() -> None:
+    async def work() -> list[str]:
+        made, taken = shared_queue(2), []
+        for name in ("a1", "a2", "a3", "a4", "b1", "b2", "b3"):
+            made.add(Key("ns", name))
+
+        async def worker() -> None:
+            taken.append((await made.get()).name)
+
+        workers = [asyncio.create_task(worker()) for _ in range(7)]
+        await asyncio.sleep(1)
+        assert taken == ["a1", "a2", "b1", "b2"]
+        made.done(Key("ns", "b1"))
+        made.done(Key("ns", "a2"))
+        await asyncio.sleep(1)
+        for one in workers:
+            one.cancel()
+        return taken[4:]
+
+    assert run(work()) == ["a3", "b3"]
+
+
+def test_a_share_that_comes_free_wakes_a_worker_also_where_the_last_one_has_left() -> None:
+    async def work() -> None:
+        made = shared_queue(1)
+        for name in ("a1", "a2"):
+            made.add(Key("ns", name))
+        first = await made.get()
+        waiting = asyncio.create_task(made.get())
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        made.done(first)
+        assert await waiting == Key("ns", "a2")
+
+    run(work())
+
+
+def test_what_waits_for_its_share_is_not_late() -> None:
+    async def work() -> list[float]:
+        made, ages = shared_queue(1), list[float]()
+        for name in ("a1", "a2"):
+            made.add(Key("ns", name))
+        for _ in range(2):
+            key = await made.get()
+            await asyncio.sleep(100)
+            ages.append(made.oldest_seconds)
+            made.done(key)
+            ages.append(made.oldest_seconds)
+            if key.name == "a1":
+                await asyncio.sleep(5)
+                ages.append(made.oldest_seconds)
+        assert len(made) == 0
+        return ages
+
+    # The one that is worked on; nothing of what waits for it; since its turn could have come.
+    assert run(work()) == [100, 0, 5, 100, 0]
+
+
+def test_each_group_is_busy_by_itself() -> None:
+    async def work() -> None:
+        made = shared_queue(1)
+        for name in ("a1", "a2", "b1"):
+            made.add(Key("ns", name))
+        for name in ("a1", "b1"):
+            assert await made.get() == Key("ns", name)
+        assert made.is_busy(Key("ns", "a1"))
+        assert not made.is_busy(Key("ns", "b1"))
+        made.done(Key("ns", "b1"), when_idle=True)
+        assert await made.get() == Key("ns", "b1")  # though the other group waits
+
+    run(work())
+
+
+def test_a_long_queue_that_waits_for_its_share_costs_the_others_nothing() -> None:
+    async def work(num_waiting: int) -> int:
+        made, num_calls = shared_queue(1), 0
+
+        def count(*_: object) -> None:
+            nonlocal num_calls
+            num_calls += 1
+
+        for number in range(num_waiting):
+            made.add(Key("ns", f"a{number}"))
+        await made.get()
+        sys.setprofile(count)
+        for number in range(100):
+            made.add(Key("ns", f"b{number}"))
+            made.done(await made.get())
+        sys.setprofile(None)
+        return num_calls
+
+    assert run(work(10_000)) == run(work(10))

@@ -95,6 +95,10 @@ class Backends:
             self._hosted[name] = self._host(name, self._make(name))
         return self._hosted[name]
 
+    def __contains__(self, name: str) -> bool:
+        """Say whether a backend of that name has been loaded."""
+        return name in self._hosted
+
     def of(self, job: FineTuneJob) -> HostedBackend:
         """Return the backend of a job.
 

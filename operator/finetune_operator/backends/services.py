@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from finetune_operator.backends.threads import BlockingCalls
@@ -38,7 +39,7 @@ class HostedServices:
 
     def wake(self, job: Key) -> None:
         """Have a job reconciled soon; from any thread."""
-        if not self._is_closed and not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._wake_now, job)
 
     def check_may_write(self) -> None:

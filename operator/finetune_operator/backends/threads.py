@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from threading import Thread
 from typing import ParamSpec, TypeVar
 
@@ -60,7 +61,7 @@ class BlockingCalls:
             try:
                 return call()
             finally:
-                if not loop.is_closed():
+                with suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(self._free.release)
 
         try:

@@ -103,7 +103,7 @@ class JobView:
     @property
     def backend(self) -> str:
         """Name of its backend; empty where the spec does not tell."""
-        return str((self.raw["spec"].get("backend") or {}).get("type", ""))
+        return backend_of(self.raw)
 
     @property
     def is_deleted(self) -> bool:
@@ -131,6 +131,11 @@ class JobView:
             return self
         parsed = self.parsed and self.parsed.model_copy(update={"status": status})
         return replace(self, parsed=parsed, status=status)
+
+
+def backend_of(raw: Object) -> str:
+    """Return the name of a job's backend; empty where its spec does not tell."""
+    return str((raw["spec"].get("backend") or {}).get("type", ""))
 
 
 def read_job(raw: Object) -> JobView:

@@ -20,6 +20,7 @@ from finetune_operator.kernel.health import Health
 from finetune_operator.kernel.informer import Informer
 from finetune_operator.kernel.informers import Informers, Place
 from finetune_operator.kernel.job_events import JobEvents, ListenOptions, OnEvent
+from finetune_operator.kernel.jobs import backend_of
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.resync import Resync
@@ -35,6 +36,7 @@ from finetune_operator.reconcile.conditions import ConditionType
 log = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 0.25
+_SPARE_WORKERS = 4  # for other backends than the one that keeps all of its own busy
 _LASTING_SECONDS = 60.0  # what tells of jobs for so long has not failed at its start
 # The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
@@ -81,7 +83,13 @@ class LeaderTerm:
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
-        self._queue = WorkQueue(retries, _SETTLE_SECONDS, is_urgent=self._is_new)
+        self._queue = WorkQueue(
+            retries,
+            _SETTLE_SECONDS,
+            is_urgent=self._is_new,
+            group_of=self._backend_of,
+            share=lambda: self._num_workers,
+        )
         self._cluster = Cluster(client, self._cache, settings.namespaces)
         self._backends = Backends(
             self._context(), _points(settings), self._surroundings.backends, wake=self._queue.add
@@ -108,7 +116,7 @@ class LeaderTerm:
             EventPoster(client, settings.identity),
             now=now,
             forbidden=self._informers.forbidden_to,
-            is_busy=lambda: self._queue.is_busy,
+            is_busy=self._queue.is_busy,
             wake=self._queue.add,
         )
 
@@ -126,9 +134,9 @@ class LeaderTerm:
                 self._backlog.update(key_of(one) for one in self._jobs)
                 log.info("synced", extra={"jobs": len(self._jobs)})
                 group.create_task(self._resync.run())
-                workers = self._settings.workers
-                for number in range(workers + workers // 2):
-                    group.create_task(self._work(only_to_catch_up=number >= workers))
+                for number in range(self._num_workers + _SPARE_WORKERS):
+                    is_extra = number >= self._settings.workers + _SPARE_WORKERS
+                    group.create_task(self._work(only_to_catch_up=is_extra))
         finally:
             self._queue.close()
             await self._backends.close()
@@ -220,6 +228,18 @@ class LeaderTerm:
         if kind is None and self._is_synced:
             # kopf lists after missed events, and says nothing of what was deleted meanwhile.
             self._resync.missed_events.set()
+
+    @property
+    def _num_workers(self) -> int:
+        """How many jobs of one backend are reconciled at once."""
+        workers = self._settings.workers
+        return workers + workers // 2 if self._backlog else workers
+
+    def _backend_of(self, key: Key) -> str:
+        """Return the backend of a job, if there is one of that name."""
+        raw = self._jobs.get(key)
+        name = backend_of(raw) if raw else ""
+        return name if name in self._backends else ""
 
     def _is_new(self, key: Key) -> bool:
         return self._reconciler.is_new(key)

@@ -3,16 +3,17 @@
 Handlers and informers add keys, workers get them. What comes while a key is worked on makes it come
 again afterwards; what comes right after a reconcile waits a moment for more of its kind, as one
 change of a gang is many events. An urgent key overtakes those that came up to HEAD_START_SECONDS
-before it, so that either kind's wait has a bound. A key that is deferred comes once no other waits
-or is worked on, one at a time. Lives on one event loop; its time is the loop's. The verbs are named
-as those of client-go's work queue.
+before it, so that either kind's wait has a bound. Keys of one group, such as the jobs of a backend,
+have at most their share of the workers; others overtake those that wait for it. A key that is
+deferred comes once no other of its group waits or is worked on, one at a time. Lives on one event
+loop; its time is the loop's. The verbs are named as those of client-go's work queue.
 """
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kube.cache import Key
@@ -40,6 +41,36 @@ NEVER = Result()
 AT_ONCE = Result(0.0)
 
 
+@dataclass(eq=False)
+class _Group:
+    """Keys of one group.
+
+    Attributes:
+        urgent: Since when they wait; in the order they are taken.
+        ready: ... those that are not urgent.
+        taken: Since when they are worked on.
+        deferred: Until no other of the group waits; in the order they are taken.
+        open_since: When it last had its share of the workers, and had to wait for it.
+    """
+
+    urgent: dict[Key, float] = field(default_factory=dict)
+    ready: dict[Key, float] = field(default_factory=dict)
+    taken: dict[Key, float] = field(default_factory=dict)
+    deferred: dict[Key, None] = field(default_factory=dict)
+    open_since: float = -math.inf
+
+    def __len__(self) -> int:
+        """Count the keys that wait or are worked on."""
+        return len(self.urgent) + len(self.ready) + len(self.taken)
+
+    def first(self) -> Iterator[tuple[float, Key]]:
+        """Yield the first urgent and the first other key; the lesser number goes first."""
+        for waits, head_start in ((self.urgent, HEAD_START_SECONDS), (self.ready, 0.0)):
+            if waits:
+                key, since = next(iter(waits.items()))
+                yield since - head_start, key
+
+
 def _never(key: Key) -> bool:
     return False
 
@@ -51,6 +82,8 @@ class WorkQueue:
         backoff: How long a key waits after failures.
         settle_seconds: How long events do not bring a key back that was just reconciled.
         is_urgent: Whether a key is to be taken before others; asked when it begins to wait.
+        group_of: Returns the group of a key; there are few.
+        share: Returns how many workers one group may have.
     """
 
     def __init__(
@@ -59,16 +92,20 @@ class WorkQueue:
         settle_seconds: float = 0.0,
         *,
         is_urgent: Callable[[Key], bool] = _never,
+        group_of: Callable[[Key], str] = lambda key: "",
+        share: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._backoff = backoff
         self._settle_seconds = settle_seconds
         self._is_urgent = is_urgent
+        self._group_of = group_of
+        self._share = share
         self._loop = asyncio.get_running_loop()
         self._idle: deque[asyncio.Future[None]] = deque()  # workers that wait for a key
-        self._urgent: dict[Key, float] = {}  # since when; in the order they are taken
-        self._ready: dict[Key, float] = {}  # ... those that are not urgent
-        self._deferred: dict[Key, None] = {}  # until no other waits; in the order they are taken
-        self._taken: dict[Key, float] = {}
+        self._groups: dict[str, _Group] = {}
+        self._waiting: dict[Key, _Group] = {}
+        self._taken: dict[Key, _Group] = {}
+        self._deferred: dict[Key, _Group] = {}
         self._again: set[Key] = set()
         self._settling: dict[Key, asyncio.TimerHandle] = {}
         self._woken: set[Key] = set()  # of those that settle
@@ -79,23 +116,31 @@ class WorkQueue:
 
     def __len__(self) -> int:
         """Count the keys that wait for a worker or are in its hands, not those that sleep."""
-        return len(self._urgent) + len(self._ready) + len(self._taken) + len(self._woken)
+        return len(self._waiting) + len(self._taken) + len(self._woken)
 
     @property
     def oldest_seconds(self) -> float:
-        """How long the oldest of them has waited, or been worked on; 0 where there is none."""
-        since = [*self._urgent.values(), *self._ready.values(), *self._taken.values()]
-        return self._loop.time() - min(since) if since else 0.0
+        """How long the oldest of them has waited, or been worked on; 0 where there is none.
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether another key waits or is worked on than one that a worker asks about."""
-        return self._num_busy > 1
+        Time that a key waits while its group has all of its share does not count.
+        """
+        now = self._loop.time()
+        since = [now]
+        for group in self._groups.values():
+            since += group.taken.values()
+            if not self._is_full(group):
+                waits = (*group.urgent.values(), *group.ready.values())
+                since.append(max(min(waits, default=now), group.open_since))
+        return now - min(since)
 
-    @property
-    def _num_busy(self) -> int:
+    def is_busy(self, key: Key) -> bool:
+        """Say whether another key of its group waits or is worked on; asked by who works on it."""
+        return self._num_busy(self._group(key)) > 1
+
+    def _num_busy(self, group: _Group) -> int:
         # What was woken by the report that was just written about it is not counted.
-        return len(self) - len(self._woken & self._echoing)
+        woken = (one for one in self._woken - self._echoing if self._group(one) is group)
+        return len(group) + sum(1 for _ in woken)
 
     @property
     def num_deferred(self) -> int:
@@ -127,18 +172,21 @@ class WorkQueue:
 
     async def get(self) -> Key:
         """Return the key whose turn it is; the caller must say `done` or `failed`."""
-        while (key := self._next()) is None:
+        while (found := self._next()) is None:
             turn = self._loop.create_future()
             self._idle.append(turn)
             await turn
-        if key in self._urgent or key in self._ready:
+        key, group = found
+        if self._waiting.pop(key, None) is not None:
             self._echoing.discard(key)
         else:
             self._echoing.add(key)
-        self._urgent.pop(key, None)
-        self._ready.pop(key, None)
-        self._deferred.pop(key, None)
-        self._taken[key] = self._loop.time()
+        group.urgent.pop(key, None)
+        group.ready.pop(key, None)
+        if (other := self._deferred.pop(key, None)) is not None:
+            del other.deferred[key]
+        self._taken[key] = group
+        group.taken[key] = self._loop.time()
         self._stop_timer(key)
         self._woken.discard(key)
         if (rest := self._settling.pop(key, None)) is not None:
@@ -153,11 +201,12 @@ class WorkQueue:
         Args:
             key: What was taken.
             requeue_seconds: When it comes again by itself.
-            when_idle: It comes before that if no other key waits or is worked on.
+            when_idle: It comes before that if no other of its group waits or is worked on.
         """
         self._failures.pop(key, None)
         if when_idle:
-            self._deferred[key] = None
+            group = self._deferred[key] = self._taken[key]
+            group.deferred[key] = None
         self._give_back(key)
         if requeue_seconds is not None:
             self.add_after(key, requeue_seconds)
@@ -193,17 +242,28 @@ class WorkQueue:
         self._settling.clear()
 
     def _put(self, key: Key) -> None:
-        if key not in self._urgent and key not in self._ready and key not in self._taken:
-            waits = self._urgent if self._is_urgent(key) else self._ready
+        if key not in self._waiting and key not in self._taken:
+            group = self._waiting[key] = self._group(key)
+            waits = group.urgent if self._is_urgent(key) else group.ready
             waits[key] = self._loop.time()
-            self._call_worker()
+            if not self._is_full(group):
+                self._call_worker()
 
-    def _next(self) -> Key | None:
-        """Return the key whose turn it is, and None where none may be taken now."""
-        if self._urgent or self._ready:
-            is_urgent = _oldest(self._urgent) - HEAD_START_SECONDS <= _oldest(self._ready)
-            return next(iter(self._urgent if is_urgent else self._ready))
-        return next(iter(self._deferred), None) if not self._num_busy else None
+    def _group(self, key: Key) -> _Group:
+        return self._groups.setdefault(self._group_of(key), _Group())
+
+    def _is_full(self, group: _Group) -> bool:
+        return len(group.taken) >= self._share()
+
+    def _next(self) -> tuple[Key, _Group] | None:
+        """Return the key whose turn it is; None where none may be taken now."""
+        groups = [one for one in self._groups.values() if not self._is_full(one)]
+        waiting = [(turn, key, group) for group in groups for turn, key in group.first()]
+        if waiting:
+            _, key, group = min(waiting, key=lambda one: one[0])
+            return key, group
+        idle = (one for one in groups if one.deferred and not self._num_busy(one))
+        return next(((next(iter(one.deferred)), one) for one in idle), None)
 
     def _call_worker(self) -> None:
         """Wake one worker; a turn that nobody waits for any more was cancelled."""
@@ -214,8 +274,11 @@ class WorkQueue:
                 return
 
     def _give_back(self, key: Key) -> None:
-        del self._taken[key]
-        if self._deferred:
+        group = self._taken.pop(key)
+        if self._is_full(group):
+            group.open_since = self._loop.time()
+        del group.taken[key]
+        if group.urgent or group.ready or group.deferred:
             self._call_worker()
         if self._settle_seconds:
             self._settling[key] = self._loop.call_later(
@@ -242,7 +305,3 @@ class WorkQueue:
     def _stop_timer(self, key: Key) -> None:
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
-
-
-def _oldest(waits: dict[Key, float]) -> float:
-    return next(iter(waits.values()), math.inf)

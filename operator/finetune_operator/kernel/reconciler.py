@@ -62,7 +62,7 @@ class Reconciler:
         events: Who tells people.
         now: The time, with a zone.
         forbidden: What keeps a backend's attempts in a namespace from being seen; by both names.
-        is_busy: Whether other jobs wait to be reconciled, which comes before reporting.
+        is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
         wake: Has a job reconciled, as what it waited for may be there.
     """
 
@@ -75,7 +75,7 @@ class Reconciler:
         *,
         now: Callable[[], datetime],
         forbidden: Callable[[str, str], WatchForbidden | None] = lambda namespace, backend: None,
-        is_busy: Callable[[], bool] = lambda: False,
+        is_busy: Callable[[Key], bool] = lambda key: False,
         wake: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._backends = backends

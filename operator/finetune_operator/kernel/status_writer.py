@@ -84,7 +84,7 @@ class StatusWriter:
         backends: Who knows where attempts live.
         events: Who tells people.
         now: The time, with a zone.
-        is_busy: Whether other jobs wait to be reconciled, which comes before reporting.
+        is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StatusWriter:
         events: EventPoster,
         *,
         now: Callable[[], datetime],
-        is_busy: Callable[[], bool],
+        is_busy: Callable[[Key], bool],
     ) -> None:
         self._client = client
         self._cache = cache
@@ -130,7 +130,7 @@ class StatusWriter:
             self._now(),
             created=parse_rfc3339(view.raw["metadata"]["creationTimestamp"]),
             with_handle=with_handle,
-            is_busy=self._is_busy(),
+            is_busy=self._is_busy(view.key),
         )
         if not delay:
             return await self.write(view, status), NO_DELAY
