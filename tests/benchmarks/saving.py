@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from finetune_trainer.checkpoint.commit import Fingerprint
+from finetune_trainer.checkpoint.start import job_of_checkpoints
 from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.claims.enter import Pace, Wanted
+from finetune_trainer.claims.fence import take
 from finetune_trainer.config import CheckpointConfig, JobRef
 
 TENSORS_PER_SECTION = 32
@@ -44,13 +47,16 @@ def main() -> None:
     """Measure and print."""
     folder, mib, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     state = make_state(mib)
+    place, job = folder / "checkpoints", JobRef(name="bench", uid="bench")
+    wanted = Wanted(place, "spec.checkpoint.uri", job, take_over=False, left_by=job_of_checkpoints)
     store = CheckpointStore(
-        CheckpointConfig(dir=str(folder / "checkpoints"), keep=1),
+        CheckpointConfig(dir=str(place), keep=1),
         rank=0,
         world_size=1,
         group=None,
-        job=JobRef(name="bench", uid="bench"),
+        job=job,
         fingerprint=Fingerprint(model="m", method="m", data="d", order="o"),
+        fence=take([wanted], lambda _: Pace()),
         warn=print,
     )
     store.restore(state)
