@@ -7,7 +7,6 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from finetune_trainer.claims.enter import Pace, Wanted
 from finetune_trainer.claims.fence import Fence, take
 from finetune_trainer.claims.names import CLAIMS
 from finetune_trainer.config import CheckpointConfig, JobRef
-from warm_processes import beside_deepspeed, forkserver
+from warm_processes import Forks, beside_deepspeed, forkserver
 
 State = dict[str, Any]
 TIMEOUT_SECONDS = 240
@@ -47,7 +46,7 @@ def make_state(step: int, *, size: int = 16) -> State:
 def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) -> CheckpointStore:
     """Return the store of a single process; keyword arguments go to the store or its config."""
     warn = (warnings if warnings is not None else []).append
-    own = {"rank": 0, "world_size": 1, "group": None, "warn": warn}
+    own: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "warn": warn}
     own |= {"job": JOB, "fingerprint": FINGERPRINT}
     arguments = {name: changes.pop(name, value) for name, value in own.items()}
     take_over = changes.pop("take_over", False)
@@ -156,7 +155,7 @@ def run_processes(
 
 
 def _run_ranks(
-    ranks: Sequence[Callable[[], None]], timeout_seconds: float, context: BaseContext
+    ranks: Sequence[Callable[[], None]], timeout_seconds: float, context: Forks
 ) -> list[int | None]:
     processes = [context.Process(target=rank) for rank in ranks]
     for process in processes:

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from finetune_trainer.data.plan import DataPlan
+from finetune_trainer.data.sequences import TokenDataset
 from launches import train_config
 
 CAPACITY = 64
@@ -45,7 +46,8 @@ def plan(dataset: Lengths, **changes: Any) -> DataPlan:
     epochs = None if "max_steps" in changes else 1
     training = {"seed": 1, "global_batch_size": 4, "max_steps": None, "epochs": epochs} | changes
     config = train_config(Path("unused"), world={"nproc_per_node": 1}, data=data, training=training)
-    return DataPlan.of(dataset, config)
+    # It asks for lengths, counts and weights alone.
+    return DataPlan.of(cast(TokenDataset, dataset), config)
 
 
 def sequences(made: DataPlan, steps: range) -> list[int]:

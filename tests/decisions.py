@@ -9,7 +9,7 @@ from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.status import BackendRef
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.reconcile.decide import Action, Cancel, Decision, Submit, decide
+from finetune_operator.reconcile.decide import Action, Cancel, Decision, Seen, Submit, decide
 from finetune_trainer.config import Phase, Progress
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -61,13 +61,13 @@ class Life:
         spec = self.job.spec.model_copy(update={"suspend": value})
         self.job = self.job.model_copy(update={"spec": spec})
 
-    def decide(self, observation: Observation | None = None) -> Decision:
+    def decide(self, seen: Seen = None) -> Decision:
         """Decide without saving."""
-        return decide(self.job, observation, self.now, make_plan(self.job))
+        return decide(self.job, seen, self.now, make_plan(self.job))
 
-    def see(self, observation: Observation | None = None) -> tuple[Action, ...]:
+    def see(self, seen: Seen = None) -> tuple[Action, ...]:
         """Decide, save the status, hand out a handle for what is submitted."""
-        decision = self.decide(observation)
+        decision = self.decide(seen)
         status = decision.status
         if any(isinstance(action, Submit) for action in decision.actions):
             ref = BackendRef(kind="Fake", name=f"tiny-{status.attempt}")

@@ -18,7 +18,6 @@ from finetune_operator.kube.client import (
     KubeClient,
     Listing,
     Propagation,
-    Trim,
     WatchEvent,
 )
 from finetune_operator.kube.errors import (
@@ -29,6 +28,7 @@ from finetune_operator.kube.errors import (
     NotFoundError,
 )
 from finetune_operator.kube.resources import PODS, Object, Resource
+from finetune_operator.kube.watch import Trim
 from finetune_operator.reconcile.conditions import rfc3339
 
 BeforeCall = Callable[[str, Resource, str], None]

@@ -8,13 +8,12 @@ import os
 import time
 from collections.abc import Mapping
 from functools import partial
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from finetune_trainer.checkpoint.shards import read_shards
@@ -23,7 +22,7 @@ from finetune_trainer.control import leave
 from finetune_trainer.launch.report import RankReport
 from finetune_trainer.launch.worker import run_rank
 from launches import free_port
-from warm_processes import beside_deepspeed, forkserver
+from warm_processes import Forks, beside_deepspeed, forkserver
 
 LOST_PEER_SECONDS = 20
 ATTEMPT_SECONDS = 120
@@ -36,7 +35,7 @@ class Ranks:
         self,
         config: TrainConfig,
         environ: Mapping[str, str] | None = None,
-        context: BaseContext | None = None,
+        context: Forks | None = None,
     ) -> None:
         """Start them."""
         context = context or forkserver()
@@ -78,7 +77,7 @@ def attempt(config: TrainConfig, environ: Mapping[str, str] | None = None) -> li
 
 
 def _codes(
-    config: TrainConfig, environ: Mapping[str, str] | None, context: BaseContext
+    config: TrainConfig, environ: Mapping[str, str] | None, context: Forks
 ) -> list[int | None]:
     return Ranks(config, environ, context).codes()
 

@@ -127,7 +127,7 @@ def _as_text(documents: Sequence[Any], choose: random.Random) -> str:
         return "{}"
 
 
-CONVERSATION = {
+CONVERSATION: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Which is the capital of France?"},

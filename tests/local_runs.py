@@ -17,6 +17,8 @@ from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.backends.local.environment import ENV_MARK
 
+Plays = Mapping[str, Mapping[str, Any]]
+"""How the stand-in trainer of each attempt behaves; `*` is every other attempt."""
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_trainer.py")))
 
 
@@ -29,7 +31,7 @@ def write_inputs(folder: Path) -> None:
 
 def local_context(
     folder: Path,
-    plays: Mapping[str, Mapping[str, Any]] | None = None,
+    plays: Plays | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> BackendContext:
     """Return what the backend of a manifest in `folder` is given; its trainer plays `plays`."""

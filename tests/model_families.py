@@ -111,6 +111,13 @@ def sequences(batch: MicroBatch, lengths: Sequence[int]) -> list[tuple[torch.Ten
     return list(fields)
 
 
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the gradient of each parameter, all of which must have one."""
+    found = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    assert found.keys() == dict(module.named_parameters()).keys()
+    return found
+
+
 def joined(batch: MicroBatch, rows: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> MicroBatch:
     """Return the same documents in other rows, padded at the end."""
     width = max(sum(len(ids) for ids, _, _ in row) for row in rows)
@@ -123,4 +130,5 @@ def joined(batch: MicroBatch, rows: Sequence[Sequence[tuple[torch.Tensor, ...]]]
                 field[index, start : start + len(values)] = values
             start += len(document[0])
         fields[1][index, start:] = torch.arange(width - start)
-    return MicroBatch(*fields, tokens=batch.tokens, label_tokens=batch.label_tokens)
+    ids, positions, targets = fields
+    return MicroBatch(ids, positions, targets, batch.tokens, batch.label_tokens)

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ CRDS = Resource(
 )
 
 
-def wait_until(check: Callable[[], T], seconds: float, what: str = "") -> T:
+def wait_until(check: Callable[[], T | None], seconds: float, what: str = "") -> T:
     """Return the first answer that is true.
 
     Raises:
@@ -73,7 +74,7 @@ class Api:
         """Create or update our kinds, and wait until they are served."""
         for file in sorted((ROOT / "crds").glob("*.yaml")):
             made = yaml.safe_load(file.read_text())
-            wait_until(lambda made=made: self._put(made), 20, file.name)
+            wait_until(partial(self._put, made), 20, file.name)
         wait_until(lambda: self.serves(FINE_TUNE_JOBS) and self.serves(FINE_TUNE_PROFILES), 20)
 
     def _put(self, definition: Object) -> bool:

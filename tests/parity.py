@@ -131,9 +131,11 @@ def reference(case: Case) -> Outcome:
         logits = model(input_ids=ids, use_cache=False).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
-        norm = torch.stack([p.grad.norm() for p in trained]).norm()
-        for parameter in trained:
-            parameter.grad.mul_(min(1.0, MAX_NORM / float(norm)))
+        gradients = [p.grad for p in trained if p.grad is not None]
+        assert len(gradients) == len(trained)
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(min(1.0, MAX_NORM / float(norm)))
         is_skipped = case.poison is not None and case.poison[0] == step
         if not is_skipped:
             optimizer.step()

@@ -10,6 +10,7 @@ every step, so that their order tells nothing.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -82,7 +83,8 @@ def write_model(family: str, folder: Path) -> None:
 def write_rows(folder: Path, tokenizer: Any) -> list[list[int]]:
     """Write texts of equally many tokens, so that every order packs alike; return their tokens."""
     generator = torch.Generator().manual_seed(1)
-    rows, texts = [], []
+    rows: list[list[int]] = []
+    texts: list[str] = []
     while len(rows) < ROWS:
         numbers = torch.randint(0, 1000, (ROW_TOKENS,), generator=generator).tolist()
         text = " ".join(map(str, numbers))
@@ -213,9 +215,14 @@ def differences(found: Found, expected: Found, first: Found) -> tuple[float, flo
     loss = max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True))
     shared = [name for name in expected.weights if name in found.weights]
     assert shared, "nothing was exported"
-    off = sum((found.weights[n] - expected.weights[n]).double().square().sum() for n in shared)
-    moved = sum((expected.weights[n] - first.weights[n]).double().square().sum() for n in shared)
-    return loss, float((off / moved).sqrt())
+    off = sum(squared(found.weights[n] - expected.weights[n]) for n in shared)
+    moved = sum(squared(expected.weights[n] - first.weights[n]) for n in shared)
+    return loss, math.sqrt(off / moved)
+
+
+def squared(tensor: Tensor) -> float:
+    """Return the sum of the squares."""
+    return float(tensor.double().square().sum())
 
 
 def compare(family: str, folder: Path, packed: Sequence[bool] = (True, False)) -> list[str]:

@@ -5,6 +5,7 @@
 
 import json
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import pytest
 
@@ -14,7 +15,19 @@ ONLY_IN_FULL = ("full", "cluster", "e2e")
 """The marks that `make test` leaves out."""
 
 
-def run_of(item: pytest.Item) -> str:
+class Item(Protocol):
+    """What is asked of a test, which in a run is a `pytest.Item`."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def get_closest_marker(self, name: str) -> object | None: ...
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+
+
+def run_of(item: Item) -> str:
     """Return the smallest run that a test is in."""
     return FULL if any(map(item.get_closest_marker, ONLY_IN_FULL)) else QUICK
 
@@ -24,7 +37,7 @@ def tell_run(item: pytest.Item) -> None:
     item.user_properties.append((RUN, run_of(item)))
 
 
-def sort_files(items: list[pytest.Item], root: Path) -> None:
+def sort_files(items: list[ItemT], root: Path) -> None:
     """Put files with tests of `make test` first, and of these the one that takes longest.
 
     The tests of a file stay together and in their order.
@@ -34,7 +47,7 @@ def sort_files(items: list[pytest.Item], root: Path) -> None:
     quick = {files[item] for item in items if runs[item] == QUICK}
     seconds = measured_seconds(QUICK if set(runs.values()) == {QUICK} else FULL)
 
-    def place(item: pytest.Item) -> tuple[bool, float, str]:
+    def place(item: ItemT) -> tuple[bool, float, str]:
         file = files[item]
         return file not in quick, -seconds.get(file, 0.0), file
 

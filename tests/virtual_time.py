@@ -8,9 +8,10 @@ import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class _Selector(selectors.DefaultSelector):
@@ -45,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.time
 
     def run_in_executor(
-        self, executor: Executor | None, func: Callable[..., T], *args: Any
+        self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
         call, working = object(), self._virtual.working
 

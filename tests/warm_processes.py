@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkContext, ForkServerContext
 from typing import TypeVar
 
+Forks = ForkContext | ForkServerContext
 T = TypeVar("T")
 
 IMPORTED = (
@@ -29,19 +30,19 @@ IMPORTED = (
 
 
 @cache
-def forkserver() -> BaseContext:
+def forkserver() -> ForkServerContext:
     """Return the context whose processes have all of `IMPORTED`."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context
 
 
-def beside_deepspeed(work: Callable[[BaseContext], T]) -> T:
+def beside_deepspeed(work: Callable[[Forks], T]) -> T:
     """Return what `work` does with the context whose processes have DeepSpeed as well."""
     return _with_deepspeed().submit(_with_own_forks, work).result()
 
 
-def _with_own_forks(work: Callable[[BaseContext], T]) -> T:
+def _with_own_forks(work: Callable[[Forks], T]) -> T:
     return work(mp.get_context("fork"))
 
 

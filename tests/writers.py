@@ -108,14 +108,14 @@ class PlainShards:
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
         return deepcopy(state)
 
-    def write(self, state: dict[str, Any], folder: Path, group: None, step: int) -> list[str]:
+    def write(self, state: dict[str, Any], folder: Path, group: object, step: int) -> list[str]:
         names = ["part-0", "part-1"]
         for name in names:
             time.sleep(self._choose.uniform(0, self._slowness))
             (folder / name).write_text(json.dumps({"name": name, **state["model"]}))
         return names
 
-    def read(self, state: dict[str, Any], folder: Path, group: None) -> None:
+    def read(self, state: dict[str, Any], folder: Path, group: object) -> None:
         parts = [json.loads((folder / name).read_text()) for name in ("part-0", "part-1")]
         assert parts[0]["weights"] == parts[1]["weights"]
         state["model"]["weights"] = parts[0]["weights"]

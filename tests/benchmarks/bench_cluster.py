@@ -88,7 +88,7 @@ def _made(kit: Path, nodes: int, folder: Path) -> Iterator[BenchCluster]:
         f"--audit-log-path={audit_log}",
         "--audit-log-maxsize=4096",
     )
-    command = [kit / "up", "--control-plane-only", "--name", name, "--nodes", f"kwok:{nodes}"]
+    command = [str(kit / "up"), "--control-plane-only", "--name", name, "--nodes", f"kwok:{nodes}"]
     command += [f"--scheduler-arg={one}" for one in _SCHEDULER]
     command += [f"--apiserver-arg={one}" for one in logs]
     try:

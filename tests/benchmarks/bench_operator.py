@@ -162,7 +162,8 @@ def figures(runs: Result) -> dict[str, dict[str, float]]:
 
 def _per_job(whole: Result, part: str, *, is_event: bool) -> float:
     counts = whole[part].items()
-    return sum(n for what, n in counts if what.endswith(" events") == is_event) / whole["jobs"]
+    num: int = sum(n for what, n in counts if what.endswith(" events") == is_event)
+    return num / int(whole["jobs"])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,13 @@ def measure(api: Api, folder: Path, pairs: int, operator: int) -> dict[str, Any]
     runs: list[dict[str, float]] = []
     for number in range(pairs):
         first, second = (write(folder, f"{kind}-{number}") for kind in ("api", "bare"))
-        run: dict[str, float] = {}
-        turns: list[Callable[[], None]] = [
-            lambda run=run, file=first: run.update(seconds_applied(api, folder, file, operator)),
-            lambda run=run, file=second: run.update(bare=seconds_bare(folder, file)),
+        turns: list[Callable[[], dict[str, float]]] = [
+            partial(seconds_applied, api, folder, first, operator),
+            partial(seconds_bare, folder, second),
         ]
+        run: dict[str, float] = {}
         for turn in turns if number % 2 else reversed(turns):
-            turn()
+            run |= turn()
         print(f"pair {number}: {json.dumps(run)}", flush=True)
         runs.append(run)
     return {
@@ -147,7 +148,7 @@ def seconds_applied(api: Api, folder: Path, file: Path, operator: int) -> dict[s
     }
 
 
-def seconds_bare(folder: Path, file: Path) -> float:
+def seconds_bare(folder: Path, file: Path) -> dict[str, float]:
     """Run a job's one process as the backend would; return seconds to its first step."""
     job, where = load_job(file)
     backend = LocalBackend(BackendContext(where.directory, dict(os.environ)))
@@ -160,7 +161,7 @@ def seconds_bare(folder: Path, file: Path) -> float:
     subprocess.run(
         node["command"], env={**os.environ, **node["environment"]}, check=True, capture_output=True
     )
-    return first_step(folder, file.stem) - began
+    return {"bare": first_step(folder, file.stem) - began}
 
 
 def cpu_seconds(pid: int) -> float:

@@ -87,8 +87,9 @@ class Bench:
 
     def start(self, identity: str = "bench") -> OperatorProcess:
         """Start a replica that serves all namespaces."""
-        settings = {"namespaces": "", "backends": "", "lease_seconds": LEASE_SECONDS}
-        return OperatorProcess(self.kubeconfig, HOME, identity, **settings)
+        return OperatorProcess(
+            self.kubeconfig, HOME, identity, namespaces="", backends="", lease_seconds=LEASE_SECONDS
+        )
 
     @asynccontextmanager
     async def operator(self, identity: str = "bench") -> AsyncIterator[OperatorProcess]:

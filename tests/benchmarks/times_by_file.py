@@ -120,7 +120,8 @@ def page(measured: dict[str, Any]) -> str:
 
 def _row(name: str, files: list[dict[str, Any]]) -> str:
     def total(key: str) -> float:
-        return sum(one[key] for one in files)
+        found: float = sum(one[key] for one in files)
+        return found
 
     longest = max((one["longest_seconds"] for one in files), default=0.0)
     cells = [f"{total('tests')}", f"{total('seconds'):.1f}", f"{longest:.1f}"]

@@ -27,6 +27,11 @@ def suspend(jobs: Jobs, batch_job: str, value: bool) -> None:
     jobs.kubectl("patch", "job", batch_job, "--type=merge", f"-p={change}")
 
 
+def has_left(jobs: Jobs, name: str) -> bool:
+    """Say whether no pod of the first attempt is left."""
+    return not jobs.pods(name, 1)
+
+
 def wait_for_checkpoint_of(jobs: Jobs, name: str, attempt: int) -> Object:
     """Return the job once that attempt has saved what it learned itself."""
 
@@ -65,7 +70,7 @@ def test_a_batch_job_that_others_suspend_and_resume_trains_beside_no_other(
         for name in names:
             suspend(jobs, f"{name}-1", True)
         for name in names:
-            wait_until(lambda name=name: not jobs.pods(name, 1), 60, f"{name}-1 to leave")
+            wait_until(partial(has_left, jobs, name), 60, f"{name}-1 to leave")
             suspend(jobs, f"{name}-1", False)
         let_go(2)
         for name in names:

@@ -53,7 +53,7 @@ IN_TRAINING = ("mid-accumulation", "before-optimizer", "after-optimizer")
 def random_kills(seed: int, count: int) -> tuple[str, ...]:
     """Draw points of a step, of a save or of an evaluation, and the rank that dies there."""
     rng = random.Random(seed)
-    kills = set()
+    kills: set[str] = set()
     while len(kills) < count:
         name = rng.choice([*IN_TRAINING, "before-manifest", "evaluating"])
         every = {"before-manifest": SAVE_EVERY, "evaluating": EVAL_EVERY}.get(name, 1)

@@ -58,7 +58,7 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_what_ranks_share_is_exported_whole(inputs: Path, tmp_path: Path, strategy: str) -> None:
-    methods = {
+    methods: dict[str, dict[str, Any]] = {
         "full": {"type": "full", "lora": None},
         "lora": {"type": "lora", "lora": {"r": 4, "dora": True}},
     }

@@ -390,11 +390,9 @@ def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
     assert seen.obstacle is not None
     assert seen.phase is AttemptPhase.PENDING
     # The scheduler looks for a node first, for the claims (which do not exist) afterwards.
-    says = {"Unschedulable": "no nodes available", "VolumeNotReady": "not found"}[
-        seen.obstacle.reason
-    ]
+    said = {"Unschedulable": "no nodes available", "VolumeNotReady": "not found"}
     assert seen.obstacle.message.startswith("pod tiny-1-0-")
-    assert says in seen.obstacle.message
+    assert said[seen.obstacle.reason] in seen.obstacle.message
 
 
 FORBIDDING: list[Any] = [
@@ -548,10 +546,14 @@ def test_of_all_attempts_only_the_last_two_are_kept(
 ) -> None:
     backend = harness.make()
     plan = planned(**harness.overrides)
+
+    def is_gone(handle: Handle) -> bool:
+        return asyncio.run(backend.observe(ref_to(handle))).all_gone
+
     for number in (1, 2, 3):
         handle = asyncio.run(backend.submit(backend.render(plan, Attempt(number))))
         asyncio.run(backend.cancel(ref_to(handle), after(1.0)))
-        wait_until(lambda handle=handle: asyncio.run(backend.observe(ref_to(handle))).all_gone, 20)
+        wait_until(partial(is_gone, handle), 20)
     kept = api.run(api.client.list(JOBS, namespace)).items
     alive = {one["metadata"]["name"] for one in kept if "deletionTimestamp" not in one["metadata"]}
     assert alive == {"tiny-2", "tiny-3"}

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -207,13 +208,15 @@ def test_a_job_that_a_quota_keeps_from_starting_is_suspended_resumed_and_deleted
 ) -> None:
     api, namespace = place.api, place.namespace
     place.ration()
+
+    def is_suspended(name: str) -> bool:
+        return api.phase(namespace, name) == "Suspended"
+
     for name in ("parked", "dropped"):
         place.apply(name, topology__nodes=2)
         place.refusal(name, "ResourcesReady")
         api.change(namespace, name, suspend=True)
-        wait_until(
-            lambda name=name: api.phase(namespace, name) == "Suspended", PROMPT_SECONDS, name
-        )
+        wait_until(partial(is_suspended, name), PROMPT_SECONDS, name)
         assert condition(api.job(namespace, name), "Stalled")["status"] == "False"
     api.run(api.client.delete(QUOTAS, "none", namespace))
     api.delete(namespace, "dropped")

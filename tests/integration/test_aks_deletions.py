@@ -115,7 +115,7 @@ class Story:
         api.apply(
             self._namespace,
             self.name,
-            **JOB | {"backend": {"type": "aks", "aks": {"profile": self._namespace}}},
+            **{**JOB, "backend": {"type": "aks", "aks": {"profile": self._namespace}}},
             topology__nodes=2,
             observability={"metricsPort": metrics_port},
             restart_policy={"maxRestarts": 0},

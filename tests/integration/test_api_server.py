@@ -342,8 +342,8 @@ def test_a_finalizer_holds_an_object_and_none_is_added_meanwhile(server: Server)
     added = server.send("PATCH", CONFIG_MAPS, "held", body=patch, kind=MERGE)
     assert added.status == 422
     assert "no new finalizers can be added if the object is being deleted" in added.body["message"]
-    patch = {"metadata": {"finalizers": None}}
-    assert server.send("PATCH", CONFIG_MAPS, "held", body=patch, kind=MERGE).status == 200
+    released = {"metadata": {"finalizers": None}}
+    assert server.send("PATCH", CONFIG_MAPS, "held", body=released, kind=MERGE).status == 200
     assert server.api.get(CONFIG_MAPS, server.namespace, "held") is None
 
 

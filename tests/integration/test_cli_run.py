@@ -251,8 +251,7 @@ def test_preview_gives_the_trainers_own_sentence(tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_path: Path) -> None:
     file = write_project(tmp_path, **{"training.maxSteps": ENDLESS, "checkpoint.keep": 1})
-    no_kubectl = {"PATH": "/nowhere"}
-    with started("run", file.name, folder=tmp_path, **no_kubectl) as run:
+    with started("run", file.name, folder=tmp_path, PATH="/nowhere") as run:
         run.read_until(r"checkpoint of step \d+ committed")
         run.interrupt()
         code = run.wait()
@@ -261,12 +260,12 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_pat
     assert code == 130
     assert kept is not None
     assert "Go on with: ftctl run job.yaml" in run.lines
-    with started("run", file.name, folder=tmp_path, **no_kubectl) as again:
+    with started("run", file.name, folder=tmp_path, PATH="/nowhere") as again:
         again.read_until(rf"goes on from the checkpoint of step {kept[1]}$")
         again.interrupt()
         again.interrupt()
         assert again.wait() == 130
-    with started("run", file.name, folder=tmp_path, **no_kubectl) as third:
+    with started("run", file.name, folder=tmp_path, PATH="/nowhere") as third:
         third.read_until(r"  (Res|S)tarting$")  # before the attempt has said anything
         third.interrupt()
         third.interrupt()

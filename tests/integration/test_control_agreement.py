@@ -70,7 +70,7 @@ def plan(boundaries: int, *votes: tuple[int, int, str]) -> list[list[list[bool]]
     ]
 
 
-def expected(boundaries: int, *votes: tuple[int, int, str]) -> list[list[object]]:
+def expected(boundaries: int, *votes: tuple[int, int, str]) -> list[list[bool]]:
     """Return what every rank must see: each vote one boundary after it was cast."""
     cast = {(at, kind) for _, at, kind in votes}
     first = [False for _ in KINDS]

@@ -29,15 +29,15 @@ def prepare_rows(test: Connection, folder: Path, mode: str) -> None:
 
     loaded = AutoTokenizer.from_pretrained(folder / "model")
 
-    class Announcing(type(loaded)):
-        def __call__(self, *arguments: Any, **options: Any) -> Any:
-            test.send("tokenising")
-            while mode == "stall":
-                time.sleep(60)
-            return super().__call__(*arguments, **options)
+    kind = type(loaded)
 
-    Announcing.__name__ = type(loaded).__name__
-    loaded.__class__ = Announcing
+    def announce(self: Any, *arguments: Any, **options: Any) -> Any:
+        test.send("tokenising")
+        while mode == "stall":
+            time.sleep(60)
+        return kind.__call__(self, *arguments, **options)
+
+    loaded.__class__ = type(kind.__name__, (kind,), {"__call__": announce})
     source = DatasetSource(path=str(folder / "rows.jsonl"))
     config = DataConfig(train=source, cache_dir=str(folder / "cache"), max_seq_len=64)
     test.send("ready")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -65,12 +66,12 @@ def ftctl_run(path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def journal(path: Path) -> list[dict]:
+def journal(path: Path) -> list[dict[str, Any]]:
     log = path.parent / "runs" / "default" / "tiny" / "logs" / "rank-0.jsonl"
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def read_run(path: Path) -> tuple[dict[int, float], dict]:
+def read_run(path: Path) -> tuple[dict[int, float], dict[str, Any]]:
     """Return the loss of each step, of the attempt that made it last, and the job's status."""
     run_dir = path.parent / "runs" / "default" / "tiny"
     curve = {entry["step"]: entry["loss"] for entry in journal(path) if entry["event"] == "step"}

@@ -157,11 +157,11 @@ async def disturb(client: KubeClient, namespace: str) -> None:
     """Delete and change children of some jobs."""
     for number, kind in enumerate((SERVICES, ENDPOINT_SLICES, NETWORK_POLICIES)):
         await client.delete(kind, f"job-{number}-finetune", namespace)
-    rules = {"ingress": [{"from": [{"podSelector": {}}]}]}
+    rules: Object = {"ingress": [{"from": [{"podSelector": {}}]}]}
     await client.patch(NETWORK_POLICIES, "job-3-finetune", namespace, {"spec": rules})
     ports = {"ports": [{"name": "rendezvous", "port": 1}]}
     await client.patch(SERVICES, "job-4-finetune", namespace, {"spec": ports})
-    nowhere = {"endpoints": []}
+    nowhere: Object = {"endpoints": []}
     await client.patch(ENDPOINT_SLICES, "job-5-finetune", namespace, nowhere)
 
 

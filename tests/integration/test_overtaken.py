@@ -167,7 +167,7 @@ def test_an_attempt_that_was_stopped_meanwhile_leaves_when_it_comes_back(lagging
 @pytest.mark.full
 def test_both_ranks_of_an_overtaken_attempt_end(lagging: Trainers, tmp_path: Path) -> None:
     """Nobody saves: it is the watch that tells rank 0, and rank 0 that tells the other."""
-    seldom = {"checkpoint": {"every_steps": 10**6}, "world": {"nproc_per_node": 2}}
+    seldom: dict[str, Any] = {"checkpoint": {"every_steps": 10**6}, "world": {"nproc_per_node": 2}}
     first = lagging.start(lagging.config(**seldom))
     until(lambda: any(event["event"] == "step" for event in events(first.config)))
     began = time.monotonic()
@@ -196,7 +196,7 @@ def test_of_two_starts_of_one_attempt_one_trains(lagging: Trainers) -> None:
 )
 def test_another_job_is_refused_and_the_first_trains_on(lagging: Trainers, shared: str) -> None:
     first = lagging.train()
-    own = {
+    own: dict[str, Any] = {
         "checkpoint": {"dir": str(lagging.place / "other-checkpoints")},
         "output": {"dir": str(lagging.place / "other-output")},
         "run_dir": str(lagging.place / "other-run"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -80,7 +81,7 @@ def pss_of(process: psutil.Process) -> int:
         return 0  # it ended between being found and being measured
 
 
-def progress(folder: Path) -> dict:
+def progress(folder: Path) -> dict[str, Any]:
     run_dir = folder / "examples" / "runs" / "default" / "quickstart"
     return json.loads((run_dir / "progress.json").read_text())
 

@@ -33,6 +33,7 @@ from finetune_operator.planner.plan import make_plan
 from finetune_operator.reconcile import attempts
 from local_runs import (
     STAND_IN,
+    Plays,
     is_running,
     kill_what_runs_below,
     local_backend,
@@ -324,7 +325,7 @@ def _survives_a_kill(folder: Path, event: int) -> bool:
     """Kill the process before its file event and run again; False when it came to its end."""
     folder.mkdir()
     write_inputs(folder)
-    plays = {"1": {"steps": 4, "step_seconds": 0.02, "kill_at": 2}, "2": {"steps": 2}}
+    plays: Plays = {"1": {"steps": 4, "step_seconds": 0.02, "kill_at": 2}, "2": {"steps": 2}}
     manifest = job(topology={"nodes": 2}, restart_policy__backoff={"baseSeconds": 0})
 
     def run_it() -> None:
@@ -411,6 +412,7 @@ def test_a_change_that_may_come_at_any_time_stops_nothing(tmp_path: Path) -> Non
     assert note_of(here, changed) == f"attempt 1 is not over; going on with it{late}"
     done = run(here, changed)
     assert (done.status.phase, done.status.attempt) == (JobPhase.SUCCEEDED, 1)
+    assert done.metadata.model_extra is not None
     assert done.metadata.model_extra["labels"] == {"team": "a"}
 
 
@@ -434,7 +436,7 @@ def test_a_failed_job_goes_on_from_its_checkpoint_with_a_new_budget(tmp_path: Pa
 def test_two_jobs_run_at_once_in_one_folder(tmp_path: Path) -> None:
     here = local_context(tmp_path, {"*": {"steps": 8, "step_seconds": 0.2}})
 
-    async def both() -> list[FineTuneJob]:
+    async def both() -> tuple[FineTuneJob, FineTuneJob]:
         return await asyncio.gather(work(here, job()), work(here, job(name="other")))
 
     assert {one.status.phase for one in asyncio.run(both())} == {JobPhase.SUCCEEDED}

@@ -123,6 +123,7 @@ def test_a_large_body_is_refused_unread(telemetry: Telemetry) -> None:
 
 
 def test_a_client_that_says_nothing_blocks_nobody(telemetry: Telemetry) -> None:
+    assert telemetry.progress.metrics_url is not None
     url = urlsplit(telemetry.progress.metrics_url)
     with socket.create_connection((url.hostname, url.port)):
         assert ask(telemetry, "GET", "/metrics")[0] == 200

@@ -1,9 +1,8 @@
 """Forked processes have what they are forked for: a module that is missed slows all tests down."""
 
 import sys
-from multiprocessing.context import BaseContext
 
-from warm_processes import IMPORTED, beside_deepspeed, forkserver
+from warm_processes import IMPORTED, Forks, beside_deepspeed, forkserver
 
 SECONDS = 120.0
 
@@ -13,14 +12,14 @@ def is_imported(*names: str) -> None:
     sys.exit(not sys.modules.keys() >= {*names})
 
 
-def exit_code(*names: str, context: BaseContext) -> int | None:
+def exit_code(*names: str, context: Forks) -> int | None:
     process = context.Process(target=is_imported, args=names)
     process.start()
     process.join(SECONDS)
     return process.exitcode
 
 
-def all_and_deepspeed(context: BaseContext) -> int | None:
+def all_and_deepspeed(context: Forks) -> int | None:
     return exit_code(*IMPORTED, "deepspeed", context=context)
 
 

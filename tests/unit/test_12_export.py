@@ -46,9 +46,9 @@ def settings(bases: Path, output: Path, form: str, **changes: Any) -> TrainConfi
 def exported(config: TrainConfig, model: Any, **options: Any) -> tuple[list[Path], list[str]]:
     """Export and return the folders, and the warnings."""
     warnings: list[str] = []
-    options = {"progress": PROGRESS, "warn": warnings.append} | options
-    options["fence"] = output_fence(config)
-    folders = export(model, load_tokenizer(config.model), config, **options)
+    options = {"progress": PROGRESS, "warn": warnings.append, **options}
+    fence = output_fence(config)
+    folders = export(model, load_tokenizer(config.model), config, fence=fence, **options)
     return [Path(folder) for folder in folders], warnings
 
 

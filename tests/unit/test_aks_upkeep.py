@@ -80,7 +80,7 @@ def deleting(resource: Resource) -> Change:
     return delete
 
 
-RULES = [{"from": [{"podSelector": {}}]}]
+RULES: list[Object] = [{"from": [{"podSelector": {}}]}]
 OPEN = {"podSelector": {"matchExpressions": [{"key": "a", "operator": "Exists"}]}}
 ELSEWHERE = [{"addresses": ["10.9.9.9"], "hostname": "tiny-1-0", "conditions": {"ready": True}}]
 BARE = {"labels": {"finetune.dev/job-uid": None}, "ownerReferences": None}

@@ -77,7 +77,7 @@ def test_rules_about_updates_are_silent_on_creation() -> None:
     assert check_rules({"a": 1}, ruled("self.a == oldSelf.a", type="object")) == []
 
 
-FREE = {
+FREE: dict[str, Any] = {
     "suspend": True,
     "ttlSecondsAfterFinished": 60,
     "deadlines": {"activeSeconds": 60},
@@ -85,7 +85,7 @@ FREE = {
     "topology.nodes": 2,
     "observability": {"statusIntervalSeconds": 30},
 }
-BOUND = {
+BOUND: dict[str, Any] = {
     "model.source": "file://./other",
     "dataset.source": "file://./other.jsonl",
     "method": {"type": "full"},
@@ -127,7 +127,7 @@ def test_an_optional_field_cannot_be_removed_either() -> None:
 
 
 def test_every_field_that_may_not_change_is_named() -> None:
-    changed = manifest(**{"training.seed": 1, "topology.maxNodes": 4, "queue.name": "team"})
+    changed = manifest(training__seed=1, topology__max_nodes=4, queue__name="team")
     (problem,) = problems(changed, old=manifest())
     assert ": spec.training spec.topology.maxNodes spec.queue; set" in problem
 

@@ -408,10 +408,10 @@ def test_one_whose_claim_is_moved_away_on_its_way_takes_nothing(tmp_path: Path, 
 
 def test_the_watch_calls_once_when_the_claim_is_overtaken(tmp_path: Path) -> None:
     fence = claim_all(tmp_path)
-    ended: list[OvertakenError] = []
+    ended: list[OvertakenError | ClaimLostError] = []
     done = threading.Event()
 
-    def end(error: OvertakenError) -> None:
+    def end(error: OvertakenError | ClaimLostError) -> None:
         ended.append(error)
         done.set()
 

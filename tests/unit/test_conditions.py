@@ -87,8 +87,8 @@ def admissions(told: list[tuple[Stage, str, bool]], *, has_queue: bool) -> list[
     """Return status and message of Admitted after each of these: stage, reason, exists."""
     status, found = FineTuneJobStatus(), []
     for stage, reason, exists in told:
-        told = Obstacle(reason, "", Effect.QUEUED) if reason == "Queued" else None
-        situation = Situation(stage, reason, reason.lower(), exists=exists, obstacle=told)
+        obstacle = Obstacle(reason, "", Effect.QUEUED) if reason == "Queued" else None
+        situation = Situation(stage, reason, reason.lower(), exists=exists, obstacle=obstacle)
         status = describe(status, situation, NOW, 1, has_queue=has_queue)
         one = find(status, ConditionType.ADMITTED)
         found.append((one.status, one.message) if one else ("", ""))
@@ -131,8 +131,8 @@ def test_a_job_without_a_queue_waits_for_none_unless_the_cluster_queues_it() -> 
 def test_an_attempt_in_a_queue_is_queued_and_starts_when_it_is_let_go(stage: Stage) -> None:
     status, phases = FineTuneJobStatus(), []
     for reason in ("Provisioning", "Queued", "Unschedulable"):
-        told = Obstacle(reason, "", Effect.QUEUED) if reason == "Queued" else None
-        situation = Situation(stage, reason, "a sentence", exists=True, obstacle=told)
+        obstacle = Obstacle(reason, "", Effect.QUEUED) if reason == "Queued" else None
+        situation = Situation(stage, reason, "a sentence", exists=True, obstacle=obstacle)
         status = describe(status, situation, NOW, 1)
         phases.append(status.phase.value)
     assert phases == [stage.value, "Queued", stage.value]

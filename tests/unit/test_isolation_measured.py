@@ -82,7 +82,8 @@ def test_packing_that_is_asked_for_is_refused_where_documents_see_each_other(
 
 
 def test_a_wrapper_that_turns_the_cache_on_is_measured(tmp_path: Path) -> None:
-    model, said = family("llama"), []
+    model = family("llama")
+    said: list[str] = []
 
     def with_cache(body: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "use_cache": True}

@@ -9,10 +9,11 @@ from builders import manifest
 from configmap_backend import RETRY_AFTER_SECONDS, ThrottledBackend
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
+from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from kernel_world import START
-from live_world import SETTINGS, FollowedJobs
+from live_world import SETTINGS
 from virtual_time import run
 
 

@@ -10,7 +10,6 @@ from kubernetes.aio.client import Configuration
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import Informer
 from finetune_operator.kube.cache import ObjectCache
-from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.errors import UnauthorizedError
 from finetune_operator.kube.http import HttpClient
@@ -18,7 +17,7 @@ from finetune_operator.kube.resources import CONFIG_MAPS
 from finetune_operator.kube.watch import Watch
 
 
-def by_file(token: Path, on_read: Callable[[], None]) -> KubeClient:
+def by_file(token: Path, on_read: Callable[[], None]) -> HttpClient:
     """Return a client that reads its token before each request, as a service account's does."""
 
     def read(configuration: Configuration) -> None:

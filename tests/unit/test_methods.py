@@ -393,7 +393,10 @@ def test_a_tokenizer_setting_that_cannot_work_is_refused(
 def test_arguments_of_the_template_hold_wherever_nobody_gives_others(folder: Path) -> None:
     template = "\n{{ mood is defined and mood }} {{ depth + 1 }}{{ bos_token }}"
     arguments: dict[str, Any] = {"mood": 'it\'s "fine" %}', "depth": 2}
-    change = {"model__chat_template": template, "model__chat_template_arguments": arguments}
+    change: dict[str, Any] = {
+        "model__chat_template": template,
+        "model__chat_template_arguments": arguments,
+    }
     tokenizer = load_tokenizer(settings(folder, **change).model)
     tokenizer.save_pretrained(folder / "exported")
     for one in (tokenizer, load_tokenizer(ModelConfig(path=str(folder / "exported")))):

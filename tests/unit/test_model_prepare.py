@@ -14,7 +14,7 @@ from finetune_trainer.model.prepare import (
     use_float8,
 )
 from launches import train_config
-from model_families import family, pack
+from model_families import family, gradients, pack
 
 CPU = torch.device("cpu")
 BATCH = pack([(9, 7, 5)], width=24)
@@ -25,7 +25,7 @@ def one_step(model, batch=BATCH):
     module.zero_grad()
     loss = module(**loss_inputs(batch, CPU))
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in module.named_parameters()}
+    return loss.detach(), gradients(module)
 
 
 # Dynamo looks at .grad of every tensor that it meets, and torch warns it.

@@ -44,7 +44,7 @@ def test_a_job_has_its_names_in_every_uri_and_nothing_else_is_taken(field: str) 
 
 
 def test_further_rows_have_them_too_and_the_object_is_left_as_it_is() -> None:
-    value = manifest(**{"dataset.also": [{"source": PLACE}], "output.uri": PLACE})
+    value = manifest(dataset__also=[{"source": PLACE}], output__uri=PLACE)
     made = FineTuneJob.model_validate(value)
     assert made.spec.dataset.also[0].source == "pvc://c/default/tiny/x"
     assert value["spec"]["output"]["uri"] == PLACE
@@ -73,6 +73,11 @@ def test_a_renamed_copy_writes_folders_of_its_own_on_this_machine(tmp_path: Path
 
 
 def test_malformed_objects_are_left_to_those_who_tell_what_is_wrong() -> None:
-    for broken in ({"spec": []}, {"metadata": {}, "spec": {"dataset": {"also": {}}}}, {}):
+    malformed: list[dict[str, Any]] = [
+        {"spec": []},
+        {"metadata": {}, "spec": {"dataset": {"also": {}}}},
+        {},
+    ]
+    for broken in malformed:
         with pytest.raises(ValueError, match="validation error"):
             FineTuneJob.model_validate(broken)

@@ -67,7 +67,7 @@ class LateNumbers:
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event()
             arrived.record()
         self._in_flight = _InFlight(report, micro_batches, values, arrived)
 

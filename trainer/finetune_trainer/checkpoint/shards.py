@@ -106,7 +106,7 @@ class Snapshot:
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=True)
         if isinstance(value, DTensor):  # from_local would move it back to the mesh's device
-            return DTensor(buffer, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            return DTensor(buffer, value._spec, requires_grad=False)
         return buffer
 
 

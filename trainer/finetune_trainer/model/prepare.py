@@ -98,7 +98,9 @@ def _keep_products(
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_layers(base: Any, device: torch.device, backend: str = "inductor") -> None:
+def compile_layers(
+    base: Any, device: torch.device, backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compile each decoder layer; layers of one kind share one graph.
 
     Raises:

@@ -50,7 +50,7 @@ class DdpStrategy(NativeStrategy):
         with wrapped.no_sync() if quiet else nullcontext():  # type: ignore[operator]
             with self._autocast():
                 loss_sum: Tensor = wrapped(**inputs)
-            self._optimizer.scaled(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.scaled(loss_sum * scale).backward()
         return loss_sum.detach()
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -77,7 +77,7 @@ class FsdpStrategy(NativeStrategy):
         # Where there is room, weights are gathered once for all micro-batches of a step.
         root.set_reshard_after_backward(is_last or self._reshards)
         loss_sum: Tensor = self._module(**inputs)
-        self._optimizer.scaled(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.scaled(loss_sum * scale).backward()
         return loss_sum.detach()
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
