@@ -8,9 +8,10 @@ import asyncio
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from copy import deepcopy
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import orjson
 
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.client import (
@@ -31,6 +32,7 @@ from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
 from finetune_operator.reconcile.conditions import rfc3339
 
+T = TypeVar("T")
 BeforeCall = Callable[[str, Resource, str], None]
 
 
@@ -75,11 +77,11 @@ class FakeApi(KubeClient):
     def objects(self, resource: Resource) -> list[Object]:
         """Return all objects of a kind, by name."""
         stored = self._objects[resource.plural]
-        return [deepcopy(stored[key]) for key in sorted(stored)]
+        return [copied(stored[key]) for key in sorted(stored)]
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
         await self._enter("get", resource, name)
-        return deepcopy(self._found(resource, name, namespace))
+        return copied(self._found(resource, name, namespace))
 
     async def list(
         self,
@@ -109,7 +111,7 @@ class FakeApi(KubeClient):
         key = Key(namespace or "", name)
         if key in self._objects[resource.plural]:
             raise AlreadyExistsError(409, "AlreadyExists", f"{resource} {name} already exists")
-        made = deepcopy(dict(body))
+        made = copied(dict(body))
         made["metadata"] |= {"namespace": namespace or "", "uid": str(uuid.uuid4())}
         made["metadata"] |= {"generation": 1, "creationTimestamp": rfc3339(self.now())}
         return await self._answer(self._leave("create", resource, "ADDED", made))
@@ -120,7 +122,7 @@ class FakeApi(KubeClient):
         name = body["metadata"]["name"]
         await self._enter("update", resource, name)
         self._check(self._found(resource, name, namespace), body)
-        return await self._answer(self._leave("update", resource, "MODIFIED", deepcopy(dict(body))))
+        return await self._answer(self._leave("update", resource, "MODIFIED", copied(dict(body))))
 
     async def patch(
         self,
@@ -134,7 +136,7 @@ class FakeApi(KubeClient):
         await self._enter("patch", resource, name)
         there = self._found(resource, name, namespace)
         self._check(there, patch)
-        made = deepcopy(there)
+        made = copied(there)
         _merge(
             made,
             {
@@ -166,7 +168,7 @@ class FakeApi(KubeClient):
         there = self._found(resource, name, namespace)
         self._check(there, {"metadata": {"uid": uid} if uid else {}})
         if there["metadata"].get("finalizers"):
-            made = deepcopy(there)
+            made = copied(there)
             made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
             await self._answer(self._leave("delete", resource, "MODIFIED", made))
             return
@@ -201,7 +203,7 @@ class FakeApi(KubeClient):
                 self.before("event", resource, "")
                 is_there = namespace in (None, event.object["metadata"].get("namespace"))
                 if is_there and _matches(event.object, label_selector):
-                    yield WatchEvent(event.type, deepcopy(event.object))
+                    yield WatchEvent(event.type, copied(event.object))
             if news:
                 continue
             try:
@@ -260,13 +262,13 @@ class FakeApi(KubeClient):
             self._objects[resource.plural].pop(key)
         else:
             self._objects[resource.plural][key] = made
-        event = WatchEvent(kind, deepcopy(made))
+        event = WatchEvent(kind, copied(made))
         self._log.append((self._version, resource.plural, event))
         self._changed.set()
         if verb:
             self.calls.add(verb, resource.plural, 200)
             self.after(verb, resource, key.name)
-        return deepcopy(made)
+        return copied(made)
 
     def _found(self, resource: Resource, name: str, namespace: str | None) -> Object:
         there = self._objects[resource.plural].get(Key(namespace or "", name))
@@ -287,6 +289,12 @@ class FakeApi(KubeClient):
                 if any(owner["uid"] == uid for owner in owners):
                     self._leave("", Resource("", "", plural, ""), "DELETED", one)
                     self._collect(one["metadata"]["uid"])
+
+
+def copied(made: T) -> T:
+    """Return a copy, made as a server makes it, by way of JSON; `deepcopy` takes far longer."""
+    copy: T = orjson.loads(orjson.dumps(made))
+    return copy
 
 
 def _matches(made: Object, selector: str | None) -> bool:
@@ -310,4 +318,4 @@ def _merge(target: Object, patch: Mapping[str, Any]) -> None:
             inner = target.setdefault(key, {})
             _merge(inner, value)
         else:
-            target[key] = deepcopy(value)
+            target[key] = copied(value)
