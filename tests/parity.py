@@ -7,9 +7,11 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 VOCAB = 256
 LONGEST = 24
 MAX_NORM = 1.0
+SEEDS = [
+    pytest.param((0,), id="first seed"),
+    pytest.param((1, 2, 3, 4), id="other seeds", marks=pytest.mark.full),
+]
+"""Of the parity of each strategy."""
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
 
@@ -152,8 +159,12 @@ def train_cases(
     world_size: int = 2,
     timeout: float = 240,
     deepspeed: bool = False,
-) -> list[Outcome]:
-    """Train every case under its strategy, on ranks that are started once; losses agree on all."""
+) -> dict[str, Outcome]:
+    """Train every case under its strategy, on ranks that are started once; losses agree on all.
+
+    Returns:
+        What came of each, by the case's name.
+    """
     folder.mkdir(exist_ok=True)
     codes = run_processes(
         _train_all,
@@ -164,7 +175,7 @@ def train_cases(
         deepspeed=deepspeed,
     )
     assert codes == [0] * world_size
-    outcomes = []
+    outcomes = {}
     for case in cases:
         ranks = [torch.load(folder / f"{case.name}.{rank}.pt") for rank in range(world_size)]
         for other in ranks[1:]:
@@ -172,8 +183,32 @@ def train_cases(
             torch.testing.assert_close(
                 other["norms"], ranks[0]["norms"], rtol=0, atol=0, equal_nan=True
             )
-        outcomes.append(Outcome(**ranks[0]))
+        outcomes[case.name] = Outcome(**ranks[0])
     return outcomes
+
+
+def train_at_seeds(
+    folder: Path, cases: Sequence[Case], seeds: Sequence[int], **launch: Any
+) -> dict[str, list[tuple[Case, Outcome]]]:
+    """Train every case once with each of the seeds; `launch` goes to `train_cases`.
+
+    Returns:
+        The seeded cases of each case, by its name, and what came of them.
+    """
+    seeded = {case.name: at_seeds(case, seeds) for case in cases}
+    found = train_cases(folder, [one for ones in seeded.values() for one in ones], **launch)
+    return {name: [(one, found[one.name]) for one in ones] for name, ones in seeded.items()}
+
+
+def at_seeds(case: Case, seeds: Sequence[int]) -> list[Case]:
+    """Return the case with each of the seeds."""
+    return [replace(case, name=f"{case.name}-{seed}", seed=seed) for seed in seeds]
+
+
+@cache
+def expected(method: str, seed: int = 0) -> Outcome:
+    """Return what a plain loop makes of the case that says no more than this."""
+    return reference(Case("", {}, method=method, seed=seed))
 
 
 def case_config(case: Case, folder: Path, world_size: int, **changes: Any) -> TrainConfig:
@@ -293,8 +328,3 @@ def _collate(rows: Sequence[Row]) -> MicroBatch:
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def at_seeds(case: Case, seeds: Iterable[int]) -> list[Case]:
-    """Return the case with each of the seeds."""
-    return [replace(case, name=f"{case.name}-{seed}", seed=seed) for seed in seeds]

@@ -1,17 +1,21 @@
 """Twenty steps under DDP and FSDP2 against a plain loop in one process: the same mathematics."""
 
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from parity import Case, Outcome, at_seeds, reference, train_cases, within_fp32, worst_differences
+from parity import (
+    SEEDS,
+    Case,
+    Outcome,
+    expected,
+    reference,
+    train_at_seeds,
+    train_cases,
+    within_fp32,
+    worst_differences,
+)
 
-SEEDS = [
-    pytest.param((0,), id="first seed"),
-    pytest.param((1, 2, 3, 4), id="other seeds", marks=pytest.mark.full),
-]
 DDP = {"type": "ddp"}
 RESHARDING = {"type": "fsdp", "reshard_after_forward": True}
 KEEPING = {"type": "fsdp", "reshard_after_forward": False}
@@ -42,36 +46,23 @@ HYBRIDS = [
 pytestmark = pytest.mark.timeout(900)
 
 
-def trained(folder: Path, cases: Sequence[Case]) -> dict[str, Outcome]:
-    found = train_cases(folder, cases, timeout=700)
-    return {case.name: outcome for case, outcome in zip(cases, found, strict=True)}
-
-
-@cache
-def expected(method: str, seed: int = 0) -> Outcome:
-    return reference(Case("", {}, method=method, seed=seed))
-
-
 @pytest.fixture(scope="module", params=SEEDS)
-def seeds(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def seeded(seeds: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    cases = [case for family in FAMILIES for case in at_seeds(family, seeds)]
-    return trained(tmp_path_factory.mktemp("seeded"), cases)
+def seeded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[Case, Outcome]]]:
+    folder = tmp_path_factory.mktemp("seeded")
+    return train_at_seeds(folder, FAMILIES, request.param, timeout=700)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return trained(tmp_path_factory.mktemp("others"), [*KEPT, *IN_FP64, *POISONED])
+    return train_cases(tmp_path_factory.mktemp("others"), [*KEPT, *IN_FP64, *POISONED], timeout=700)
 
 
 @pytest.mark.parametrize("family", [pytest.param(case, id=case.name) for case in FAMILIES])
-def test_every_seed_gives_the_numbers_of_one_process(family, seeds, seeded):
-    for case in at_seeds(family, seeds):
-        within_fp32(seeded[case.name], expected(case.method, case.seed))
+def test_every_seed_gives_the_numbers_of_one_process(family, seeded):
+    for case, found in seeded[family.name]:
+        within_fp32(found, expected(case.method, case.seed))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KEPT])
@@ -94,5 +85,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(case, o
 
 @pytest.mark.full
 def test_four_ranks_in_two_replicas_give_the_numbers_of_one_process(tmp_path: Path):
-    for case, found in zip(HYBRIDS, train_cases(tmp_path, HYBRIDS, world_size=4), strict=True):
-        within_fp32(found, expected(case.method))
+    found = train_cases(tmp_path, HYBRIDS, world_size=4)
+    for case in HYBRIDS:
+        within_fp32(found[case.name], expected(case.method))

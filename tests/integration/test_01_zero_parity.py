@@ -1,17 +1,19 @@
 """Twenty steps under ZeRO against a plain loop in one process: the same mathematics."""
 
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-
 import pytest
 
-from parity import Case, Outcome, at_seeds, reference, train_cases, within_fp32, worst_differences
+from parity import (
+    SEEDS,
+    Case,
+    Outcome,
+    expected,
+    reference,
+    train_at_seeds,
+    train_cases,
+    within_fp32,
+    worst_differences,
+)
 
-SEEDS = [
-    pytest.param((0,), id="first seed"),
-    pytest.param((1, 2, 3, 4), id="other seeds", marks=pytest.mark.full),
-]
 METHODS = ("full", "lora")
 STAGES = [
     Case(f"zero{stage}-{method}", {"type": f"zero{stage}"}, method=method)
@@ -36,41 +38,30 @@ NARROW = [
 pytestmark = pytest.mark.timeout(900)
 
 
-def trained(folder: Path, cases: Sequence[Case]) -> dict[str, Outcome]:
-    found = train_cases(folder, cases, timeout=700, deepspeed=True)
-    return {case.name: outcome for case, outcome in zip(cases, found, strict=True)}
-
-
-@cache
-def expected(method: str, seed: int = 0) -> Outcome:
-    return reference(Case("", {}, method=method, seed=seed))
-
-
 @pytest.fixture(scope="module", params=SEEDS)
-def seeds(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def seeded(seeds: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    cases = [case for stage in STAGES for case in at_seeds(stage, seeds)]
-    return trained(tmp_path_factory.mktemp("seeded"), cases)
+def seeded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[Case, Outcome]]]:
+    folder = tmp_path_factory.mktemp("seeded")
+    return train_at_seeds(folder, STAGES, request.param, timeout=700, deepspeed=True)
 
 
 @pytest.fixture(scope="module")
 def offloaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return trained(tmp_path_factory.mktemp("offloaded"), OFFLOADED)
+    return train_cases(tmp_path_factory.mktemp("offloaded"), OFFLOADED, timeout=700, deepspeed=True)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return trained(tmp_path_factory.mktemp("others"), [*POISONED, *NARROW])
+    return train_cases(
+        tmp_path_factory.mktemp("others"), [*POISONED, *NARROW], timeout=700, deepspeed=True
+    )
 
 
 @pytest.mark.parametrize("stage", [pytest.param(case, id=case.name) for case in STAGES])
-def test_every_seed_gives_the_numbers_of_one_process(stage, seeds, seeded):
-    for case in at_seeds(stage, seeds):
-        within_fp32(seeded[case.name], expected(case.method, case.seed))
+def test_every_seed_gives_the_numbers_of_one_process(stage, seeded):
+    for case, found in seeded[stage.name]:
+        within_fp32(found, expected(case.method, case.seed))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OFFLOADED])
