@@ -226,7 +226,7 @@ def test_load_job_returns_the_job_with_its_defaults_and_its_place(tmp_path: Path
     file = write(tmp_path, {"apiVersion": "v1", "kind": "Service"}, manifest(training__maxSteps=3))
     loaded, where = load_job(file)
     assert loaded == job(training__maxSteps=3)
-    assert (where.path, where.directory, where.line) == (file, tmp_path, 4)
+    assert (where.file, where.directory, where.line) == (str(file), tmp_path, 4)
 
 
 def test_load_job_gives_a_backends_problem_its_line(tmp_path: Path) -> None:

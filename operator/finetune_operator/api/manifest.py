@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from finetune_operator.api.manifest_files import (
     is_stream,
     read_bytes,
 )
-from finetune_operator.api.paths import FieldPath, show_value
+from finetune_operator.api.paths import FieldPath, Finding, show_path, show_value
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import API_VERSION, GROUP, KIND, PROFILE_KIND
 from finetune_operator.api.yaml_documents import YamlDocument, read_yaml
@@ -52,6 +52,19 @@ class Manifest:
             if path[:end] in self.lines:
                 return self.lines[path[:end]]
         return self.line
+
+    def problem(self, finding: Finding) -> Problem:
+        """Return what was found in the object, with its file and line."""
+        line = self.line_of(finding.path)
+        return Problem(show_path(finding.path), finding.message, file=self.file, line=line)
+
+    def locate(self, problem: Problem) -> Problem:
+        """Return the problem of a backend or of the planner with its file and line."""
+        lines = {show_path(path): line for path, line in self.lines.items()}
+        path = problem.path
+        while path and path not in lines:
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return replace(problem, file=self.file, line=lines.get(path, self.line))
 
 
 @dataclass(frozen=True)

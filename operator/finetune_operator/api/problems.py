@@ -1,7 +1,7 @@
 """What is wrong with a manifest: one value for every check, one sentence for every reader."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from finetune_operator.errors import ManifestError
@@ -32,10 +32,6 @@ class Problem:
     file: str = ""
     line: int | None = None
 
-    def at(self, file: str, line: int | None) -> "Problem":
-        """Return the same problem with its place."""
-        return replace(self, file=file, line=line)
-
     def __str__(self) -> str:
         """`FILE:LINE: PATH MESSAGE`, with what is known."""
         place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
@@ -48,3 +44,18 @@ class InvalidJobError(ManifestError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def errors_of(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the problems that refuse their manifest."""
+    return [problem for problem in problems if problem.severity is Severity.ERROR]
+
+
+def raise_errors(problems: Iterable[Problem]) -> None:
+    """Do nothing if all of the problems are warnings.
+
+    Raises:
+        InvalidJobError: holds the errors.
+    """
+    if errors := errors_of(problems):
+        raise InvalidJobError(errors)

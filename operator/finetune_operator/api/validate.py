@@ -5,7 +5,7 @@ all it finds, and no step opens a file that a manifest names.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,49 +18,10 @@ from finetune_operator.api.manifest_files import is_folder
 from finetune_operator.api.metadata import OBJECT_METADATA, check_metadata, is_subdomain
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding, show_path, show_value
-from finetune_operator.api.problems import InvalidJobError, Problem, Severity
+from finetune_operator.api.problems import InvalidJobError, Problem, Severity, raise_errors
 from finetune_operator.api.structural import check_structure
 from finetune_operator.api.unbuilt import check_built
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
-
-
-@dataclass(frozen=True)
-class ManifestRef:
-    """Where a job was read from.
-
-    Attributes:
-        manifest: The job as it is written, with the line of every field.
-    """
-
-    manifest: Manifest
-
-    @property
-    def path(self) -> Path:
-        """File it stands in."""
-        return Path(self.manifest.file)
-
-    @property
-    def line(self) -> int:
-        """Line it starts on, from 1."""
-        return self.manifest.line
-
-    @property
-    def directory(self) -> Path:
-        """Folder that `file://./x` is relative to."""
-        return self.manifest.directory
-
-    def locate(self, problem: Problem) -> Problem:
-        """Return the problem of a backend or of the planner with its file and line."""
-        lines = {show_path(path): line for path, line in self.manifest.lines.items()}
-        path = problem.path
-        while path and path not in lines:
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        return problem.at(self.manifest.file, lines.get(path, self.line))
-
-
-def validate(manifests: Iterable[Manifest]) -> list[Problem]:
-    """Return every problem of every manifest, in the order of their lines."""
-    return [problem for manifest in manifests for problem in check_manifest(manifest)]
 
 
 def check_manifest(
@@ -82,7 +43,7 @@ def check_manifest(
         findings += [found for found in check_built(value) if found.path not in wrong]
     # What is said of a value that could not be read would be said of what stands in for it.
     unread = {problem.path for problem in manifest.problems}
-    found = (_problem(finding, manifest) for finding in findings)
+    found = map(manifest.problem, findings)
     problems = [*manifest.problems, *(one for one in found if one.path not in unread)]
     if "status" in manifest.value:
         message = "is written by the controller; what stands here is ignored"
@@ -97,7 +58,7 @@ def check_profile(manifest: Manifest) -> list[Problem]:
     findings = check_structure(value, _profile_schema())
     findings += _wrong_name(value) + check_metadata(value.get("metadata"))
     findings += check_rules(value, _profile_schema(), findings)
-    return [*manifest.problems, *(_problem(finding, manifest) for finding in findings)]
+    return [*manifest.problems, *map(manifest.problem, findings)]
 
 
 def _wrong_name(profile: Any) -> list[Finding]:
@@ -131,9 +92,8 @@ def check_object(value: Any, old: Any = None) -> list[Finding]:
     """
     findings = _not_in_status(check_structure(value, _schema()))
     findings += check_metadata(value.get("metadata"))
-    if old is None:
-        return findings + check_rules(value, _schema(), findings)
-    return findings + check_rules(value, _schema(), findings, old)
+    before = {} if old is None else {"old": old}
+    return findings + check_rules(value, _schema(), findings, **before)
 
 
 def check_start(job: FineTuneJob) -> list[Problem]:
@@ -145,7 +105,7 @@ def check_start(job: FineTuneJob) -> list[Problem]:
 
 def load_job(
     path: Path | str, *, backend: str | None = None, may_go_on: bool = False
-) -> tuple[FineTuneJob, ManifestRef]:
+) -> tuple[FineTuneJob, Manifest]:
     """Read and check the one FineTuneJob in a file (`-` is standard input).
 
     Args:
@@ -159,9 +119,7 @@ def load_job(
     if is_folder(str(path)):
         raise InvalidJobError([Problem("", "is a folder; name one manifest file", file=str(path))])
     reading = read_manifests([str(path)])
-    errors = _errors(reading.problems)
-    if errors:
-        raise InvalidJobError(errors)
+    raise_errors(reading.problems)
     if len(reading.manifests) != 1:
         count = len(reading.manifests)
         raise InvalidJobError(
@@ -170,10 +128,8 @@ def load_job(
     manifest = reading.manifests[0]
     if backend is not None:
         manifest = _with_backend(manifest, backend)
-    errors = _errors(check_manifest(manifest, may_go_on=may_go_on))
-    if errors:
-        raise InvalidJobError(errors)
-    return job_of(manifest), ManifestRef(manifest)
+    raise_errors(check_manifest(manifest, may_go_on=may_go_on))
+    return job_of(manifest), manifest
 
 
 def job_of(manifest: Manifest) -> FineTuneJob:
@@ -184,19 +140,18 @@ def job_of(manifest: Manifest) -> FineTuneJob:
 
 @cache
 def _schema() -> Schema:
-    """The CRD's schema with metadata, which the API server checks by itself."""
-    schema = job_schema()
-    schema["properties"]["metadata"] = OBJECT_METADATA
-    schema["required"] = ["metadata", "spec"]
-    return schema
+    return _with_metadata(job_schema())
 
 
 @cache
 def _profile_schema() -> Schema:
-    schema = profile_schema()
-    schema["properties"]["metadata"] = OBJECT_METADATA
-    schema["required"] = ["metadata", "spec"]
-    return schema
+    return _with_metadata(profile_schema())
+
+
+def _with_metadata(schema: Schema) -> Schema:
+    """Add metadata to a CRD's schema, which lacks it as the API server checks it by itself."""
+    properties = {**schema["properties"], "metadata": OBJECT_METADATA}
+    return {**schema, "properties": properties, "required": ["metadata", "spec"]}
 
 
 def _not_in_status(findings: Iterable[Finding]) -> list[Finding]:
@@ -204,18 +159,9 @@ def _not_in_status(findings: Iterable[Finding]) -> list[Finding]:
     return [found for found in findings if found.path[:1] != ("status",) or found.is_unknown]
 
 
-def _problem(finding: Finding, manifest: Manifest) -> Problem:
-    line = manifest.line_of(finding.path)
-    return Problem(show_path(finding.path), finding.message, file=manifest.file, line=line)
-
-
-def _errors(problems: Iterable[Problem]) -> list[Problem]:
-    return [problem for problem in problems if problem.severity is Severity.ERROR]
-
-
 def _with_backend(manifest: Manifest, backend: str) -> Manifest:
     spec = manifest.value.get("spec")
     if not isinstance(spec, dict):
         return manifest
     value = {**manifest.value, "spec": {**spec, "backend": {"type": backend}}}
-    return Manifest(manifest.file, manifest.line, value, manifest.lines, manifest.problems)
+    return replace(manifest, value=value)

@@ -52,7 +52,7 @@ class Conclusion:
             failed = find(status, ConditionType.FAILED)
             console.print(Text(f"\nFailed {took}", style="bold red"))
             console.print(Text(failed.message if failed else ""), soft_wrap=True)
-            file = shlex.quote(str(self.target.manifest.path))
+            file = shlex.quote(self.target.manifest.file)
             console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {self.again}"))
             raise typer.Exit(EXIT_FAILED)
         # Not the progress of the last attempt, which may have ended before it said anything.

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from finetune_operator.api.manifest import Manifest
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.api.validate import ManifestRef, load_job
+from finetune_operator.api.validate import load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, BackendContext
 from finetune_operator.backends.local import records
@@ -95,7 +96,7 @@ async def _print(lines: AsyncIterator[str]) -> None:
         print(line, flush=True)
 
 
-def _run_directory(job: str, manifest: tuple[FineTuneJob, ManifestRef] | None) -> Path:
+def _run_directory(job: str, manifest: tuple[FineTuneJob, Manifest] | None) -> Path:
     """Find the run directory of what the user named.
 
     Raises:

@@ -62,7 +62,7 @@ def run(
     folder = RunFolder(folders.run, folders.checkpoint, folders.output)
     if not folder.path.exists():
         target.refuse(check_start(target.job))  # with its line, and before a folder is made
-    again = f"ftctl run {shlex.quote(str(target.manifest.path))}"
+    again = f"ftctl run {shlex.quote(target.manifest.file)}"
     with folder:
         job, last = asyncio.run(
             _follow(target, folder, console, again=again, fresh=fresh, plain=plain)

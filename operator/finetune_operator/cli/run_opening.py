@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from finetune_operator.api.problems import InvalidJobError, Problem
+from finetune_operator.api.problems import InvalidJobError, Problem, raise_errors
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobSpec, FineTuneJobStatus
 from finetune_operator.api.v1alpha1.transitions import changes_of_training, changes_that_suspend
 from finetune_operator.api.validate import check_start
@@ -76,7 +76,7 @@ async def _opened(
     command: Sequence[str],
 ) -> OpenedJob:
     if fresh:
-        _refuse_start(manifest)
+        raise_errors(check_start(manifest))
     try:
         stored = folder.load()
     except RunFolderError:
@@ -84,7 +84,7 @@ async def _opened(
             raise
         return _new(manifest, _moved_aside(folder, manifest))
     if stored is None:
-        _refuse_start(manifest)
+        raise_errors(check_start(manifest))
         return _new(manifest, _moved_aside(folder, manifest) if fresh and folder.outside() else "")
     if fresh:
         if attempts.current(stored.status) is not None:
@@ -100,7 +100,7 @@ async def _opened(
         )
     if not is_true(stored.status, ConditionType.COMPLETE):
         return _go_on(stored, manifest, folder)
-    _refuse_start(manifest)
+    raise_errors(check_start(manifest))
     if manifest.spec.take_over:
         folder.make_way()
         note = "the earlier run is complete; going on with what it wrote (spec.takeOver)"
@@ -111,11 +111,6 @@ async def _opened(
 
 def _ignore(job: FineTuneJob, seen: Observation | None) -> None:
     """Show nothing of it."""
-
-
-def _refuse_start(manifest: FineTuneJob) -> None:
-    if problems := check_start(manifest):
-        raise InvalidJobError(problems)
 
 
 def _moved_aside(folder: RunFolder, manifest: FineTuneJob) -> str:
@@ -131,7 +126,7 @@ def _new(manifest: FineTuneJob, note: str) -> OpenedJob:
 def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
     status, newest = stored.status, folder.newest_step()
     if not status.attempt:
-        _refuse_start(manifest)
+        raise_errors(check_start(manifest))
     lives = attempts.current(status) is not None
     is_bound = lives or newest is not None or status.checkpoint.last is not None
     if is_bound and (changed := changes_of_training(stored.spec, manifest.spec)):

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from finetune_operator.api.manifest import Manifest
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.api.validate import ManifestRef
 from finetune_operator.backends.base import Backend, Written
 from finetune_operator.backends.folders import FolderIndex, sentence
 
@@ -20,7 +20,7 @@ class Checked:
         backend: Who would run it.
     """
 
-    manifest: ManifestRef
+    manifest: Manifest
     job: FineTuneJob
     backend: Backend
 

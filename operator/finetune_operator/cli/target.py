@@ -14,9 +14,15 @@ import typer
 
 from finetune_operator.api.manifest import Manifest, Reading, read_manifests
 from finetune_operator.api.manifest_files import is_stream
-from finetune_operator.api.problems import InvalidJobError, Problem, Severity
+from finetune_operator.api.problems import (
+    InvalidJobError,
+    Problem,
+    Severity,
+    errors_of,
+    raise_errors,
+)
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
-from finetune_operator.api.validate import ManifestRef, check_profile, load_job, profile_of
+from finetune_operator.api.validate import check_profile, load_job, profile_of
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.local.layout import Folders, file_path, folders_of, is_on_hub
@@ -45,7 +51,7 @@ class Target:
     """
 
     job: FineTuneJob
-    manifest: ManifestRef
+    manifest: Manifest
     plan: Plan
     backend: Backend
 
@@ -114,7 +120,7 @@ def open_target(
     try:
         plan = make_plan(job)
     except InvalidJobError as error:
-        raise InvalidJobError(manifest.locate(problem) for problem in error.problems) from error
+        raise InvalidJobError(map(manifest.locate, error.problems)) from error
     return Target(job=job, manifest=manifest, plan=plan, backend=made)
 
 
@@ -134,20 +140,17 @@ def known_profiles(
 
 def _profiles(file: Path, more: Path | None) -> dict[str, FineTuneProfile]:
     found = read_manifests([str(more)]) if more is not None else Reading((), ())
-    problems = [one for one in found.problems if one.severity is Severity.ERROR]
+    problems = errors_of(found.problems)
     # A stream was read already, with the job in it.
     beside = () if is_stream(str(file)) else read_manifests([str(file)]).profiles
     known = known_profiles([*beside, *found.profiles], problems)
-    if problems:
-        raise InvalidJobError(problems)
+    raise_errors(problems)
     return known
 
 
-def _refuse(problems: Iterable[Problem], manifest: ManifestRef) -> None:
-    listed = [manifest.locate(problem) for problem in problems]
+def _refuse(problems: Iterable[Problem], manifest: Manifest) -> None:
+    listed = list(map(manifest.locate, problems))
     for problem in listed:
         if problem.severity is Severity.WARNING:
             print(f"warning: {problem}", file=sys.stderr)
-    errors = [problem for problem in listed if problem.severity is Severity.ERROR]
-    if errors:
-        raise InvalidJobError(errors)
+    raise_errors(listed)

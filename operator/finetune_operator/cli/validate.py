@@ -10,9 +10,9 @@ import typer
 
 from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.paths import show_count
-from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.problems import Problem, Severity, errors_of
 from finetune_operator.api.v1alpha1 import FineTuneProfile
-from finetune_operator.api.validate import ManifestRef, check_manifest, job_of
+from finetune_operator.api.validate import check_manifest, job_of
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.registry import available, load
 from finetune_operator.cli.shared_folders import Checked, shared_folders
@@ -58,13 +58,13 @@ def validate(
     for manifest in reading.manifests:
         problems += _check(manifest, profiles, checked)
     problems += shared_folders(checked)
-    if not reading.manifests and not reading.profiles and not _errors(problems):
+    if not reading.manifests and not reading.profiles and not errors_of(problems):
         problems.append(Problem("", f"no FineTuneJob in {', '.join(given)}"))
     if output is OutputFormat.JSON:
         _print_json(reading.manifests, problems)
     else:
         _print_text(reading.manifests, problems)
-    if _errors(problems):
+    if errors_of(problems):
         raise typer.Exit(1)
 
 
@@ -76,30 +76,26 @@ def _check(
     What passes is added to `checked`.
     """
     problems = check_manifest(manifest)
-    if _errors(problems):
+    if errors_of(problems):
         return problems
-    job, manifest_ref = job_of(manifest), ManifestRef(manifest)
+    job = job_of(manifest)
     name = job.spec.backend.type
     if name not in available():
         message = f"{name} is not installed here; use {' or '.join(available())}"
-        problems.append(manifest_ref.locate(Problem("spec.backend.type", message)))
+        problems.append(manifest.locate(Problem("spec.backend.type", message)))
     else:
         context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
         backend = load(name)(context)
-        problems += [manifest_ref.locate(problem) for problem in backend.validate(job)]
-        checked.append(Checked(manifest_ref, job, backend))
+        problems += map(manifest.locate, backend.validate(job))
+        checked.append(Checked(manifest, job, backend))
     return problems
-
-
-def _errors(problems: Sequence[Problem]) -> list[Problem]:
-    return [problem for problem in problems if problem.severity is Severity.ERROR]
 
 
 def _print_text(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> None:
     for problem in problems:
         mark = "note: " if problem.severity is Severity.WARNING else ""
         typer.echo(f"{mark}{problem}")
-    errors = len(_errors(problems))
+    errors = len(errors_of(problems))
     jobs = show_count(len(manifests), "FineTuneJob")
     typer.echo(
         f"{show_count(errors, 'problem')} in {jobs}" if errors else f"{jobs} checked, no problem"
