@@ -26,9 +26,7 @@ from finetune_trainer.config import (
 )
 
 LOCATIONS = Locations(
-    model="/models/base",
-    train=DatasetSource(path="/data/train.jsonl"),
-    eval=None,
+    path_of=lambda uri: uri.replace("file://.", "/here"),
     run_dir="/runs/tiny",
     checkpoint_dir="/runs/tiny/checkpoints",
     output_dir="/runs/tiny/output",
@@ -168,7 +166,7 @@ def test_train_config_has_the_strategy_of_the_manifest():
 
 def test_train_config_has_the_training_of_the_manifest():
     config = derived(
-        replace(LOCATIONS, eval=DatasetSource(path="/data/eval.jsonl")),
+        dataset={"evalSource": "file://./eval.jsonl"},
         training={
             "precision": "fp16",
             "compile": True,
@@ -178,6 +176,7 @@ def test_train_config_has_the_training_of_the_manifest():
             "earlyStopping": {"patience": 2, "minDelta": 0.5},
         },
     )
+    assert config.data.eval == DatasetSource(path="/here/eval.jsonl")
     assert config.training == TrainingConfig(
         global_batch_size=4,
         max_steps=10,
@@ -203,7 +202,7 @@ def test_train_config_has_the_model_and_the_control_of_the_manifest():
         deadlines={"hangSeconds": 90},
     )
     assert config.model == ModelConfig(
-        path="/models/base",
+        path="/here/model",
         chat_template="{{ messages }}",
         chat_template_arguments={"think": False, "depth": 2, "mood": 0.5, "who": "2 am"},
         add_tokens=("<call>",),
@@ -215,12 +214,16 @@ def test_train_config_has_the_model_and_the_control_of_the_manifest():
 
 
 def test_train_config_has_what_the_backend_found_for_it():
-    more = (DatasetSource(path="org/rows", is_hub=True, weight=0.5),)
     url = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
-    found = replace(LOCATIONS, also=more, adapter="/adapters/a", scheduled_events_url=url)
-    config = derive_train_config(make_plan(job()), 1, found)
-    assert config.data.also == more
-    assert config.method.lora == LoraSettings(start_from="/adapters/a")
+    config = derived(
+        replace(LOCATIONS, scheduled_events_url=url),
+        dataset={"also": [{"source": "hf://org/rows", "weight": 0.5}]},
+        method={"lora": {"startFrom": "file://./adapters/a"}},
+        checkpoint={"resumeFrom": "file://./checkpoints/step-1"},
+    )
+    assert config.data.also == (DatasetSource(path="org/rows", is_hub=True, weight=0.5),)
+    assert config.method.lora == LoraSettings(start_from="/here/adapters/a")
+    assert config.checkpoint.resume_from == "/here/checkpoints/step-1"
     assert config.control.scheduled_events_url == url
 
 

@@ -25,8 +25,9 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.validate import check_profile, load_job, profile_of
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
-from finetune_operator.backends.local.layout import Folders, file_path, folders_of, is_on_hub
+from finetune_operator.backends.local.layout import Folders, file_path, folders_of
 from finetune_operator.planner.plan import Plan, make_plan
+from finetune_operator.planner.uris import is_on_hub
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Manifest of one FineTuneJob.")]
 BackendOption = Annotated[

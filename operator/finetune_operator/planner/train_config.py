@@ -1,13 +1,14 @@
 """Derive the trainer's configuration from a plan; the one place where the two contracts meet."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from finetune_operator.api.v1alpha1.inputs import DatasetSpec
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.method import MethodType, Quantization
 from finetune_operator.api.v1alpha1.topology import Capacity
 from finetune_operator.planner.plan import Plan
+from finetune_operator.planner.uris import HUB, is_on_hub
 from finetune_trainer import config as trainer
 
 # Seconds an attempt lasts where nothing better is known: spot nodes are taken back, others fail.
@@ -22,38 +23,33 @@ class Locations:
     """Where a backend puts what the job names by URI: paths as a rank sees them.
 
     Attributes:
-        model: Folder or hub name of the base model.
-        train: File or hub name of the training rows of `dataset.source`.
-        eval: The same of the held-out rows, or None.
-        also: The same of `dataset.also`, in its order.
-        adapter: Folder of the adapter that training begins with, or None.
-        resume_from: `auto`, `none` or the folder of one checkpoint.
-        allow_foreign: That checkpoint may be another job's; it is the backend that knows.
+        path_of: Returns where a rank finds what a URI names; never asked of one on the hub.
+        allow_foreign: The checkpoint that the job names may be another job's.
         scheduled_events_url: Where the machine announces evictions; None where it does not.
         listing_lag_seconds: As in the trainer's configuration.
     """
 
-    model: str
-    train: trainer.DatasetSource
-    eval: trainer.DatasetSource | None
+    path_of: Callable[[str], str]
     run_dir: str
     checkpoint_dir: str
     output_dir: str
     cache_dir: str
     termination_path: str
-    also: tuple[trainer.DatasetSource, ...] = ()
-    adapter: str | None = None
-    resume_from: str = "auto"
     allow_foreign: bool = False
     threads_per_process: int = 1
     metrics_host: str = "127.0.0.1"
     scheduled_events_url: str | None = None
     listing_lag_seconds: float | None = None
 
+    def place_of(self, uri: str) -> str:
+        """Return a path, or a name on the hub."""
+        return uri.removeprefix(HUB) if is_on_hub(uri) else self.path_of(uri)
+
 
 def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> trainer.TrainConfig:
     """Write down every choice for one attempt of `plan`; pure."""
     job, spec = plan.job, plan.job.spec
+    resume = spec.checkpoint.resume_from
     return trainer.TrainConfig(
         job=trainer.JobRef(
             namespace=job.metadata.namespace,
@@ -69,7 +65,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             restarts_in_place=spec.restart_policy.restarts_in_place,
         ),
         model=trainer.ModelConfig(
-            path=locations.model,
+            path=locations.place_of(spec.model.source),
             revision=spec.model.revision,
             base_name=spec.model.base_name,
             chat_template=spec.model.chat_template,
@@ -88,9 +84,9 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             every_seconds=spec.checkpoint.every_seconds,
             mean_time_between_failures=_mean_time_between_failures(spec),
             keep=spec.checkpoint.keep,
-            resume_from=locations.resume_from,
+            resume_from=resume if resume in ("auto", "none") else locations.place_of(resume),
             allow_foreign=locations.allow_foreign,
-            is_continued=attempt > 1 or (spec.take_over and locations.resume_from != "none"),
+            is_continued=attempt > 1 or (spec.take_over and resume != "none"),
         ),
         output=trainer.OutputConfig(dir=locations.output_dir, format=_output_format(plan)),
         telemetry=trainer.TelemetryConfig(
@@ -120,24 +116,30 @@ def _scalar(text: str) -> str | int | float | bool:
 
 
 def _data(spec: FineTuneJobSpec, locations: Locations) -> trainer.DataConfig:
+    dataset = spec.dataset
+
+    def rows(uri: str, split: str, weight: float = 1.0) -> trainer.DatasetSource:
+        path, is_hub = locations.place_of(uri), is_on_hub(uri)
+        return trainer.DatasetSource(path=path, split=split, is_hub=is_hub, weight=weight)
+
+    held_out = None
+    if dataset.eval_source or dataset.eval_split:
+        split = dataset.eval_split or ("train" if dataset.eval_source else dataset.split)
+        held_out = rows(dataset.eval_source or dataset.source, split)
     return trainer.DataConfig(
-        train=locations.train,
-        also=locations.also,
-        eval=locations.eval,
-        format=trainer.DataFormat(spec.dataset.format),
-        columns=_columns(spec.dataset),
+        train=rows(dataset.source, dataset.split, dataset.weight),
+        also=tuple(rows(one.source, one.split, one.weight) for one in dataset.also),
+        eval=held_out,
+        format=dataset.format,
+        columns=trainer.ColumnMap(**dataset.columns.model_dump()),
         max_seq_len=spec.training.max_seq_length,
-        long_rows=trainer.LongRows(spec.dataset.long_rows),
+        long_rows=dataset.long_rows,
         packing=spec.training.packing is not False,
         is_packing_asked=spec.training.packing is True,
         special_tokens=tuple(spec.model.add_tokens),
-        allow_special_tokens=spec.dataset.allow_special_tokens,
+        allow_special_tokens=dataset.allow_special_tokens,
         cache_dir=locations.cache_dir,
     )
-
-
-def _columns(dataset: DatasetSpec) -> trainer.ColumnMap:
-    return trainer.ColumnMap(**dataset.columns.model_dump())
 
 
 def _method(spec: FineTuneJobSpec, locations: Locations) -> trainer.MethodConfig:
@@ -145,10 +147,12 @@ def _method(spec: FineTuneJobSpec, locations: Locations) -> trainer.MethodConfig
     if method.type is MethodType.FULL:
         return trainer.MethodConfig(type="full", freeze=tuple(method.freeze))
     lora = method.lora.model_dump(exclude={"start_from"}) if method.lora else {}
+    start_from = method.lora.start_from if method.lora else None
+    adapter = locations.place_of(start_from) if start_from else None
     unsaid = Quantization.NF4 if method.type is MethodType.QLORA else Quantization.NONE
     return trainer.MethodConfig(
         type=method.type.value,
-        lora=trainer.LoraSettings(**lora, start_from=locations.adapter),
+        lora=trainer.LoraSettings(**lora, start_from=adapter),
         quantization=(method.quantization or unsaid).value,
     )
 

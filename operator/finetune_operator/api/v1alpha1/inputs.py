@@ -1,12 +1,12 @@
 """What goes in: `spec.model` and `spec.dataset`."""
 
-from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
 from finetune_operator.api.placeholders import ONLY_KNOWN
 from finetune_operator.api.schema import ABOVE_ZERO, ApiModel, Rule
+from finetune_trainer.config import DataFormat, LongRows
 
 Uri = Annotated[str, Field(min_length=1, max_length=2048)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -86,21 +86,6 @@ class ModelSpec(ApiModel):
     )
 
 
-class DatasetFormat(StrEnum):
-    """What a row holds."""
-
-    CHAT = "chat"
-    INSTRUCTION = "instruction"
-    TEXT = "text"
-
-
-class LongRows(StrEnum):
-    """What becomes of a row longer than `training.maxSeqLength`."""
-
-    TRUNCATE = "truncate"
-    SPLIT = "split"
-
-
 class DatasetColumns(ApiModel):
     """Column names of the data set where they differ from the usual ones."""
 
@@ -160,8 +145,8 @@ class DatasetSpec(ApiModel):
         "or file://PATH of a .jsonl, .json or .csv file, perhaps compressed (.gz, .zst), of a "
         ".parquet file, or of a folder of them."
     )
-    format: DatasetFormat = Field(
-        DatasetFormat.CHAT,
+    format: DataFormat = Field(
+        DataFormat.CHAT,
         description="What a row holds: chat (messages, conversations, or prompt and completion), "
         "instruction (instruction, input, output) or text.",
     )

@@ -17,7 +17,8 @@ from finetune_operator.backends.aks import pod_template, scheduling, volumes
 from finetune_operator.backends.aks.names import RENDEZVOUS_PORT
 from finetune_operator.backends.aks.pod_template import refused
 from finetune_operator.backends.aks.profiles import FIELD, Snapshot, aks_of
-from finetune_operator.backends.aks.volumes import CLAIM, HUB, BadUriError
+from finetune_operator.backends.aks.volumes import CLAIM, BadUriError
+from finetune_operator.planner import uris
 
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
@@ -42,10 +43,10 @@ def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
 
 
 def _uris(job: FineTuneJob) -> Iterator[Problem]:
-    inputs = volumes.inputs_of(job)
-    for path, uri in {**inputs, **volumes.outputs_of(job)}.items():
-        may_be_hub = path in inputs and volumes.may_be_on_hub(path)
-        if uri.startswith(HUB) and may_be_hub:
+    inputs = uris.inputs_of(job)
+    for path, uri in (inputs | uris.starts_of(job) | uris.outputs_of(job)).items():
+        may_be_hub = path in inputs
+        if may_be_hub and uris.is_on_hub(uri):
             if not volumes.is_hub_name(uri):
                 yield Problem(path, f"{uri} names nothing on the hub; write hf://ORG/NAME")
             continue
@@ -148,7 +149,8 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
     if token is not None:
         path = "spec.model.tokenSecretRef.name"
         yield from refused(path, "a secret", token.name, allow.secrets)
-    for path, uri in {**volumes.inputs_of(job), **volumes.outputs_of(job)}.items():
+    named = uris.inputs_of(job) | uris.starts_of(job) | uris.outputs_of(job)
+    for path, uri in named.items():
         if uri.startswith(CLAIM):
             claim = uri.removeprefix(CLAIM).partition("/")[0]
             if volumes.volume_of(claim, profile) is None:
@@ -169,7 +171,7 @@ def _foreign(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
 
 def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
     """What is written to a volume of the profile must get there, and outlive its pod."""
-    for path, uri in volumes.outputs_of(job).items():
+    for path, uri in uris.outputs_of(job).items():
         name = volumes.claim_path(uri).claim
         volume = volumes.volume_of(name, profile.spec)
         if volume is None:

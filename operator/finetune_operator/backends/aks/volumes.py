@@ -8,14 +8,14 @@ the same functions.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, ProfileVolume
 from finetune_operator.planner.train_config import Locations
-from finetune_trainer.config import DatasetSource
+from finetune_operator.planner.uris import HUB, inputs_of, outputs_of, starts_of
 
-HUB = "hf://"
 CLAIM = "pvc://"
 MOUNT_ROOT = PurePosixPath("/mnt")
 SCRATCH = PurePosixPath("/scratch")
@@ -108,33 +108,6 @@ def output_uri(path: str, output: str, folder: str) -> str:
     return "/".join((output.rstrip("/"), *below.parts))
 
 
-def inputs_of(job: FineTuneJob) -> dict[str, str]:
-    """Return every URI that is only read, by field."""
-    spec = job.spec
-    named = {"spec.model.source": spec.model.source, "spec.dataset.source": spec.dataset.source}
-    named |= {
-        f"spec.dataset.also[{i}].source": one.source for i, one in enumerate(spec.dataset.also)
-    }
-    if spec.dataset.eval_source is not None:
-        named["spec.dataset.evalSource"] = spec.dataset.eval_source
-    if spec.method.lora is not None and spec.method.lora.start_from is not None:
-        named["spec.method.lora.startFrom"] = spec.method.lora.start_from
-    if spec.checkpoint.resume_from not in ("auto", "none"):
-        named["spec.checkpoint.resumeFrom"] = spec.checkpoint.resume_from
-    return named
-
-
-def outputs_of(job: FineTuneJob) -> dict[str, str]:
-    """Return every URI that is written, by field."""
-    named = {"spec.checkpoint.uri": job.spec.checkpoint.uri, "spec.output.uri": job.spec.output.uri}
-    return {path: uri for path, uri in named.items() if uri is not None}
-
-
-def may_be_on_hub(path: str) -> bool:
-    """Say whether the input of that field may be on the hub."""
-    return path not in ("spec.method.lora.startFrom", "spec.checkpoint.resumeFrom")
-
-
 def is_hub_name(uri: str) -> bool:
     """Say whether an `hf://` URI names a repository of the hub."""
     return _HUB_NAME.fullmatch(uri.removeprefix(HUB)) is not None
@@ -146,7 +119,7 @@ def claims_of(job: FineTuneJob, profile: FineTuneProfileSpec) -> Mapping[str, bo
     Without volumes of the profile, which every pod has anyway.
     """
     claims: dict[str, bool] = {}
-    for named, is_read_only in ((inputs_of(job), True), (outputs_of(job), False)):
+    for named, is_read_only in ((inputs_of(job) | starts_of(job), True), (outputs_of(job), False)):
         for uri in named.values():
             if uri.startswith(CLAIM):
                 claim = claim_path(uri).claim
@@ -163,35 +136,15 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
         BadUriError: a URI that `checks` would have refused.
     """
     spec = job.spec
-    dataset, lora = spec.dataset, spec.method.lora
-
-    def place(uri: str) -> str:
-        return uri.removeprefix(HUB) if uri.startswith(HUB) else path_in_pod(uri, profile)
-
-    def rows(uri: str, split: str, weight: float = 1.0) -> DatasetSource:
-        is_hub = uri.startswith(HUB)
-        return DatasetSource(path=place(uri), split=split, is_hub=is_hub, weight=weight)
-
-    held_out = None
-    if dataset.eval_source or dataset.eval_split:
-        source = dataset.eval_source or dataset.source
-        split = dataset.eval_split or ("train" if dataset.eval_source else dataset.split)
-        held_out = rows(source, split)
     checkpoints = PurePosixPath(_folder(spec.checkpoint.uri, "checkpoints", profile))
-    resume = spec.checkpoint.resume_from
     return Locations(
-        model=place(spec.model.source),
-        train=rows(dataset.source, dataset.split, dataset.weight),
-        also=tuple(rows(one.source, one.split, one.weight) for one in dataset.also),
-        eval=held_out,
-        adapter=place(lora.start_from) if lora and lora.start_from else None,
+        path_of=partial(path_in_pod, profile=profile),
         # Beside what it belongs to, so that curves and logs outlive the pods too.
         run_dir=str(checkpoints / "run"),
         checkpoint_dir=str(checkpoints),
         output_dir=_folder(spec.output.uri, "output", profile),
         cache_dir=str(PurePosixPath(profile.cache_directory) / "tokens"),
         termination_path=TERMINATION_PATH,
-        resume_from=resume if resume in ("auto", "none") else place(resume),
         allow_foreign=profile.allow.foreign_checkpoints,
         threads_per_process=threads,
         metrics_host="0.0.0.0",

@@ -14,6 +14,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, ProfileVolume
 from finetune_operator.backends.aks import volumes
 from finetune_operator.backends.base import Written
+from finetune_operator.planner.uris import outputs_of
 
 Place = tuple[str, ...]
 
@@ -31,7 +32,7 @@ def written(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> list[Writt
         profile: Its profile; without one, every name is taken for a claim's.
     """
     found = []
-    for field, uri in volumes.outputs_of(job).items():
+    for field, uri in outputs_of(job).items():
         try:
             path = volumes.claim_path(uri)
         except volumes.BadUriError:

@@ -17,6 +17,7 @@ from finetune_operator.backends.local import layout
 from finetune_operator.backends.local.layout import BadUriError
 from finetune_operator.backends.local.overlaps import overlaps
 from finetune_operator.backends.local.render import visible_gpus
+from finetune_operator.planner import uris
 from finetune_trainer.config import DATA_SUFFIXES, data_suffix, is_data_file
 
 _NO_EFFECT = (
@@ -42,14 +43,9 @@ def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
 
 
 def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    inputs = layout.inputs_of(job)
-    folders = {
-        "spec.checkpoint.uri": job.spec.checkpoint.uri,
-        "spec.output.uri": job.spec.output.uri,
-        **layout.folders_read(job),
-    }
-    for path, uri in (inputs | folders).items():
-        if uri is None or (path in inputs and layout.is_on_hub(uri)):
+    inputs = uris.inputs_of(job)
+    for path, uri in (inputs | uris.outputs_of(job) | uris.starts_of(job)).items():
+        if path in inputs and uris.is_on_hub(uri):
             continue
         if not uri.startswith(layout.FILE):
             may_be = "hf:// or file://" if path in inputs else "file://"
@@ -99,7 +95,7 @@ def _platform() -> Iterator[Problem]:
 
 def _model(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
     uri = job.spec.model.source
-    if layout.is_on_hub(uri):
+    if uris.is_on_hub(uri):
         return
     folder = layout.file_path(uri, manifest_dir)
     if not folder.is_dir():
@@ -112,8 +108,8 @@ def _model(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
 
 
 def _data(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    for path, uri in layout.inputs_of(job).items():
-        if path == "spec.model.source" or layout.is_on_hub(uri):
+    for path, uri in uris.inputs_of(job).items():
+        if path == "spec.model.source" or uris.is_on_hub(uri):
             continue
         place = layout.file_path(uri, manifest_dir)
         complaint = _complaint_about_data(place)
@@ -140,7 +136,7 @@ def _complaint_about_data(place: Path) -> str:
 
 def _start(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
     """What training begins with: one checkpoint, or one adapter."""
-    for path, uri in layout.folders_read(job).items():
+    for path, uri in uris.starts_of(job).items():
         folder = layout.file_path(uri, manifest_dir)
         if path == "spec.checkpoint.resumeFrom":
             if not folder.is_dir():

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Handle
-from finetune_trainer.config import DatasetSource
 
 FILE = "file://"
-HUB = "hf://"
 
 
 class BadUriError(ValueError):
@@ -39,47 +37,6 @@ def file_path(uri: str, manifest_dir: Path) -> Path:
         f"{uri} names a host, not a folder; use file://./{text} (beside the manifest) or "
         f"file:///{text}"
     )
-
-
-def is_on_hub(uri: str) -> bool:
-    """Say whether the URI names something on the hub."""
-    return uri.startswith(HUB)
-
-
-def model_path(uri: str, manifest_dir: Path) -> str:
-    """Return what `from_pretrained` takes: a folder or the name on the hub."""
-    return uri.removeprefix(HUB) if is_on_hub(uri) else str(file_path(uri, manifest_dir))
-
-
-def dataset_source(
-    uri: str, split: str, manifest_dir: Path, *, weight: float = 1.0
-) -> DatasetSource:
-    """Return where a rank reads rows from."""
-    if is_on_hub(uri):
-        path = uri.removeprefix(HUB)
-        return DatasetSource(path=path, split=split, is_hub=True, weight=weight)
-    return DatasetSource(path=str(file_path(uri, manifest_dir)), split=split, weight=weight)
-
-
-def inputs_of(job: FineTuneJob) -> dict[str, str]:
-    """Return the URI of everything that a job reads and that may be on the hub, by field."""
-    model, dataset = job.spec.model, job.spec.dataset
-    inputs = {"spec.model.source": model.source, "spec.dataset.source": dataset.source}
-    inputs |= {f"spec.dataset.also[{i}].source": one.source for i, one in enumerate(dataset.also)}
-    if dataset.eval_source is not None:
-        inputs["spec.dataset.evalSource"] = dataset.eval_source
-    return inputs
-
-
-def folders_read(job: FineTuneJob) -> dict[str, str]:
-    """Return the URIs of the adapter and of the checkpoint that a job begins with, by field."""
-    lora, resume = job.spec.method.lora, job.spec.checkpoint.resume_from
-    read = {}
-    if lora is not None and lora.start_from is not None:
-        read["spec.method.lora.startFrom"] = lora.start_from
-    if resume not in ("auto", "none"):
-        read["spec.checkpoint.resumeFrom"] = resume
-    return read
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:

@@ -11,6 +11,7 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Written
 from finetune_operator.backends.local import layout
+from finetune_operator.planner.uris import inputs_of, outputs_of, starts_of
 
 _RUN = "spec.backend.local.runDirectory"
 _CHECKPOINT = "spec.checkpoint.uri"
@@ -24,7 +25,7 @@ def written(job: FineTuneJob, manifest_dir: Path) -> list[Written]:
         folders = _resolved(job, manifest_dir)
     except layout.BadUriError:
         return []  # of a job that is refused for it
-    named = {_RUN: f"{layout.FILE}{folders[_RUN]}", **_named(job)}
+    named = {_RUN: f"{layout.FILE}{folders[_RUN]}", **outputs_of(job)}
     return [Written(field, uri, ("disk", *folders[field].parts)) for field, uri in named.items()]
 
 
@@ -33,7 +34,7 @@ def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
     folders = _resolved(job, manifest_dir)
     read, base = _read(job, manifest_dir), manifest_dir.resolve()
     for field, folder in folders.items():
-        if field != _RUN and field not in _named(job):
+        if field != _RUN and field not in outputs_of(job):
             continue  # below the run directory, and refused with it
         if folder in (base, *base.parents):
             complaint = "holds the manifest"
@@ -51,16 +52,11 @@ def _resolved(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
     return {field: path.resolve() for field, path in folders.items()}
 
 
-def _named(job: FineTuneJob) -> dict[str, str]:
-    uris = {_CHECKPOINT: job.spec.checkpoint.uri, _OUTPUT: job.spec.output.uri}
-    return {field: uri for field, uri in uris.items() if uri is not None}
-
-
 def _read(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
     """Return the files and folders that the run reads on this machine, by field."""
     return {
         field: layout.file_path(uri, manifest_dir).resolve()
-        for field, uri in (layout.inputs_of(job) | layout.folders_read(job)).items()
+        for field, uri in (inputs_of(job) | starts_of(job)).items()
         if uri.startswith(layout.FILE)
     }
 

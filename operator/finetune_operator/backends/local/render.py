@@ -10,7 +10,7 @@ from finetune_operator.backends.local.layout import AttemptFolder, Folders
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.train_config import Locations, derive_train_config
-from finetune_trainer.config import ENV_NODE_RANK, ENV_TERMINATION_PATH, DatasetSource
+from finetune_trainer.config import ENV_NODE_RANK, ENV_TERMINATION_PATH
 
 BACKEND = "local"
 
@@ -94,34 +94,15 @@ def _locations(
     plan: Plan, folders: Folders, folder: AttemptFolder, context: BackendContext, cores: int
 ) -> Locations:
     spec, base = plan.job.spec, context.manifest_dir
-    dataset = spec.dataset
-    resume = spec.checkpoint.resume_from
-    if resume not in ("auto", "none"):
-        resume = str(layout.file_path(resume, base))
     local = spec.backend.local
     threads = local.threads_per_process if local else None
-    held_out: DatasetSource | None = None
-    if dataset.eval_source or dataset.eval_split:
-        source = dataset.eval_source or dataset.source
-        split = dataset.eval_split or ("train" if dataset.eval_source else dataset.split)
-        held_out = layout.dataset_source(source, split, base)
-    lora = spec.method.lora
-    adapter = lora.start_from if lora else None
     return Locations(
-        model=layout.model_path(spec.model.source, base),
-        train=layout.dataset_source(dataset.source, dataset.split, base, weight=dataset.weight),
-        also=tuple(
-            layout.dataset_source(part.source, part.split, base, weight=part.weight)
-            for part in dataset.also
-        ),
-        eval=held_out,
-        adapter=str(layout.file_path(adapter, base)) if adapter else None,
+        path_of=lambda uri: str(layout.file_path(uri, base)),
         run_dir=str(folders.run),
         checkpoint_dir=str(folders.checkpoint),
         output_dir=str(folders.output),
         cache_dir=str(layout.cache_dir(context.environ)),
         termination_path=str(folder.termination(0)),
-        resume_from=resume,
         allow_foreign=spec.checkpoint.allow_foreign,
         threads_per_process=threads or max(1, cores // plan.world_size),
     )

@@ -1,0 +1,37 @@
+"""The URIs that a job names, by the field that holds them. Pure."""
+
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+
+HUB = "hf://"
+
+
+def is_on_hub(uri: str) -> bool:
+    """Say whether the URI names something on the hub."""
+    return uri.startswith(HUB)
+
+
+def inputs_of(job: FineTuneJob) -> dict[str, str]:
+    """Return what a job reads that may be on the hub: the base model and the rows."""
+    model, dataset = job.spec.model, job.spec.dataset
+    inputs = {"spec.model.source": model.source, "spec.dataset.source": dataset.source}
+    inputs |= {f"spec.dataset.also[{i}].source": one.source for i, one in enumerate(dataset.also)}
+    if dataset.eval_source is not None:
+        inputs["spec.dataset.evalSource"] = dataset.eval_source
+    return inputs
+
+
+def starts_of(job: FineTuneJob) -> dict[str, str]:
+    """Return the adapter and the checkpoint that training starts from."""
+    lora, resume = job.spec.method.lora, job.spec.checkpoint.resume_from
+    starts = {}
+    if lora is not None and lora.start_from is not None:
+        starts["spec.method.lora.startFrom"] = lora.start_from
+    if resume not in ("auto", "none"):
+        starts["spec.checkpoint.resumeFrom"] = resume
+    return starts
+
+
+def outputs_of(job: FineTuneJob) -> dict[str, str]:
+    """Return what a job writes."""
+    named = {"spec.checkpoint.uri": job.spec.checkpoint.uri, "spec.output.uri": job.spec.output.uri}
+    return {field: uri for field, uri in named.items() if uri is not None}
