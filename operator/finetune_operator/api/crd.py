@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from finetune_operator.api.openapi import DETAIL, Schema, field_schema, with_rules
+from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1 import (
     GROUP,
     KIND,
@@ -77,34 +78,21 @@ def job_schema() -> Schema:
     The API server knows apiVersion, kind and metadata by itself and lets a schema say nothing but
     the name's bounds about them.
     """
-    schema: Schema = {
-        "description": "A fine-tuning job: one manifest, one status.",
-        "type": "object",
-        "required": ["spec"],
-        "properties": {
-            "apiVersion": {"type": "string"},
-            "kind": {"type": "string"},
-            "metadata": {"type": "object", "properties": {"name": _NAME}},
-            "spec": field_schema(FineTuneJob, "spec"),
-            "status": field_schema(FineTuneJob, "status"),
-        },
-    }
-    return with_rules(schema, FineTuneJob.cel_rules)
+    metadata: Schema = {"type": "object", "properties": {"name": _NAME}}
+    return _root_schema(FineTuneJob, metadata, "spec", "status")
 
 
 def profile_schema() -> Schema:
     """Return the structural schema of a FineTuneProfile."""
-    return {
-        "description": "A blueprint for jobs of the aks backend.",
-        "type": "object",
-        "required": ["spec"],
-        "properties": {
-            "apiVersion": {"type": "string"},
-            "kind": {"type": "string"},
-            "metadata": {"type": "object"},
-            "spec": field_schema(FineTuneProfile, "spec"),
-        },
-    }
+    return _root_schema(FineTuneProfile, {"type": "object"}, "spec")
+
+
+def _root_schema(model: type[ApiModel], metadata: Schema, *fields: str) -> Schema:
+    text = {"type": "string"}
+    properties = {"apiVersion": text, "kind": text, "metadata": metadata}
+    properties |= {field: field_schema(model, field) for field in fields}
+    schema: Schema = {"description": model.__doc__, "type": "object", "required": ["spec"]}
+    return with_rules({**schema, "properties": properties}, model.cel_rules)
 
 
 def _without_details(part: Any) -> Any:

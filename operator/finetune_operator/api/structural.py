@@ -14,6 +14,13 @@ from finetune_operator.api.paths import FieldPath, Finding, show_path, show_valu
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _UNIT_SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_TYPES = {
+    "integer": int,  # 8.0 is none: the API server's rules refuse it
+    "number": int | float,
+    "string": str,
+    "array": list,
+    "object": dict,
+}
 _TYPE_WORDS = {
     "integer": "a whole number",
     "number": "a number",
@@ -61,18 +68,7 @@ def _wrong_type(value: Any, schema: Schema, path: FieldPath) -> Finding | None:
 def _has_type(value: Any, expected: str) -> bool:
     if isinstance(value, bool):
         return expected == "boolean"
-    match expected:
-        case "integer":
-            return isinstance(value, int)  # 8.0 fails too: the API server's rules refuse it
-        case "number":
-            return isinstance(value, int | float)
-        case "string":
-            return isinstance(value, str)
-        case "array":
-            return isinstance(value, list)
-        case "object":
-            return isinstance(value, dict)
-    return False
+    return expected != "boolean" and isinstance(value, _TYPES[expected])
 
 
 def _type_hint(value: Any, expected: str, path: FieldPath) -> str:

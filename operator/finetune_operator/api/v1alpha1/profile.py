@@ -12,11 +12,14 @@ from pydantic import Field
 
 from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.job import ObjectMeta
-from finetune_operator.api.v1alpha1.topology import Name
+from finetune_operator.api.v1alpha1.lifecycle import LabelValue
+from finetune_operator.api.v1alpha1.topology import Image, Name, NumNodes
 from finetune_operator.api.v1alpha1.training import INT32_MAX
 
-Pattern = Annotated[str, Field(min_length=1, max_length=512)]
-Patterns = Annotated[list[Pattern], Field(max_length=256)]
+Patterns = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=256)
+]
+LabelKey = Annotated[str, Field(max_length=317)]
 Text = Annotated[str, Field(max_length=4096)]
 Path = Annotated[
     str,
@@ -34,13 +37,11 @@ UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]
 class Toleration(ApiModel):
     """A taint that the pods put up with, as in a PodSpec."""
 
-    key: Annotated[str, Field(max_length=317)] | None = Field(None, description="Key of the taint.")
+    key: LabelKey | None = Field(None, description="Key of the taint.")
     operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=16)] = Field(
         "Equal", description="Equal compares value, Exists takes any."
     )
-    value: Annotated[str, Field(max_length=63)] | None = Field(
-        None, description="Value of the taint."
-    )
+    value: LabelValue | None = Field(None, description="Value of the taint.")
     effect: Annotated[str, Field(pattern="^No(Schedule|Execute)$", max_length=16)] | None = Field(
         None, description="NoSchedule or NoExecute; absent means both."
     )
@@ -55,15 +56,15 @@ class NodeSettings(ApiModel):
     instance_types: Annotated[list[Name], Field(max_length=64)] = Field(
         [], description="VM sizes; a job may name one of them. Empty means any."
     )
-    selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=64)] = (
-        Field({}, description="Labels that a node must have.")
+    selector: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field(
+        {}, description="Labels that a node must have."
     )
     tolerations: Annotated[list[Toleration], Field(max_length=64)] = Field(
         [],
         description="Taints the pods tolerate, besides those of spot pools and, with GPUs, "
         "sku=gpu and nvidia.com/gpu.",
     )
-    topology_key: Annotated[str, Field(max_length=317)] = Field(
+    topology_key: LabelKey = Field(
         "topology.kubernetes.io/zone",
         description="Label whose value the nodes of one job share under placement pack: zone, or "
         "proximity placement group. Empty leaves it to the scheduler.",
@@ -124,8 +125,8 @@ class MetricsReader(ApiModel):
     namespace: Annotated[str, Field(min_length=1, max_length=63)] = Field(
         description="Their namespace."
     )
-    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)] = (
-        Field({}, description="Labels they have; empty means all of the namespace.")
+    labels: Annotated[dict[str, LabelValue], Field(max_length=16)] = Field(
+        {}, description="Labels they have; empty means all of the namespace."
     )
 
 
@@ -178,7 +179,7 @@ class Allowances(ApiModel):
         description="Keys of labels and annotations that a job's podTemplate may set; Services, "
         "policies and injectors of others may act on them.",
     )
-    max_nodes: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Most nodes of a job.")
+    max_nodes: NumNodes = Field(1, description="Most nodes of a job.")
     max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         8, description="Most GPUs of each node."
     )
@@ -201,9 +202,7 @@ class Allowances(ApiModel):
 class FineTuneProfileSpec(ApiModel):
     """What every job that names the profile gets, and what it may ask for besides."""
 
-    image: Annotated[str, Field(min_length=1, max_length=512)] = Field(
-        description="Image of the trainer."
-    )
+    image: Image = Field(description="Image of the trainer.")
     command: Annotated[list[Text], Field(min_length=1, max_length=64)] = Field(
         ["python", "-m", "finetune_trainer"],
         description="What a pod runs; the path of its configuration is appended.",

@@ -8,6 +8,8 @@ from pydantic import Field
 from finetune_operator.api.schema import ApiModel
 
 Text = Annotated[str, Field(max_length=1024)]
+Time = Annotated[str, Field(max_length=64)]  # RFC 3339
+Uri = Annotated[str, Field(max_length=2048)]
 
 
 class JobPhase(StrEnum):
@@ -32,7 +34,7 @@ class Condition(ApiModel):
     status: Annotated[str, Field(max_length=7)] = Field(description="True, False or Unknown.")
     reason: Annotated[str, Field(max_length=1024)] = Field(description="One CamelCase word.")
     message: Annotated[str, Field(max_length=32_768)] = Field("", description="One sentence.")
-    last_transition_time: Annotated[str, Field(max_length=64)] | None = Field(
+    last_transition_time: Time | None = Field(
         None, description="When status last changed, RFC 3339."
     )
     observed_generation: int | None = Field(None, description="Generation this was decided for.")
@@ -91,17 +93,15 @@ class ProgressStatus(ApiModel):
     tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
     mfu: float | None = Field(None, description="Model FLOPs utilisation, 0 to 1.")
     eta_seconds: float | None = Field(None, description="Time to the last step, in seconds.")
-    last_update_time: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="When this was written, RFC 3339."
-    )
+    last_update_time: Time | None = Field(None, description="When this was written, RFC 3339.")
 
 
 class CheckpointEntry(ApiModel):
     """One committed checkpoint."""
 
     step: int = Field(description="Optimizer step it was taken after.")
-    uri: Annotated[str, Field(max_length=2048)] = Field(description="Where it is.")
-    time: Annotated[str, Field(max_length=64)] = Field(description="When it was committed.")
+    uri: Uri = Field(description="Where it is.")
+    time: Time = Field(description="When it was committed.")
     world_size: int = Field(description="Ranks that wrote it.")
     eval_loss: float | None = Field(None, description="Held-out loss at that step.")
 
@@ -117,15 +117,11 @@ class AttemptStatus(ApiModel):
     """One attempt, newest 10 are kept."""
 
     number: int = Field(description="Counts up over restarts and resumes.")
-    start_time: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="When it was submitted."
-    )
-    stop_deadline: Annotated[str, Field(max_length=64)] | None = Field(
+    start_time: Time | None = Field(None, description="When it was submitted.")
+    stop_deadline: Time | None = Field(
         None, description="When what is left of it is killed, once it was told to stop."
     )
-    end_time: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="When its last process was gone."
-    )
+    end_time: Time | None = Field(None, description="When its last process was gone.")
     failure_class: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="Why it ended."
     )
@@ -136,9 +132,7 @@ class AttemptStatus(ApiModel):
     exit_code: int | None = Field(None, description="Exit code of the main process.")
     resumed_step: int | None = Field(None, description="Step of the checkpoint it started from.")
     disruptions: int | None = Field(None, description="How often its service moved it.")
-    url: Annotated[str, Field(max_length=2048)] | None = Field(
-        None, description="Where it can be looked at, also after its end."
-    )
+    url: Uri | None = Field(None, description="Where it can be looked at, also after its end.")
     digest: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="SHA-256 of what later attempts keep of it, such as its profile."
     )
@@ -150,7 +144,7 @@ class BackendRef(ApiModel):
     kind: Text = Field(description="Kind of the thing.")
     name: Text = Field(description="Its name.")
     uid: Text = Field("", description="Its unique id.")
-    url: Annotated[str, Field(max_length=2048)] = Field("", description="Where to look at it.")
+    url: Uri = Field("", description="Where to look at it.")
 
 
 class FineTuneJobStatus(ApiModel):
@@ -159,12 +153,8 @@ class FineTuneJobStatus(ApiModel):
     observed_generation: int = Field(0, description="Generation the status was decided for.")
     phase: JobPhase = Field(JobPhase.PENDING, description="One word for printing.")
     attempt: int = Field(0, description="Number of the newest attempt.")
-    start_time: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="When the first attempt was submitted."
-    )
-    completion_time: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="When the job ended."
-    )
+    start_time: Time | None = Field(None, description="When the first attempt was submitted.")
+    completion_time: Time | None = Field(None, description="When the job ended.")
     restarts: Restarts = Field(Restarts(), description="Restarts so far.")
     nodes: NodesStatus = Field(NodesStatus(), description="Nodes wanted and ready.")
     plan: PlanStatus | None = Field(None, description="What was chosen for the job.")
@@ -178,11 +168,11 @@ class FineTuneJobStatus(ApiModel):
     backend_ref: BackendRef | None = Field(
         None, description="What the backend made for the current attempt."
     )
-    folders: Annotated[list[Annotated[str, Field(max_length=2048)]], Field(max_length=16)] = Field(
+    folders: Annotated[list[Uri], Field(max_length=16)] = Field(
         [], description="What the current attempt was opened to write; no other job may."
     )
-    artifacts: Annotated[list[Annotated[str, Field(max_length=2048)]], Field(max_length=16)] = (
-        Field([], description="What was exported.")
+    artifacts: Annotated[list[Uri], Field(max_length=16)] = Field(
+        [], description="What was exported."
     )
     conditions: Annotated[list[Condition], Field(max_length=32)] = Field(
         list(FIRST_CONDITIONS),

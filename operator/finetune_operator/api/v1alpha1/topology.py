@@ -10,6 +10,8 @@ from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES
 
 Name = Annotated[str, Field(min_length=1, max_length=253)]
+Image = Annotated[str, Field(min_length=1, max_length=512)]
+NumNodes = Annotated[int, Field(ge=1, le=4096)]
 
 
 class Rdma(StrEnum):
@@ -38,13 +40,11 @@ class Capacity(StrEnum):
 class TopologySpec(ApiModel):
     """Nodes, GPUs and processes; world size = nodes x processesPerNode."""
 
-    nodes: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="Nodes that train together.")
-    min_nodes: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+    nodes: NumNodes = Field(1, description="Nodes that train together.")
+    min_nodes: NumNodes | None = Field(
         None, description="Fewest nodes an elastic job goes on with."
     )
-    max_nodes: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="Most nodes an elastic job grows to."
-    )
+    max_nodes: NumNodes | None = Field(None, description="Most nodes an elastic job grows to.")
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         1, description="GPUs of each node; 0 trains on the CPU."
     )
@@ -93,7 +93,7 @@ class AksSpec(ApiModel):
         description="Service account of the pods, of those that the profile allows; absent means "
         "the profile's.",
     )
-    image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+    image: Image | None = Field(
         None,
         description="Image of the trainer, of those that the profile allows; absent means the "
         "profile's.",
@@ -153,24 +153,17 @@ class BackendSpec(ApiModel):
     local: LocalSpec | None = Field(None, description="Settings of the local backend.")
 
     cel_rules = (
-        Rule(
-            "!has(self.aks) || self.type == 'aks'",
-            "has no effect with another backend type; remove it",
-            field="aks",
-        ),
-        Rule(
-            "!has(self.azureml) || self.type == 'azureml'",
-            "has no effect with another backend type; remove it",
-            field="azureml",
+        *(
+            Rule(
+                f"!has(self.{block}) || self.type == '{block}'",
+                "has no effect with another backend type; remove it",
+                field=block,
+            )
+            for block in ("aks", "azureml", "local")
         ),
         Rule(
             "self.type != 'azureml' || has(self.azureml)",
             "needs the block azureml beside it, which names the workspace and the compute",
             field="type",
-        ),
-        Rule(
-            "!has(self.local) || self.type == 'local'",
-            "has no effect with another backend type; remove it",
-            field="local",
         ),
     )
