@@ -1,11 +1,10 @@
 """`ftctl`: the table of its commands, and the one place where an error becomes an exit code.
 
-A command is one function in one file, named in `COMMANDS` as `module:function` and imported only
-when it is called, so that `ftctl --help` loads neither pydantic nor a backend.
+A command is a function in a file of its name, imported only when it is called, so that
+`ftctl --help` loads neither pydantic nor a backend.
 """
 
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -16,30 +15,17 @@ from finetune_operator import __version__
 from finetune_operator.cli.output import OutputLostError, guard
 from finetune_operator.errors import FineTuneError
 
-
-@dataclass(frozen=True)
-class LazyCommand:
-    """One command that is imported when it is called.
-
-    Attributes:
-        target: `module:function`; the module is relative to `finetune_operator.cli`.
-        summary: The line `ftctl --help` shows; the function's docstring is its own help.
-    """
-
-    target: str
-    summary: str
-
-
-COMMANDS: dict[str, LazyCommand] = {
-    "run": LazyCommand("run:run", "Run a job on this machine and follow it."),
-    "dev": LazyCommand("dev:dev", "Serve a Kubernetes API with the operator on this machine."),
-    "preview": LazyCommand("preview:preview", "Show the first rows as the trainer sees them."),
-    "validate": LazyCommand("validate:validate", "Print every problem of the manifests given."),
-    "render": LazyCommand("render:render", "Print the exact request; nothing is sent."),
-    "logs": LazyCommand("logs:logs", "Print what one rank of a job said."),
-    "doctor": LazyCommand("doctor:doctor", "Show what is installed and what is missing."),
-    "crd": LazyCommand("crd:crd", "Print or write the CustomResourceDefinition."),
+COMMANDS = {
+    "run": "Run a job on this machine and follow it.",
+    "dev": "Serve a Kubernetes API with the operator on this machine.",
+    "preview": "Show the first rows as the trainer sees them.",
+    "validate": "Print every problem of the manifests given.",
+    "render": "Print the exact request; nothing is sent.",
+    "logs": "Print what one rank of a job said.",
+    "doctor": "Show what is installed and what is missing.",
+    "crd": "Print or write the CustomResourceDefinition.",
 }
+"""What `ftctl --help` says of each command; its own help is its function's docstring."""
 
 
 class LazyGroup(TyperGroup):
@@ -49,14 +35,13 @@ class LazyGroup(TyperGroup):
         """Find the command named by the first argument, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in COMMANDS:
-            command = _load(name, COMMANDS[name])
+            command = _load(name)
         return name, command, rest
 
 
-def _load(name: str, lazy: LazyCommand) -> Any:
-    module, function = lazy.target.split(":")
+def _load(name: str) -> Any:
     single = typer.Typer(add_completion=False)
-    single.command(name)(getattr(import_module(f"finetune_operator.cli.{module}"), function))
+    single.command(name)(getattr(import_module(f"finetune_operator.cli.{name}"), name))
     return typer.main.get_command(single)
 
 
@@ -88,8 +73,8 @@ def _make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     made.callback()(_options)
-    for name, lazy in COMMANDS.items():
-        made.command(name, help=lazy.summary)(_listed_only)
+    for name, summary in COMMANDS.items():
+        made.command(name, help=summary)(_listed_only)
     return made
 
 
@@ -114,10 +99,8 @@ def _run() -> Any:
         app(prog_name="ftctl")
     except SystemExit as end:  # click's own way to end
         return end.code
-    except FineTuneError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:  # a current folder that was removed, a name that is too long
+    # An OSError comes from a current folder that was removed, or a name that is too long.
+    except (FineTuneError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

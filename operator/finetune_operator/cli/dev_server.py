@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -34,71 +33,50 @@ class DevServerError(FineTuneError):
     """The API or the operator cannot be started."""
 
 
-@dataclass(frozen=True)
-class DevServer:
-    """What runs.
+async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINER) -> None:
+    """Serve a folder until Ctrl-C; its first line on standard output is `DevFolder.export`.
 
-    Attributes:
-        client: Access to the API.
-        backend: Runs the attempts of jobs of this machine.
-        operator: Ends before it is asked to only by an error.
-        signals: What the user asked for.
-    """
-
-    client: KubeClient
-    backend: FolderBackend
-    operator: "asyncio.Task[None]"
-    signals: StopSignals
-
-    async def until(self, *tasks: "asyncio.Task[Any]") -> None:
-        """Return when one of the tasks has ended; what ends the operator is raised."""
-        await asyncio.wait({*tasks, self.operator}, return_when=asyncio.FIRST_COMPLETED)
-        if self.operator.done():
-            self.operator.result()
-            raise DevServerError("the operator ended by itself; its log tells more")
-
-    async def stop_jobs(self, say: Callable[[str], object]) -> None:
-        """Stop all jobs with a checkpoint, and kill them when the user insists.
-
-        Args:
-            say: Called with what happens, a sentence at a time.
-        """
-        stopped = asyncio.create_task(stop_all(self.client))
-        forced = asyncio.create_task(self.signals.forced.wait())
-        try:
-            await self.until(stopped, forced)
-            if not stopped.done():
-                say("killing it now")
-                async with asyncio.timeout(_KILL_SECONDS):
-                    await self.until(stopped)
-            await stopped
-        except TimeoutError:
-            say(f"something still runs after {_KILL_SECONDS} s; the next start finds it")
-        finally:
-            stopped.cancel()
-            forced.cancel()
-
-
-@asynccontextmanager
-async def serving(
-    folder: DevFolder, port: int, *, command: Sequence[str] = TRAINER
-) -> AsyncIterator[DevServer]:
-    """Run API and operator inside the block; attempts that run at its end run on.
+    Attempts that still run at its end run on.
 
     Args:
-        folder: The folder that is served; nobody else does inside the block.
+        folder: The folder; nobody else serves it meanwhile.
         port: Port of the API on the loopback address; 0 takes a free one.
         command: What a node of a job runs.
 
     Raises:
         DevFolderError: another process serves it, or it cannot be written.
-        DevServerError: the port is taken.
+        DevServerError: the port is taken, or the operator ended by itself.
         StateError: the stored objects cannot be read.
     """
+    signals, stop = StopSignals(), asyncio.Event()
+    context = BackendContext(folder.base, dict(os.environ))
+    backend = FolderBackend(context, is_forced=signals.forced.is_set, command=command)
+    surroundings = Surroundings(folder.base, {backend.name: backend})
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.held())
-        definitions = (custom_resource_definition(), profile_definition())
-        api = EmbeddedApi(definitions, port=port, state=folder.state)
+        await stack.enter_async_context(_api(folder, port))
+        client = await HttpClient.connect(str(folder.kubeconfig))
+        await stack.enter_async_context(client)
+        signals.listen()
+        stack.callback(backend.release_all)
+        operator = asyncio.create_task(operate(_settings(folder), stop, surroundings))
+        try:
+            print(folder.export, flush=True)  # where it cannot be, no job is resumed
+            await resume_all(client)
+            log.info("serving", extra={"folder": str(folder.base)})
+            await _first_of(operator, asyncio.create_task(signals.asked.wait()))
+            log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
+            await _stop_jobs(client, operator, signals)
+        finally:
+            stop.set()
+            await operator
+
+
+@asynccontextmanager
+async def _api(folder: DevFolder, port: int) -> AsyncIterator[None]:
+    definitions = (custom_resource_definition(), profile_definition())
+    api = EmbeddedApi(definitions, port=port, state=folder.state)
+    async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(api)
         except OSError as error:
@@ -107,36 +85,35 @@ async def serving(
                 f"--port {port} cannot be used ({said}); choose another, or 0 for a free one"
             ) from error
         folder.write_kubeconfig(yaml.safe_dump(api.kubeconfig(), sort_keys=False))
-        client = await HttpClient.connect(str(folder.kubeconfig))
-        await stack.enter_async_context(client)
-        signals = StopSignals()
-        signals.listen()
-        context = BackendContext(folder.base, dict(os.environ))
-        backend = FolderBackend(context, is_forced=signals.forced.is_set, command=command)
-        stack.callback(backend.release_all)
-        surroundings = Surroundings(folder.base, {backend.name: backend})
-        stop = asyncio.Event()
-        operator = asyncio.create_task(operate(_settings(folder), stop, surroundings))
-        try:
-            yield DevServer(client, backend, operator, signals)
-        finally:
-            stop.set()
-            await operator
+        yield
 
 
-async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINER) -> None:
-    """Serve a folder until Ctrl-C; its first line on standard output is `DevFolder.export`.
+async def _first_of(operator: "asyncio.Task[None]", *tasks: "asyncio.Task[Any]") -> None:
+    """Return when one of the tasks has ended; an end of the operator is an error."""
+    await asyncio.wait({operator, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    if operator.done():
+        operator.result()
+        raise DevServerError("the operator ended by itself; its log tells more")
 
-    Raises:
-        DevFolderError, DevServerError, StateError: as `serving`.
-    """
-    async with serving(folder, port, command=command) as server:
-        print(folder.export, flush=True)  # where it cannot be, no job is resumed
-        await resume_all(server.client)
-        log.info("serving", extra={"folder": str(folder.base)})
-        await server.until(asyncio.create_task(server.signals.asked.wait()))
-        log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
-        await server.stop_jobs(log.warning)
+
+async def _stop_jobs(
+    client: KubeClient, operator: "asyncio.Task[None]", signals: StopSignals
+) -> None:
+    """Stop all jobs with a checkpoint, and kill them when the user insists."""
+    stopped = asyncio.create_task(stop_all(client))
+    forced = asyncio.create_task(signals.forced.wait())
+    try:
+        await _first_of(operator, stopped, forced)
+        if not stopped.done():
+            log.warning("killing it now")
+            async with asyncio.timeout(_KILL_SECONDS):
+                await _first_of(operator, stopped)
+        await stopped
+    except TimeoutError:
+        log.warning("something still runs after %s s; the next start finds it", _KILL_SECONDS)
+    finally:
+        stopped.cancel()
+        forced.cancel()
 
 
 def _settings(folder: DevFolder) -> Settings:

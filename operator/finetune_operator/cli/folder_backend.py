@@ -106,7 +106,7 @@ class FolderBackend(LocalBackend):
 
     def _release(self, run_dir: Path) -> None:
         if (store := self._held.pop(run_dir, None)) is not None:
-            store.__exit__(None, None, None)
+            store.__exit__()
 
 
 def _claim(store: RunFolder, job: FineTuneJob, number: int) -> None:

@@ -1,7 +1,6 @@
 """`ftctl run` on a terminal: a few lines that stay in place below the events that scroll by."""
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -45,12 +44,7 @@ class LiveScreen:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
     def show(self, view: View) -> None:

@@ -4,7 +4,6 @@ Of checkpoints and evaluations the newest of each look is told: the logs of rank
 """
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TextIO
 
 from finetune_operator.cli.view import View, duration, news
@@ -33,12 +32,7 @@ class PlainScreen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._told_step != self._last.progress.step:
             self._tell_step(self._last)
 

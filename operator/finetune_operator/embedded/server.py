@@ -10,7 +10,6 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import orjson
@@ -102,12 +101,7 @@ class EmbeddedApi:
         self._care = asyncio.create_task(self._store.tend())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         """End every watch, stop listening, and write the state."""
         self._store.close()
         await self._runner.cleanup()

@@ -4,7 +4,6 @@ Nothing is repeated but a request whose token had expired.
 """
 
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -64,12 +63,7 @@ class HttpClient(KubeClient):
         self._requests, self._streams = session(options.connections), session(0)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         """Close every connection; watches end with an error."""
         for session in (self._requests, self._streams):
             if session is not None:

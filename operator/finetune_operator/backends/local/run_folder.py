@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pydantic import ValidationError
@@ -69,12 +68,7 @@ class RunFolder:
         self._lock = self._acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Give the lock back."""
         if self._lock is not None:
             # Not by closing alone: a child between its fork and its exec has the descriptor too.
