@@ -62,7 +62,7 @@ async def work(
             opened.job,
             folder,
             context,
-            on_look=lambda job, seen: on_look(job, seen, stop),
+            on_observation=lambda job, seen: on_look(job, seen, stop),
             stop=stop,
             then=opened.then,
             command=STAND_IN,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from finetune_operator.cli.output import Outlet, OutputLostError
-from finetune_operator.cli.unheard import heard
+from finetune_operator.cli.unread_output import until_unread
 
 
 @contextmanager
@@ -34,7 +34,7 @@ async def print_for_ever() -> None:
 
 
 def test_a_job_that_nobody_can_follow_is_left_running_and_the_sentence_says_so() -> None:
-    followed = heard(
+    followed = until_unread(
         print_for_ever(), is_stopping=lambda: False, name="tiny", again="ftctl run job.yaml"
     )
 
@@ -62,7 +62,7 @@ def test_a_job_that_the_user_is_stopping_is_followed_to_its_end_on_standard_erro
         await asyncio.sleep(0.6)  # longer than Ctrl-C is waited for
         return "stopped"
 
-    work = heard(stop(), is_stopping=lambda: stopping, name="tiny", again="x")
+    work = until_unread(stop(), is_stopping=lambda: stopping, name="tiny", again="x")
     with full_disk():
         ended = asyncio.run(work)
         print("told", flush=True)
@@ -76,7 +76,7 @@ def test_an_error_of_the_work_is_its_own() -> None:
         raise ValueError("mine")
 
     with full_disk(), pytest.raises(ValueError, match="mine"):
-        asyncio.run(heard(fail(), is_stopping=lambda: False, name="tiny", again="x"))
+        asyncio.run(until_unread(fail(), is_stopping=lambda: False, name="tiny", again="x"))
 
 
 def test_a_pipe_that_another_program_made_not_to_block_is_waited_for() -> None:

@@ -5,7 +5,7 @@ import pytest
 import virtual_time
 from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.store import Change, Store
-from finetune_operator.embedded.verbs import Asked
+from finetune_operator.embedded.verbs import ApiRequest
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import CONFIG_MAPS
@@ -35,8 +35,8 @@ def test_a_watch_sleeps_until_its_next_bookmark_or_its_end(
     async def work() -> list[str]:
         store = CountingStore()
         query = {"resourceVersion": "1", "timeoutSeconds": "60", **more}
-        asked = Asked(store.kinds[str(CONFIG_MAPS)], Key("", ""), "", query, "", b"")
-        watch = Watch(store, Faults(store), asked)
+        request = ApiRequest(store.kinds[str(CONFIG_MAPS)], Key("", ""), "", query, "", b"")
+        watch = Watch(store, Faults(store), request)
         return [event["type"] async for event in watch.events()]
 
     assert virtual_time.run(work()) == ["BOOKMARK"] * bookmarks

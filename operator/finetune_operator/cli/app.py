@@ -89,7 +89,7 @@ def main() -> None:
         sys.stdout.flush()
     except OutputLostError as error:
         out.drop()
-        error.tell()
+        error.report()
         code = error.code
     sys.exit(code)
 

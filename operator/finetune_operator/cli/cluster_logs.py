@@ -1,6 +1,6 @@
-"""What one rank of a job in a cluster said: its pod's log, or what was kept of one that is gone.
+"""The log of one rank of a job in a cluster: its pod's, or the lines kept of a pod that is gone.
 
-`ftctl logs` calls it. It reads with the user's own rights: FineTuneJobs, batch Jobs, pods and logs.
+`ftctl logs` calls it. It reads FineTuneJobs, batch Jobs, pods and logs with the user's own rights.
 """
 
 import os
@@ -22,7 +22,7 @@ from finetune_trainer.config import FailureClass
 
 @dataclass(frozen=True)
 class RankLog:
-    """Which log is asked for.
+    """Which log to print.
 
     Attributes:
         previous: That of the attempt before the newest one.
@@ -35,10 +35,10 @@ class RankLog:
 
 
 async def print_log(job: Key, wanted: RankLog) -> None:
-    """Print the log of one rank of a job in the cluster that kubectl would ask.
+    """Print the log of one rank of a job in the cluster that kubectl uses.
 
     Raises:
-        FineTuneError: there is no such job, attempt or batch Job, or the cluster cannot be asked.
+        FineTuneError: there is no such job, attempt or batch Job, or the cluster cannot be reached.
     """
     async with await HttpClient.connect() as client:
         async for line in _lines(client, job, wanted):
@@ -46,10 +46,10 @@ async def print_log(job: Key, wanted: RankLog) -> None:
 
 
 def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> int:
-    """Return which attempt's log is meant.
+    """Return the number of the attempt whose log is meant.
 
-    `previous` is the one before the newest; the only one there is, if it has failed: what is
-    looked for is why a job does not run any more.
+    `previous` is the one before the newest, or the only one if it has failed: who asks wants to
+    know why the job does not run any more.
 
     Raises:
         FineTuneError: there is no such attempt.

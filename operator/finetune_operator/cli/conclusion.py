@@ -1,4 +1,4 @@
-"""What is printed when a job that was followed has come to its end, and the exit code for it."""
+"""What is printed at the end of a job that was followed, and the exit code for it."""
 
 import shlex
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ EXIT_STOPPED = 130  # as a shell reports a program that Ctrl-C ended
 
 @dataclass(frozen=True)
 class Conclusion:
-    """How a job ended that somebody followed.
+    """How a job ended that the user followed.
 
     Attributes:
-        target: The job as it was asked for.
+        target: The job as the manifest has it.
         job: The job as it is now.
         last: The last view of it.
         seconds: How long it was followed.
@@ -37,8 +37,8 @@ class Conclusion:
     seconds: float
     again: str
 
-    def tell(self, console: Console) -> None:
-        """Say how it ended.
+    def print(self, console: Console) -> None:
+        """Print how it ended.
 
         Raises:
             typer.Exit: it is not Complete; with the exit code that says why.
@@ -55,7 +55,7 @@ class Conclusion:
             file = shlex.quote(self.target.manifest.file)
             console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {self.again}"))
             raise typer.Exit(EXIT_FAILED)
-        # Not the progress of the last attempt, which may have ended before it said anything.
+        # Not the progress of the last attempt, which may have ended before its first step.
         at = status.checkpoint.last
         kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
         console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))

@@ -1,6 +1,6 @@
 """`ftctl dev`: a Kubernetes API and the operator on this machine, for kubectl; no cluster needed.
 
-The same operator as in a cluster beside an API in the same process; jobs run as processes of this
+The operator is that of a cluster, and the API is in the same process. Jobs run as processes of this
 machine.
 """
 
@@ -49,7 +49,7 @@ def dev(
             "ftctl dev runs the operator, which is not installed; install it: "
             'pip install "finetune-operator[operator]"'
         )
-    # Imported here: kopf and the client take half a second that --help need not wait for.
+    # Imported here: kopf and the client take half a second, which --help need not wait.
     from finetune_operator.cli.dev_server import serve
     from finetune_operator.kernel.logs import set_up
     from finetune_operator.kernel.settings import LogFormat

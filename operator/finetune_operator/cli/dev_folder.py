@@ -1,6 +1,6 @@
-"""What `ftctl dev` keeps of a folder between two starts: objects, kubeconfig and log, in runs/.dev.
+"""What `ftctl dev` keeps between two starts: objects, kubeconfig and lock, in runs/.dev.
 
-One process at a time may serve a folder; the kernel's lock says so and goes with that process.
+One process at a time serves a folder. It holds the kernel's lock on a file, which ends with it.
 """
 
 import os
@@ -26,9 +26,9 @@ class DevFolder:
 
     Attributes:
         base: The folder, absolute.
-        state: The objects of the API.
-        kubeconfig: What kubectl needs; the path is the same at each start.
-        export: The line that makes kubectl ask this API.
+        state: File of the API's objects.
+        kubeconfig: File for kubectl; the path is the same at each start.
+        export: The line that makes kubectl use this API.
     """
 
     def __init__(self, base: Path) -> None:
@@ -40,7 +40,7 @@ class DevFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the one that serves it.
+        """Hold the lock of the process that serves it.
 
         Raises:
             DevFolderError: another process does, or it cannot be written.

@@ -1,7 +1,7 @@
 """Stop the jobs of `ftctl dev` with it, and let them go on at its next start.
 
-Ctrl-C is suspend, as in `ftctl run`: jobs are suspended and marked, so that those which a person
-had suspended stay so. The mark is written in the same step, and outlives a crash.
+Ctrl-C suspends, as in `ftctl run`. The jobs are marked in the same write, so that the next start
+resumes these, also after a crash, and leaves those alone that a person has suspended.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ SUSPENDED_BY = "finetune.dev/suspended-by"
 """Annotation of a job that was suspended only because its operator ended."""
 
 _DEV = "ftctl-dev"
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 async def resume_all(client: KubeClient) -> None:
-    """Let the jobs go on that were suspended because their operator ended."""
+    """Resume the jobs that were suspended because their operator ended."""
     for known in await _jobs(client):
         annotations = known.raw["metadata"].get("annotations") or {}
         if annotations.get(SUSPENDED_BY) == _DEV:
@@ -31,12 +31,12 @@ async def resume_all(client: KubeClient) -> None:
 
 
 async def stop_all(client: KubeClient) -> None:
-    """Suspend every job of ours; return when nothing of them runs and their status says so."""
+    """Suspend every job of ours; return when none runs any more and their status says so."""
     while running := [known for known in await _jobs(client) if not _is_stopped(known)]:
         for known in running:
             if not _is_deleted(known) and not known.raw["spec"].get("suspend"):
                 await _suspend(client, key_of(known.raw), suspend=True)
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _is_stopped(known: JobView) -> bool:

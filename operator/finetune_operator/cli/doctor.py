@@ -1,7 +1,7 @@
 """`ftctl doctor`: what this machine has, what is missing, and the command that installs it.
 
-Reads package metadata and never imports a library, so it answers at once and also where an
-installed library is broken.
+Reads package metadata and imports no library, so it is fast, and works also where an installed
+library is broken.
 """
 
 import json
@@ -46,11 +46,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: Heading it stands under.
-        name: What was looked for.
-        state: Whether it is there.
+        topic: Heading it is printed under.
         detail: Version, size or reason.
-        requirement: What pip is asked for to get it; empty when there is nothing to install.
+        requirement: What pip installs to get it; empty when there is nothing to install.
     """
 
     topic: str
@@ -78,7 +76,7 @@ def doctor(
 
 
 def examine(environ: Mapping[str, str], folder: Path) -> list[Finding]:
-    """Look at everything."""
+    """Return a finding for each thing that is checked."""
     requirements = metadata.requires(DISTRIBUTION) or []
     return [
         *_machine(folder),
@@ -159,7 +157,7 @@ def _gpus() -> Finding:
 
 
 def _hub_token(environ: Mapping[str, str]) -> Finding:
-    """Say whether there is a token, never which; the places are huggingface_hub's own."""
+    """Find the token where huggingface_hub does, without showing it."""
     home = Path(environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     file = Path(environ.get("HF_TOKEN_PATH", home / "token")).expanduser()
     if environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN"):
@@ -171,20 +169,18 @@ def _hub_token(environ: Mapping[str, str]) -> Finding:
 
 def _backends() -> list[Finding]:
     """Import each backend, as only that shows whether it works; none imports a big library."""
-    names = registry.available()
-    found = [_backend(name) for name in names]
+    names, found = registry.available(), []
+    for name in names:
+        finding = Finding("backends", name, State.OK)
+        try:
+            registry.load(name)
+        except BrokenBackendError as error:
+            state = State.MISSING if name == "local" else State.ABSENT
+            finding = Finding("backends", name, state, str(error))
+        found.append(finding)
     if "local" not in names:
         found.append(Finding("backends", "local", State.MISSING, "not registered", DISTRIBUTION))
     return found
-
-
-def _backend(name: str) -> Finding:
-    try:
-        registry.load(name)
-    except BrokenBackendError as error:
-        state = State.MISSING if name == "local" else State.ABSENT
-        return Finding("backends", name, state, str(error))
-    return Finding("backends", name, State.OK)
 
 
 def _print(findings: list[Finding]) -> None:
@@ -207,7 +203,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _print_commands(console: Console, heading: str, findings: list[Finding]) -> None:
-    """Print one command a topic, so that each can be pasted for what is wanted."""
+    """Print one command for each topic, so that each can be pasted alone."""
     topics = dict.fromkeys(finding.topic for finding in findings if finding.requirement)
     if topics:
         console.print(Text(f"\n{heading}:", style="bold"))

@@ -1,8 +1,8 @@
 """The local backend as `ftctl` gives it to the operator: one job at a time owns a run folder.
 
-In a cluster a job's name may be used again at once, and its checkpoints are its own. Here they lie
-in a folder of that name: what another job has left there is moved aside before the first attempt,
-and `job.json` says whose the folder is, for `ftctl run`, `ftctl dev` and `ftctl logs`.
+The folder is named by the job's namespace and name, which a later job may use again: what the
+earlier one left there is moved aside before the first attempt. `job.json` says whose the folder is,
+for `ftctl run`, `ftctl dev` and `ftctl logs`.
 """
 
 import logging
@@ -32,14 +32,13 @@ log = logging.getLogger(__name__)
 
 
 class FolderBackend(LocalBackend):
-    """Backend `local` whose run folders nobody else uses meanwhile.
+    """Backend `local` that locks each run folder while a process of its job runs.
 
     Args:
         context: The folder of the manifests, and the environment that is passed on in part.
-        is_forced: Whether who is cancelled gets no grace any more.
+        is_forced: Whether an attempt that is cancelled gets no grace.
         command: What a node runs; the path of its configuration is appended.
-        held: The run folder of the only job, which the caller holds; by default each one is held
-            while something of its job lives.
+        held: The run folder of the only job, which the caller has locked already.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class FolderBackend(LocalBackend):
         return await super().submit(request)
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Observe the attempt; the folder is given back when nothing of it lives."""
+        """Observe the attempt; its folder is unlocked when no process of it runs."""
         run_dir = folder_of(ref.handle, self._base).run_dir
         seen = await super().observe(ref)
         if seen.all_gone:
@@ -93,7 +92,7 @@ class FolderBackend(LocalBackend):
         return await super().cancel(ref, datetime.now(UTC) if self._is_forced() else until)
 
     def release_all(self) -> None:
-        """Give all folders back; what runs in them runs on."""
+        """Unlock all folders; attempts keep running."""
         for run_dir in list(self._held):
             self._release(run_dir)
 
@@ -112,7 +111,7 @@ class FolderBackend(LocalBackend):
 def _claim(store: RunFolder, job: FineTuneJob, number: int) -> None:
     """Move aside what another job has left, and write down whose attempt this is.
 
-    A job that takes over goes on with what the other one wrote; only its attempts make way.
+    A job with `takeOver` goes on with the files of the other one, and only renames its attempts.
     """
     there = store.load()
     if there is not None and there.metadata.uid != job.metadata.uid:
@@ -128,7 +127,7 @@ def _claim(store: RunFolder, job: FineTuneJob, number: int) -> None:
             log.info("earlier run moved aside", extra={"folder": str(moved)})
         there = None
     if there is None or there.status.attempt < number:
-        # As an operator leaves the job that dies right after it has opened the attempt.
+        # The status of a job whose operator died right after it opened the attempt.
         before = job.status.model_copy(update={"attempt": number - 1, "attempts": []})
         status = attempts.open_next(before, datetime.now(UTC))
         store.save(job.model_copy(update={"status": status}))

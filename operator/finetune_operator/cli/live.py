@@ -1,4 +1,4 @@
-"""`ftctl run` on a terminal: a few lines that stay in place below the events that scroll by."""
+"""`ftctl run` on a terminal: a few lines stay in place, and events scroll by above them."""
 
 from collections.abc import Callable
 from typing import Self
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from finetune_operator.cli.view import View, duration, news
 
-# Often enough for a smooth spinner, seldom enough not to be seen in a profile of two cores.
+# Enough for a smooth spinner, and too few to show in a profile of two cores.
 FRAMES_PER_SECOND = 5
 SHOWN_WARNINGS = 2
 _STYLES = {"Training": "green", "Failed": "red", "Succeeded": "green", "Suspended": "yellow"}
@@ -23,8 +23,8 @@ class LiveScreen:
 
     Args:
         console: Terminal to draw on.
-        first: What was known before anything started; only what differs is told as an event.
-        clock: Seconds that only grow.
+        first: The view before anything started; only what differs from it becomes an event.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, console: Console, first: View, clock: Callable[[], float]) -> None:
@@ -67,7 +67,13 @@ class LiveScreen:
 
 def frame(view: View, elapsed_seconds: float, spinner: Spinner | None = None) -> RenderableType:
     """Build the lines that stay in place."""
-    return Group(_headline(view, elapsed_seconds, spinner), _bar(view), _facts(view), *_words(view))
+    warnings = view.progress.warnings[-SHOWN_WARNINGS:]
+    return Group(
+        _headline(view, elapsed_seconds, spinner),
+        _bar(view),
+        _facts(view),
+        *(Text(f"! {one}", style="yellow") for one in warnings),
+    )
 
 
 def _headline(view: View, elapsed_seconds: float, spinner: Spinner | None) -> RenderableType:
@@ -129,7 +135,3 @@ def _held_out(view: View) -> str | None:
         known = before if now is None else now
         return None if known is None else f"{known:.3f}"
     return f"{before:.3f} → {now:.3f}"
-
-
-def _words(view: View) -> list[Text]:
-    return [Text(f"! {one}", style="yellow") for one in view.progress.warnings[-SHOWN_WARNINGS:]]

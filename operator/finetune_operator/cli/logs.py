@@ -1,4 +1,4 @@
-"""`ftctl logs`: what one rank of a job said, now or in the attempt before, here or in a cluster."""
+"""`ftctl logs`: the log of one rank, of this attempt or the one before, here or in a cluster."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ def logs(
     """Print the log of one rank of a job on this machine, or in a cluster.
 
     With --namespace, or a manifest whose backend needs a cluster, it is read from the cluster that
-    kubectl would ask; what an attempt said last can be read there after its pods are gone.
+    kubectl uses; there the last lines of an attempt stay readable after its pods are gone.
     Otherwise a NAME is searched for as runs/NAMESPACE/NAME in this folder and those below it.
     """
     wanted = RankLog(rank, previous, follow)
@@ -67,7 +67,7 @@ def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
     if stored is None or not stored.status.attempt:
         raise FineTuneError(f"{job} has no attempt in {run_dir} yet; start one with ftctl run")
     number = attempt_number(job, stored.status, previous=wanted.previous)
-    # Seen from the run directory itself, so that it may be anywhere and need no manifest.
+    # Relative to the run directory itself, which may be anywhere and needs no manifest.
     backend = registry.load("local")(BackendContext(run_dir, dict(os.environ)))
     folder = attempt_folder(run_dir, number)
     record = records.read(folder.attempt, AttemptRecord)
@@ -84,7 +84,7 @@ def _runs_here(job: FineTuneJob) -> bool:
 
 
 def _until_ctrl_c(printing: Coroutine[Any, Any, None]) -> None:
-    """Print; Ctrl-C is how following ends, and needs no word."""
+    """Print; Ctrl-C is the normal way to end following, so nothing is printed about it."""
     try:
         asyncio.run(printing)
     except KeyboardInterrupt:

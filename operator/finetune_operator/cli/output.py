@@ -1,7 +1,7 @@
 """Standard output and error of every command, whatever they are connected to.
 
-`app.main` calls `guard` before anything is printed. A reader that goes away, a full disk, a closed
-descriptor and a locale that lacks a character end no command in a traceback.
+`app.main` calls `guard` before anything is printed, so that no command ends in a traceback because
+of a reader that goes away, a full disk, a closed descriptor, or a locale that lacks a character.
 """
 
 import codecs
@@ -27,7 +27,7 @@ _INSTEAD = {"→": "->", "…": "...", "━": "-", "╸": "-", "╺": "-"} | {
 class OutputLostError(Exception):
     """Standard output cannot be written any more.
 
-    No `OSError`, which click would take for its own.
+    Not an `OSError`, which click would handle itself.
 
     Attributes:
         code: What the command exits with.
@@ -40,8 +40,8 @@ class OutputLostError(Exception):
         super().__init__(f"standard output {what}{sentence}")
         self._is_quiet = self._is_unread and not sentence
 
-    def tell(self) -> None:
-        """Say so on standard error; of a reader that has enough nobody speaks."""
+    def report(self) -> None:
+        """Print it on standard error, unless a reader such as `head` just had enough."""
         if not self._is_quiet:
             print(self, file=sys.stderr)
 
@@ -50,8 +50,8 @@ class Outlet(io.RawIOBase):
     """One descriptor, below the buffer and the encoding.
 
     Args:
-        number: Of the descriptor.
-        is_last: There is nowhere to tell that it cannot be written, so what it misses is dropped.
+        number: The descriptor's.
+        is_last: There is nowhere to report that it cannot be written, so the output is dropped.
     """
 
     def __init__(self, number: int, *, is_last: bool) -> None:
@@ -63,7 +63,7 @@ class Outlet(io.RawIOBase):
         self._instead: int | None = None
 
     def writable(self) -> bool:
-        """Say yes."""
+        """Return True, as `BufferedWriter` demands."""
         return True
 
     def fileno(self) -> int:
@@ -75,10 +75,10 @@ class Outlet(io.RawIOBase):
         return os.isatty(self._number)
 
     def write(self, data: Any, /) -> int:
-        """Write some bytes, all of which are dropped where that is wanted.
+        """Write some bytes, or drop them all after `drop` or inside `watched`.
 
         Raises:
-            OutputLostError: they cannot be written, and nobody watches.
+            OutputLostError: they cannot be written.
         """
         if self._lost is None:
             try:
@@ -104,12 +104,12 @@ class Outlet(io.RawIOBase):
     def watched(
         self, on_loss: Callable[[OSError], object], is_stopping: Callable[[], bool]
     ) -> Iterator[None]:
-        """Inside the block, call `on_loss` once instead of raising, and drop what is written then.
+        """Inside the block, call `on_loss` once instead of raising, and drop all further output.
 
         Args:
             on_loss: Called on the thread that writes.
-            is_stopping: The user has pressed Ctrl-C, which also ended a reader such as `tee`; then
-                what is written goes to standard error, and does so after the block as well.
+            is_stopping: Whether the user has pressed Ctrl-C, which also ends readers such as `tee`;
+                then further output goes to standard error, after the block as well.
         """
         self._on_loss, self._is_stopping = on_loss, is_stopping
         try:
@@ -119,7 +119,7 @@ class Outlet(io.RawIOBase):
 
 
 def guard() -> Outlet:
-    """Make both streams take whatever is printed; return standard output's."""
+    """Guard both streams; return the outlet of standard output."""
     for number in (_STDIN, _STDOUT, _STDERR):
         try:
             os.fstat(number)
@@ -133,13 +133,13 @@ def guard() -> Outlet:
 
 
 def outlet() -> Outlet | None:
-    """Return standard output's, where it is guarded."""
+    """Return the outlet of standard output, where it is guarded."""
     found = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return found if isinstance(found, Outlet) else None
 
 
 def takes_unicode() -> bool:
-    """Tell whether standard output has all characters."""
+    """Say whether standard output can encode every character."""
     return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
@@ -162,7 +162,7 @@ def _write(number: int, data: Any) -> int:
 
 
 def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return what stands for a character that the stream's encoding lacks."""
+    """Return the replacement of a character that the stream's encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character, end = error.object[error.start], error.start + 1

@@ -1,6 +1,7 @@
 """`ftctl run` as lines, for a log file or a pipe: an event at most once, progress now and then.
 
-Of checkpoints and evaluations the newest of each look is told: the logs of rank 0 have them all.
+Of the checkpoints and evaluations between two views only the newest is printed; rank 0's log has
+them all.
 """
 
 from collections.abc import Callable
@@ -12,12 +13,12 @@ LINE_SECONDS = 5.0
 
 
 class PlainScreen:
-    """Writes a line for each change of phase and each event seen, and of steps at most one in 5 s.
+    """Writes a line for each change of phase and each event, and for steps at most one in 5 s.
 
     Args:
         out: Where lines go.
-        first: What was known before anything started; only what differs is told.
-        clock: Seconds that only grow.
+        first: The view before anything started; only what differs from it is printed.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, out: TextIO, first: View, clock: Callable[[], float]) -> None:
@@ -26,26 +27,26 @@ class PlainScreen:
         self._start = clock()
         self._last = first
         self._phase = ""
-        self._told_step = first.progress.step
-        self._told_at = self._start
+        self._printed_step = first.progress.step
+        self._printed_at = self._start
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._told_step != self._last.progress.step:
-            self._tell_step(self._last)
+        if self._printed_step != self._last.progress.step:
+            self._print_step(self._last)
 
     def show(self, view: View) -> None:
         """Write what is new."""
         before, self._last = self._last, view
         changed = view.phase != self._phase
-        late = self._clock() - self._told_at >= LINE_SECONDS
+        late = self._clock() - self._printed_at >= LINE_SECONDS
         if view.progress.step == view.progress.resumed_step:
-            self._told_step = view.progress.step  # told as the checkpoint's step
-        # The last steps of a phase are told before the phase that follows them.
-        if view.progress.step != self._told_step and (changed or late):
-            self._tell_step(view)
+            self._printed_step = view.progress.step  # printed as the checkpoint's step
+        # The last steps of a phase are printed before the next phase.
+        if view.progress.step != self._printed_step and (changed or late):
+            self._print_step(view)
         for sentence in news(before, view):
             self.note(sentence)
         if changed:
@@ -58,8 +59,8 @@ class PlainScreen:
         self._out.write(f"{elapsed:>6}  {sentence}\n")
         self._out.flush()
 
-    def _tell_step(self, view: View) -> None:
-        self._told_step, self._told_at = view.progress.step, self._clock()
+    def _print_step(self, view: View) -> None:
+        self._printed_step, self._printed_at = view.progress.step, self._clock()
         self.note("  ".join(step_facts(view)))
 
 

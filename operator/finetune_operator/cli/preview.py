@@ -23,7 +23,7 @@ from finetune_operator.errors import FineTuneError
 from finetune_trainer.config import DataReport, TrainConfig
 
 _READ = ("spec.backend.type", "spec.model", "spec.dataset")
-# -P: a torch.py beside the manifest is a file like any other, and none of ours to run.
+# -P: so that a torch.py beside the manifest is not imported.
 PREVIEW_COMMAND = (sys.executable, "-P", "-m", "finetune_trainer.data.preview")
 
 
@@ -34,7 +34,7 @@ def preview(
 ) -> None:
     """Show the first rows as the trainer will see them: decoded, with the label tokens marked.
 
-    Label tokens, those the loss is taken on, are green on a terminal and stand in [[ ]] elsewhere.
+    Label tokens, those the loss is taken on, are green on a terminal and in [[ ]] elsewhere.
     """
     target = open_target(file, backend, runs_here=True)
     # Nothing is written but the cache, and nothing is trained.
@@ -58,7 +58,7 @@ def _config_of(request: Request) -> TrainConfig:
 
 
 def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
-    """Have the trainer prepare `rows` rows and a report.
+    """Let the trainer prepare `rows` rows and a report.
 
     Raises:
         FineTuneError: it refused; the message is the trainer's own sentence.

@@ -1,4 +1,4 @@
-"""`ftctl render`: the exact request a backend would be sent; nothing is sent or written."""
+"""`ftctl render`: the exact request that a backend would send; nothing is sent or written."""
 
 import json
 from dataclasses import asdict

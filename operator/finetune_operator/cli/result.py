@@ -13,7 +13,7 @@ from finetune_trainer.config import Progress, SampleAnswer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished job leaves.
+    """The outcome of a job that is Complete.
 
     Attributes:
         progress: What rank 0 published last.
@@ -49,7 +49,7 @@ def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
 def print_outcome(console: Console, outcome: Outcome) -> None:
     """Print what changed, the sample answers, the folder and how to load it."""
     for label, value in _figures(outcome):
-        # No table: it would fold the folder, which is to be copied, where it is long.
+        # No table: it would wrap a long path, which must stay easy to copy.
         console.print(Text.assemble((f"{label:<16}", "dim"), value), soft_wrap=True)
     for sample in outcome.progress.samples:
         console.print()
@@ -57,7 +57,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     console.print("\nLoad it with:\n")
     base = _shown(outcome.base) if outcome.base else None
     for line in loading_lines(_shown(outcome.model), base):
-        # Neither wrapped nor indented, as it is to be copied.
+        # Neither wrapped nor indented, so that it can be copied.
         console.print(Text(line), soft_wrap=True)
 
 
@@ -98,6 +98,6 @@ def _answers(sample: SampleAnswer) -> Table:
 
 
 def _shown(path: Path) -> str:
-    """Prefer the short form below the current folder, which can be pasted as well."""
+    """Return the path relative to the current folder where it is below that."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,12 +1,13 @@
 """`ftctl run`: validate, plan, submit and follow one job on this machine, to its end.
 
-The operator of a cluster runs it (`run_operator`); this file listens to signals, shows what
-happens, and turns the end into an exit code.
+`run_operator` runs the job with the operator of a cluster; this file handles signals, shows
+progress, and turns the end into an exit code.
 """
 
 import asyncio
 import os
 import shlex
+import sys
 import time
 from typing import Annotated
 
@@ -19,9 +20,10 @@ from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import BackendContext, Observation
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.conclusion import Conclusion
+from finetune_operator.cli.live import LiveScreen
+from finetune_operator.cli.plain import PlainScreen
 from finetune_operator.cli.run_opening import open_job
 from finetune_operator.cli.run_operator import follow
-from finetune_operator.cli.screen import make_screen, stopping
 from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.cli.target import (
     BackendOption,
@@ -29,8 +31,8 @@ from finetune_operator.cli.target import (
     Target,
     open_target,
 )
-from finetune_operator.cli.unheard import heard
-from finetune_operator.cli.view import View, view_of
+from finetune_operator.cli.unread_output import until_unread
+from finetune_operator.cli.view import View, duration, view_of
 from finetune_operator.kernel.logs import LogFile, set_up
 from finetune_operator.kernel.settings import LogFormat
 
@@ -50,7 +52,7 @@ def run(
     Ctrl-C once stops it with a checkpoint, twice kills it.
 
     Exit codes: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped before its end, 141
-    nobody reads what is printed: the job goes on.
+    nobody reads the output any more: the job goes on.
     """
     start = time.monotonic()
     target = open_target(file, backend, runs_here=True)
@@ -67,7 +69,7 @@ def run(
         job, last = asyncio.run(
             _follow(target, folder, console, again=again, fresh=fresh, plain=plain)
         )
-    Conclusion(target, job, last, time.monotonic() - start, again).tell(console)
+    Conclusion(target, job, last, time.monotonic() - start, again).print(console)
 
 
 async def _follow(
@@ -80,17 +82,26 @@ async def _follow(
     if opened.note:
         console.print(Text(opened.note), soft_wrap=True)
     last, stop = view_of(opened.job, None), StopSignals()
-    with make_screen(console, last, plain=plain) as screen:
+    with _screen(console, last, plain=plain) as screen:
 
         def show(job: FineTuneJob, seen: Observation | None) -> None:
             nonlocal last
             last = view_of(job, seen, last)
             screen.show(last)
 
-        grace = target.job.spec.deadlines.termination_grace_seconds
-        stop.listen(
-            lambda: screen.note("killing it now" if stop.forced.is_set() else stopping(grace))
+        grace = duration(target.job.spec.deadlines.termination_grace_seconds)
+        stopping = (
+            f"stopping after a checkpoint, within {grace}; Ctrl-C again kills it at once and loses "
+            "the steps since the last checkpoint"
         )
-        work = follow(opened.job, folder, context, on_look=show, stop=stop, then=opened.then)
-        job = await heard(work, is_stopping=stop.asked.is_set, name=last.name, again=again)
+        stop.listen(lambda: screen.note("killing it now" if stop.forced.is_set() else stopping))
+        work = follow(opened.job, folder, context, on_observation=show, stop=stop, then=opened.then)
+        job = await until_unread(work, is_stopping=stop.asked.is_set, name=last.name, again=again)
     return job, last
+
+
+def _screen(console: Console, first: View, *, plain: bool) -> LiveScreen | PlainScreen:
+    """Return a screen that redraws itself on a terminal, else one that writes lines."""
+    if console.is_terminal and not plain:
+        return LiveScreen(console, first, time.monotonic)
+    return PlainScreen(sys.stdout, first, time.monotonic)

@@ -1,7 +1,7 @@
 """Decide what running a manifest means where a run directory exists already.
 
 Called by `ftctl run` before `follow`: the same job goes on, or an old one is moved aside and a new
-one starts. It never lets two attempts write one folder.
+one starts. Two attempts never write one folder.
 """
 
 import uuid
@@ -29,7 +29,7 @@ class OpenedJob:
     Attributes:
         job: With its uid and its status so far; already saved.
         note: One sentence for the user about what happens to an earlier run; empty for a new job.
-        then: What its spec becomes once it is suspended; None for what it is.
+        then: The spec to set once it is suspended; None keeps its spec.
     """
 
     job: FineTuneJob
@@ -49,10 +49,10 @@ async def open_job(
 
     Nothing there: a new job. Unfinished, suspended or failed: the same job goes on, from its newest
     committed checkpoint. Complete: the old run is moved aside and a new job starts; `fresh` does
-    that whatever the old run is, and ends first what still runs of it.
+    that in every case, and first ends an attempt that still runs.
 
     Args:
-        manifest: What is asked for.
+        manifest: The job as its file has it.
         folder: Its run directory, locked by the caller.
         context: What its backend is given.
         fresh: Start anew.
@@ -90,7 +90,9 @@ async def _opened(
         if attempts.current(stored.status) is not None:
             stop = StopSignals()
             stop.force()  # else what runs could write into the new run
-            await follow(stored, folder, context, on_look=_ignore, stop=stop, command=command)
+            await follow(
+                stored, folder, context, on_observation=_show_nothing, stop=stop, command=command
+            )
         return _new(manifest, _moved_aside(folder, manifest))
     old, new = (f"{one.metadata.namespace}/{one.metadata.name}" for one in (stored, manifest))
     if old != new:
@@ -109,8 +111,8 @@ async def _opened(
     return _new(manifest, f"the earlier run is complete; moved it to {aside}")
 
 
-def _ignore(job: FineTuneJob, seen: Observation | None) -> None:
-    """Show nothing of it."""
+def _show_nothing(job: FineTuneJob, seen: Observation | None) -> None:
+    pass
 
 
 def _moved_aside(folder: RunFolder, manifest: FineTuneJob) -> str:
@@ -135,8 +137,8 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
             "the old values to go on, or start anew with --fresh, which moves that run aside"
         )
         raise InvalidJobError([Problem(f"spec.{changed[0]}", message)])
-    told = stored.metadata.model_copy(update=manifest.metadata.model_extra)  # labels and the like
-    stored = stored.model_copy(update={"metadata": told})
+    metadata = stored.metadata.model_copy(update=manifest.metadata.model_extra)  # such as labels
+    stored = stored.model_copy(update={"metadata": metadata})
     if is_true(status, ConditionType.FAILED):
         stored = stored.model_copy(update={"status": attempts.reopen(status, datetime.now(UTC))})
     if lives and (changed := changes_that_suspend(stored.spec, manifest.spec)):
@@ -145,8 +147,8 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
             f"attempt {status.attempt} runs with another {', '.join(changed)}; it is stopped with "
             "a checkpoint first, as that changes only while the job is suspended"
         )
-        return OpenedJob(_asked_anew(stored, spec), note, manifest.spec)
-    job = _asked_anew(stored, manifest.spec)
+        return OpenedJob(_with_spec(stored, spec), note, manifest.spec)
+    job = _with_spec(stored, manifest.spec)
     if not lives:
         return OpenedJob(job, _note(job, newest))
     is_late = stored.spec != manifest.spec
@@ -154,14 +156,14 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
     return OpenedJob(job, f"attempt {status.attempt} is not over; going on with it{late}")
 
 
-def _asked_anew(job: FineTuneJob, spec: FineTuneJobSpec) -> FineTuneJob:
-    """Return the job with this spec, of which nothing was said yet: a cause may be mended."""
+def _with_spec(job: FineTuneJob, spec: FineTuneJobSpec) -> FineTuneJob:
+    """Return the job in a new generation: also with an equal spec, as a cause may be fixed."""
     metadata = job.metadata.model_copy(update={"generation": job.metadata.generation + 1})
     return job.model_copy(update={"metadata": metadata, "spec": spec})
 
 
 def _note(job: FineTuneJob, newest: int | None) -> str:
-    """Promise what the checkpoint folder holds; the status may tell of one that is gone."""
+    """Go by the checkpoint folder, as the status may name a checkpoint that is gone."""
     if not job.status.attempt:
         return "going on with the job that was opened before"
     named = job.spec.checkpoint.resume_from

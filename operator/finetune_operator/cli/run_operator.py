@@ -1,7 +1,7 @@
-"""The operator of `ftctl run`: the one of a cluster, for one job, on an API that nobody else asks.
+"""The operator of `ftctl run`: that of a cluster, for one job, on an API of this process.
 
-The API's objects are in memory, and the job in `job.json` of its run directory: what is written to
-it is saved before the operator goes on. An attempt that runs when the operator ends runs on.
+The API's objects are in memory, and the job is in `job.json` of its run directory: every change of
+it is saved before the operator goes on. An attempt that runs when the operator ends keeps running.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, Object
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
-OnLook = Callable[[FineTuneJob, Observation | None], None]
+OnObservation = Callable[[FineTuneJob, Observation | None], None]
 
 
 class StalledError(FineTuneError):
-    """The job does not go on until somebody mends the cause."""
+    """The job does not go on until somebody fixes the cause."""
 
 
 async def follow(
@@ -43,12 +43,12 @@ async def follow(
     folder: RunFolder,
     context: BackendContext,
     *,
-    on_look: OnLook,
+    on_observation: OnObservation,
     stop: StopSignals,
     then: FineTuneJobSpec | None = None,
     command: Sequence[str] = TRAINER,
 ) -> FineTuneJob:
-    """Have `job` run until it is Complete, Failed or Suspended, and return it as it is then.
+    """Run `job` until it is Complete, Failed or Suspended, and return it as it is then.
 
     Cancelling this coroutine, or killing the process, leaves a running attempt running: the next
     call adopts it.
@@ -57,31 +57,32 @@ async def follow(
         job: As `open_job` returned it.
         folder: Its run directory, locked by the caller.
         context: What its backend is given.
-        on_look: Called with the job and what is seen of its attempt, some times a second.
-        stop: A person's wish to stop it.
-        then: What its spec is to become once it is suspended, as the API takes that only then.
+        on_observation: Called with the job and the observation of its attempt, several times a
+            second.
+        stop: The user's requests to stop it.
+        then: The spec to set once it is suspended, for changes that the API takes only then.
         command: What a node runs.
 
     Raises:
-        StalledError: somebody must mend something first.
-        RunFolderError: what became of the job cannot be saved.
+        StalledError: somebody must fix something first.
+        RunFolderError: the job's status cannot be saved.
     """
     async with aclosing(_Operator(job, folder, context, stop, command)) as operator:
         while True:
             if stop.asked.is_set() and not job.spec.suspend:
                 await operator.suspend()
             job = await operator.read()
-            # What was said of an older spec, such as that it is suspended, is not true any more.
+            # A status of an older spec, such as Suspended, is not true any more.
             if is_finished(job.status) or job.status.observed_generation >= job.metadata.generation:
-                on_look(job, await operator.observe(job))
+                on_observation(job, await operator.observe(job))
                 if is_settled(job.status):
                     if then is None or stop.asked.is_set() or is_finished(job.status):
                         return job
                     await operator.change(then)
                     then = None
-                elif (told := find(job.status, ConditionType.STALLED)) and told.status == "True":
-                    raise StalledError(told.message)
-            await asyncio.sleep(_LOOK_SECONDS)
+                elif (found := find(job.status, ConditionType.STALLED)) and found.status == "True":
+                    raise StalledError(found.message)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 class _Operator:
@@ -110,23 +111,23 @@ class _Operator:
         self._seen: Observation | None = None
 
     async def aclose(self) -> None:
-        """End the operator; what became of the job is saved."""
+        """End the operator and save the job."""
         self._work.cancel()
         await asyncio.wait({self._work})
         if not self._is_saved:
             self._folder.save(await self.read())
 
     async def read(self) -> FineTuneJob:
-        """Return the job as it is now; what has ended the operator is raised."""
+        """Return the job as it is now, or raise the error that ended the operator."""
         if self._work.done() and not self._work.cancelled():
             self._work.result()
         made = await self._client.get(FINE_TUNE_JOBS, self._key.name, self._key.namespace)
         return FineTuneJob.model_validate(made)
 
     async def observe(self, job: FineTuneJob) -> Observation | None:
-        """Observe the attempt itself: the status tells of progress more seldom, and less.
+        """Observe the attempt itself, as the status has progress less often and in less detail.
 
-        The operator is told to look, too, where something has begun or ended.
+        The operator reconciles the job, too, where something has begun or ended.
         """
         handle, before = handle_of(job.status), self._seen
         if handle is None:
@@ -141,7 +142,7 @@ class _Operator:
         return seen
 
     async def suspend(self) -> None:
-        """Have the attempt stopped with a checkpoint, and no other one started."""
+        """Stop the attempt with a checkpoint, and start no other one."""
         suspended = {"spec": {"suspend": True}}
         await self._client.patch(FINE_TUNE_JOBS, self._key.name, self._key.namespace, suspended)
 

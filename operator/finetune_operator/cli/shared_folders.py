@@ -1,4 +1,4 @@
-"""Jobs of one call that would write one folder: `ftctl validate` tells what would be refused."""
+"""Jobs of one `ftctl validate` that would write one folder, which a cluster would refuse."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,13 +12,7 @@ from finetune_operator.backends.folders import FolderIndex, sentence
 
 @dataclass(frozen=True)
 class Checked:
-    """A manifest in which nothing was found wrong.
-
-    Attributes:
-        manifest: Where it stands.
-        job: The job.
-        backend: Who would run it.
-    """
+    """A manifest without problems, its job, and the backend that would run it."""
 
     manifest: Manifest
     job: FineTuneJob
@@ -26,9 +20,9 @@ class Checked:
 
 
 def shared_folders(jobs: Iterable[Checked]) -> Iterator[Problem]:
-    """Yield a warning for each folder that touches one of an earlier manifest, with its place.
+    """Yield a warning, with its line, for each folder that overlaps one of an earlier manifest.
 
-    Two manifests of one name are one job, of which the cluster has the one that was applied last.
+    Two manifests of one name are one job: in a cluster the one applied last replaces the other.
     """
     index, seen = FolderIndex[int](), list[Checked]()
     for number, checked in enumerate(jobs):
@@ -45,9 +39,9 @@ def shared_folders(jobs: Iterable[Checked]) -> Iterator[Problem]:
 
 def _problem(checked: Checked, mine: Written, other: Checked, theirs: Written) -> Problem:
     place = other.manifest.locate(Problem(theirs.field, ""))
-    told = sentence(mine, theirs, f"{_name(other)} in {place.file}:{place.line}")
+    shared = sentence(mine, theirs, f"{_name(other)} in {place.file}:{place.line}")
     text = (
-        f"{told}; a folder has one writer, so the second job to start is refused: use another, "
+        f"{shared}; a folder has one writer, so the second job to start is refused: use another, "
         "such as one with {namespace} and {name} in it"
     )
     return checked.manifest.locate(Problem(mine.field, text, Severity.WARNING))

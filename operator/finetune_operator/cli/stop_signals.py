@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM ask of `ftctl run` and `ftctl dev`: first a checkpoint, then a kill."""
+"""Ctrl-C and SIGTERM for `ftctl run` and `ftctl dev`: the first stops, the second kills."""
 
 import asyncio
 import signal
@@ -6,30 +6,30 @@ from collections.abc import Callable
 
 
 class StopSignals:
-    """A person's wish to stop; it is used on the event loop.
+    """What the user has asked for; use it on the event loop.
 
     Attributes:
         asked: Stop with a checkpoint, as `spec.suspend: true` would; the next run goes on from it.
-        forced: Kill what is still there; the next run goes on from the last committed checkpoint.
+        forced: Kill what still runs; the next run goes on from the last committed checkpoint.
     """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.forced = asyncio.Event()
 
-    def listen(self, on_wish: Callable[[], object] = lambda: None) -> None:
-        """Take each signal for the next wish from now on, and call `on_wish` after it."""
+    def listen(self, on_signal: Callable[[], object] = lambda: None) -> None:
+        """Handle signals from now on; `on_signal` is called after the first and the second."""
 
         def hit() -> None:
-            wish = self.forced if self.asked.is_set() else self.asked
-            if not wish.is_set():
-                wish.set()
-                on_wish()
+            event = self.forced if self.asked.is_set() else self.asked
+            if not event.is_set():
+                event.set()
+                on_signal()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, hit)
 
     def force(self) -> None:
-        """Wish for both, as two signals do."""
+        """Set both, as two signals do."""
         self.asked.set()
         self.forced.set()

@@ -1,6 +1,6 @@
 """The job a command is about: its manifest, its plan and the backend that runs it.
 
-Called by the commands that take FILE; nothing here starts anything.
+Called by the commands that take FILE; it starts nothing.
 """
 
 import os
@@ -42,12 +42,10 @@ BackendOption = Annotated[
 
 @dataclass(frozen=True)
 class Target:
-    """One job, ready to be rendered or run.
+    """One validated job, ready to be rendered or run.
 
     Attributes:
-        job: The job as validated.
         manifest: Where it was read from.
-        plan: What was chosen for it.
         backend: Made for the manifest's folder and this process's environment.
     """
 
@@ -76,7 +74,7 @@ class Target:
         _refuse(problems, self.manifest)
 
     def refuse_fresh(self) -> None:
-        """Refuse a job for --fresh if it asks for the opposite, too."""
+        """Refuse --fresh for a job with takeOver, as they exclude each other."""
         if self.job.spec.take_over:
             message = (
                 "true goes on in the folders of the job before, and --fresh moves them aside; "
@@ -142,7 +140,7 @@ def known_profiles(
 def _profiles(file: Path, more: Path | None) -> dict[str, FineTuneProfile]:
     found = read_manifests([str(more)]) if more is not None else Reading((), ())
     problems = errors_of(found.problems)
-    # A stream was read already, with the job in it.
+    # A stream can be read only once, and was, for the job.
     beside = () if is_stream(str(file)) else read_manifests([str(file)]).profiles
     known = known_profiles([*beside, *found.profiles], problems)
     raise_errors(problems)

@@ -71,9 +71,9 @@ def validate(
 def _check(
     manifest: Manifest, profiles: Mapping[str, FineTuneProfile], checked: list[Checked]
 ) -> list[Problem]:
-    """The resource's own problems; the backend is asked about what is otherwise right.
+    """Return the problems of a job; its backend checks it only if the API would accept it.
 
-    What passes is added to `checked`.
+    A job that its backend has checked is added to `checked`.
     """
     problems = check_manifest(manifest)
     if errors_of(problems):

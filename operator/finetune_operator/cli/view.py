@@ -1,4 +1,4 @@
-"""What `ftctl run` shows of a job: one value made of status and observation, and what is new in it.
+"""What `ftctl run` shows of a job: a view of status and observation, and what is new in it.
 
 Pure; `live` draws it on a terminal, `plain` writes it as lines.
 """
@@ -10,21 +10,19 @@ from finetune_operator.api.v1alpha1.status import AttemptStatus, JobPhase
 from finetune_operator.backends.base import Observation
 from finetune_trainer.config import FailureClass, Phase, Progress
 
-# While these last, what the trainer does is the better answer to "what happens now?".
+# In these, the trainer's phase says more than the job's.
 _TRAINER_WORKS = {JobPhase.STARTING, JobPhase.RUNNING}
 
 
 @dataclass(frozen=True)
 class View:
-    """One look at a job.
+    """A job at one moment.
 
     Attributes:
-        name: Name of the job.
-        phase: One word: the trainer's phase while it works, else the job's.
+        phase: The trainer's phase while it works, else the job's.
         attempt: Number of the newest attempt; 0 before the first.
         progress: What rank 0 published last; an empty one before that.
         restarts: Counted restarts so far.
-        max_restarts: How many are allowed.
         disruptions: Restarts that do not count.
         ended: Attempts that ended, oldest first.
     """
@@ -40,12 +38,12 @@ class View:
 
 
 def view_of(job: FineTuneJob, observation: Observation | None, before: View | None = None) -> View:
-    """Combine what is known into one view.
+    """Combine status and observation into one view.
 
-    `before` bridges the moments in which nothing is heard, between two attempts for example.
+    The progress of `before` stays where there is none now, such as between two attempts.
     """
     status = job.status
-    progress = _newest_word(observation)
+    progress = _newest_progress(observation)
     if progress is None:
         progress = before.progress if before else Progress(phase=Phase.STARTING)
         works = False
@@ -68,7 +66,7 @@ def view_of(job: FineTuneJob, observation: Observation | None, before: View | No
     )
 
 
-def _newest_word(observation: Observation | None) -> Progress | None:
+def _newest_progress(observation: Observation | None) -> Progress | None:
     if observation is None:
         return None
     if observation.termination and observation.termination.progress:
@@ -77,10 +75,10 @@ def _newest_word(observation: Observation | None) -> Progress | None:
 
 
 def news(before: View, after: View) -> list[str]:
-    """List, one sentence each, what happened between two views and should not scroll away."""
+    """Return the events between two views, one sentence each."""
     old, new = before.progress, after.progress
-    told = {one.number for one in before.ended}
-    found = [_ending(one) for one in after.ended if one.number not in told and not _is_good(one)]
+    known = {one.number for one in before.ended}
+    found = [_ending(one) for one in after.ended if one.number not in known and not _is_good(one)]
     if after.attempt > max(1, before.attempt):
         found.append(f"attempt {after.attempt} starts")
     if new.resumed_step is not None and _differs(old, new, "attempt", "resumed_step"):

@@ -1,4 +1,4 @@
-"""What becomes of an object between the request and the store: metadata, defaults, checks.
+"""Admit an object to the store: its metadata, defaults and checks.
 
 The rules are those of `ftctl validate`: a CRD's defaults, its structure, its CEL. Pure functions;
 each returns the object to store, and warnings for the client.
@@ -35,7 +35,7 @@ def admit_new(kind: Kind, body: Object, namespace: str, name: str, validation: s
     Args:
         kind: Its kind.
         body: What was sent.
-        namespace: Where it was sent to; empty for kinds that live in no namespace.
+        namespace: The URL's; empty for cluster-scoped kinds.
         name: Its name where the URL says it, else empty.
         validation: `Strict`, `Warn` or `Ignore` unknown fields.
 
@@ -106,7 +106,7 @@ def admit_change(
 
 
 def _composed(kind: Kind, sent: Object, there: Object) -> Object:
-    """Return what a client may say of an object, with what only the server and the status say."""
+    """Return what the client sent, with the fields that only the server and the status may set."""
     said = {k: v for k, v in sent["metadata"].items() if v and k not in _SERVERS_OWN}
     own = {key: there["metadata"][key] for key in _SERVERS_OWN if key in there["metadata"]}
     made = {**sent, "metadata": {**said, **own}}
@@ -117,7 +117,7 @@ def _composed(kind: Kind, sent: Object, there: Object) -> Object:
 
 
 def check_preconditions(resource: Resource, made: Object, wanted: Object) -> None:
-    """Refuse a change or a deletion that was meant for another object, or for an older state of it.
+    """Check that a change or a deletion was meant for this object, in its present state.
 
     Raises:
         StatusError: 409.
@@ -151,7 +151,7 @@ def _known(kind: Kind, body: Object, validation: str) -> Admitted:
     findings = check_structure(made, kind.schema)
     for one in findings:
         is_metadata = one.path[:1] == ("metadata",) and not one.is_unknown
-        # Of what the client says here the server's own part is replaced unseen; a name may be made.
+        # The server replaces its own fields unread, and may generate the name.
         if is_metadata and (one.path != _NAME or "name" in made["metadata"]):
             raise unreadable(resource, f"{show_path(one.path)} {one.message}")
     if wrong := check_metadata(made["metadata"]):

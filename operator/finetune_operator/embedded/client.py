@@ -1,7 +1,7 @@
 """The client's verbs on a store in this process: no server, no port, no secret.
 
-`ftctl run` uses it: its one job is nobody else's business. Requests are served by the same code as
-those that come over HTTP.
+`ftctl run` uses it, as nobody else needs to reach its one job. The same code serves requests that
+come over HTTP.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +12,7 @@ from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.patches import MERGE
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
-from finetune_operator.embedded.verbs import VERBS, Asked, asked_for
+from finetune_operator.embedded.verbs import VERBS, ApiRequest, parse_request
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.client import Call, KubeClient
 from finetune_operator.kube.errors import error_of
@@ -36,7 +36,7 @@ class EmbeddedClient(KubeClient):
     async def exchange(self, call: Call) -> Object:
         """Serve one request."""
         try:
-            made = VERBS[call.verb](self._store, self._asked(call)).made
+            made = VERBS[call.verb](self._store, self._request(call)).made
         except StatusError as error:
             said = error.status
             raise error_of(error.code, said["reason"], said["message"]) from error
@@ -46,14 +46,14 @@ class EmbeddedClient(KubeClient):
 
     async def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
         """Yield the events of a watch."""
-        watch = Watch(self._store, self._faults, self._asked(call))
+        watch = Watch(self._store, self._faults, self._request(call))
         async for event in watch.events():
             yield orjson.dumps(event)
 
-    def _asked(self, call: Call) -> Asked:
+    def _request(self, call: Call) -> ApiRequest:
         # Every body is JSON, and every patch a merge patch.
         path = call.path.lstrip("/")
-        asked = asked_for(self._store, path, call.query, MERGE, call.body or b"")
-        if asked is None:
+        request = parse_request(self._store, path, call.query, MERGE, call.body or b"")
+        if request is None:
             raise error_of(404, "NotFound", f"{call.path} is not served")
-        return asked
+        return request

@@ -1,6 +1,6 @@
-"""What is said of the server itself and of its kinds: versions, discovery, OpenAPI v3.
+"""What the server publishes about itself and its kinds: versions, discovery, OpenAPI v3.
 
-`kubectl apply` looks in OpenAPI whether a patch of the kind takes `fieldValidation`, so that the
+`kubectl apply` reads in OpenAPI whether a patch of the kind takes `fieldValidation`, so that the
 server validates; `kubectl explain` reads the schema. There is no v2: kubectl asks for it only where
 v3 is missing.
 """
@@ -15,12 +15,7 @@ _VERBS = ("delete", "deletecollection", "get", "list", "patch", "create", "updat
 
 
 def answer(kinds: Collection[Kind], parts: Sequence[str]) -> Object | None:
-    """Return what a path is answered with that names no kind of object, or None.
-
-    Args:
-        kinds: Everything that is served.
-        parts: The path.
-    """
+    """Return the answer to a path that names no kind of object, or None; all `kinds` are served."""
     match parts:
         case ["version"]:
             return _VERSION

@@ -1,4 +1,4 @@
-"""Faults on demand: what a test or a demo lets go wrong, from any thread."""
+"""Faults that a test or a demo injects, from any thread."""
 
 import asyncio
 from collections.abc import Collection
@@ -12,7 +12,7 @@ _REASONS = {429: "TooManyRequests", 503: "ServiceUnavailable"}
 
 @dataclass
 class Fault:
-    """What is done to the requests it matches.
+    """How the requests that it matches fail.
 
     Attributes:
         status: HTTP status of the answer; 0 serves the request, late.
@@ -30,8 +30,8 @@ class Fault:
     verbs: Collection[str] = ()
     resources: Collection[str] = ()
 
-    async def suffer(self) -> None:
-        """Wait, and raise the answer if the request is not to be served."""
+    async def inject(self) -> None:
+        """Wait, and raise the answer if the request is to fail."""
         await asyncio.sleep(self.seconds)
         if self.status:
             reason = _REASONS.get(self.status, "InternalError")
@@ -41,14 +41,14 @@ class Fault:
 
 
 class Faults:
-    """What goes wrong now; nothing at first.
+    """The faults injected now; none at first.
 
     Args:
-        store: Whose watches go wrong.
+        store: Whose watches fail.
 
     Attributes:
         dropped: Number of the last watch that was ended.
-        silenced: Number of the last watch that says nothing more.
+        silenced: Number of the last watch that sends nothing more.
     """
 
     def __init__(self, store: Store) -> None:
@@ -73,7 +73,7 @@ class Faults:
         self._loop.call_soon_threadsafe(self._store.wake)
 
     def silence_watches(self) -> None:
-        """Let every watch there is stay open and say nothing more, not even a bookmark."""
+        """Keep every watch there is open without a further event, not even a bookmark."""
         self.silenced = self._watches
 
     def expire_versions(self) -> None:

@@ -1,7 +1,7 @@
 """The kinds that are served: those of Kubernetes that clients ask for, and those that CRDs add.
 
-Kubernetes' own kinds have no schema here but the names of their top-level fields, and nobody acts
-on them: no Job makes pods.
+Of Kubernetes' own kinds only the names of top-level fields are checked. No controller acts on them:
+no Job creates pods.
 """
 
 from collections.abc import Iterator
@@ -45,8 +45,7 @@ class Kind:
         resource: Its names.
         schema: What its objects may hold, metadata included.
         columns: What `kubectl get` shows beside the name, as in a CRD.
-        has_status: Its status is written apart from everything else, and changes of the rest count
-            as generations.
+        has_status: Its status is a subresource, and changes of the rest raise the generation.
         scale: Where the scale subresource finds its numbers, as in a CRD.
         is_custom: It comes from a CRD.
     """

@@ -1,7 +1,7 @@
 """The four kinds of patches; pure functions of an object and a patch.
 
-Simplified: a strategic merge knows the merge keys of lists by their field's name, and an apply
-takes a list as one value and looks for conflicts among appliers only.
+Simplified: a strategic merge finds the merge key of a list by its field's name, and an apply takes
+a list as one value and finds conflicts between appliers only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,20 +22,17 @@ LIST_KEYS = {
     "initContainers": "name", "ownerReferences": "uid", "secrets": "name", "taints": "key",
     "volumeMounts": "mountPath", "volumes": "name",
 }  # fmt: skip
-"""What tells the items of a list apart in a strategic merge, by the list's field."""
+"""Merge key of a list in a strategic merge, by the list's field."""
 
 _NAMING = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp", "managedFields")
 _Path = tuple[str, ...]
 
 
 def merge(target: Any, patch: Any, list_keys: Mapping[str, str] | None = None) -> Any:
-    """Return `target` after a JSON merge patch (RFC 7386).
+    """Return a copy of `target` after a JSON merge patch (RFC 7386).
 
-    Args:
-        target: What is changed; it is left as it is.
-        patch: The changes.
-        list_keys: Makes it a strategic merge: lists of these fields are merged item by item, and
-            orders and unions, which `$` marks, are not read.
+    With `list_keys` it is a strategic merge: lists of these fields are merged item by item; the
+    directives for orders and unions, which start with `$`, are ignored.
     """
     if not isinstance(patch, dict):
         return patch

@@ -1,7 +1,7 @@
 """The API server: HTTP on the loopback address in front of `verbs.py`, and watches.
 
-`ftctl dev` and tests start it. Its URL holds a secret that its kubeconfig tells, or every web page
-and every user of this machine could start jobs; clients send no token over plain HTTP.
+`ftctl dev` and tests start it. Clients send no token over plain HTTP, so its URL holds a secret,
+which is in the kubeconfig: else every web page and every user of this machine could start jobs.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.tables import table
-from finetune_operator.embedded.verbs import VERBS, Asked, asked_for
+from finetune_operator.embedded.verbs import VERBS, ApiRequest, parse_request
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import NAMESPACES, Object, Resource
@@ -37,7 +37,7 @@ _VERBS = {
     ("DELETE", True): "delete",
     ("DELETE", False): "delete",
 }
-"""What is asked for, by HTTP's method and whether there is a name."""
+"""The verb, by HTTP's method and whether there is a name."""
 
 
 class EmbeddedApi:
@@ -52,7 +52,7 @@ class EmbeddedApi:
         StateError: the file cannot be understood.
 
     Attributes:
-        faults: What goes wrong, once it is entered; may be changed at any time.
+        faults: Injected faults, once it is entered; may be changed at any time.
         url: `http://127.0.0.1:PORT/SECRET`, once it is entered.
     """
 
@@ -64,7 +64,7 @@ class EmbeddedApi:
         self._secret = secrets.token_urlsafe(24)
         self._crds = crds
         self._port = port
-        self._care: asyncio.Task[None] | None = None
+        self._maintenance: asyncio.Task[None] | None = None
         app = web.Application(client_max_size=_BODY_BYTES)
         app.router.add_route("*", "/{secret}/{path:.*}", self._handle)
         self._runner = web.AppRunner(
@@ -72,7 +72,7 @@ class EmbeddedApi:
         )
 
     def kubeconfig(self) -> Object:
-        """Return the kubeconfig; it tells the secret, so a file of it must be its owner's only."""
+        """Return the kubeconfig; it holds the secret, so only its owner may read a file of it."""
         name = "embedded"
         context = {"cluster": name, "user": name, "namespace": "default"}
         return {
@@ -98,16 +98,16 @@ class EmbeddedApi:
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/{self._secret}"
-        self._care = asyncio.create_task(self._store.tend())
+        self._maintenance = asyncio.create_task(self._store.maintain())
         return self
 
     async def __aexit__(self, *raised: object) -> None:
         """End every watch, stop listening, and write the state."""
         self._store.close()
         await self._runner.cleanup()
-        if self._care is not None:
-            self._care.cancel()
-            await asyncio.gather(self._care, return_exceptions=True)
+        if self._maintenance is not None:
+            self._maintenance.cancel()
+            await asyncio.gather(self._maintenance, return_exceptions=True)
         self._store.save()
 
     def _ensure(self, resource: Resource, body: Object) -> None:
@@ -128,49 +128,49 @@ class EmbeddedApi:
         if said is not None:
             return _json(said)
         try:
-            return await self._serve(request, await self._asked(request, path))
+            return await self._serve(request, await self._parsed(request, path))
         except StatusError as error:
             wait = error.status["details"].get("retryAfterSeconds")
             headers = {"Retry-After": str(wait)} if wait else {}
             return _json(error.status, error.code, headers)
 
-    async def _asked(self, request: web.Request, path: str) -> Asked:
+    async def _parsed(self, request: web.Request, path: str) -> ApiRequest:
         body = await request.read()
         content_type = request.content_type if body else ""
-        asked = asked_for(self._store, path, request.query, content_type, body)
-        if asked is None:
+        parsed = parse_request(self._store, path, request.query, content_type, body)
+        if parsed is None:
             raise _no_page()
-        return asked
+        return parsed
 
-    async def _serve(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        verb = _VERBS.get((request.method, bool(asked.key.name)))
+    async def _serve(self, request: web.Request, parsed: ApiRequest) -> web.StreamResponse:
+        verb = _VERBS.get((request.method, bool(parsed.key.name)))
         if verb is None:
             message = "the server does not allow this method on the requested resource"
             raise StatusError(405, "MethodNotAllowed", message)
         if verb == "list" and request.query.get("watch") in ("1", "true"):
             verb = "watch"
-        if fault := self.faults.take(verb, asked.kind.resource.plural):
-            await fault.suffer()
+        if fault := self.faults.take(verb, parsed.kind.resource.plural):
+            await fault.inject()
         if verb == "watch":
-            return await self._watch(request, asked)
-        answer = VERBS[verb](self._store, asked)
+            return await self._watch(request, parsed)
+        answer = VERBS[verb](self._store, parsed)
         made = answer.made
-        if verb in ("get", "list") and not asked.subresource and _wants_table(request):
+        if verb in ("get", "list") and not parsed.subresource and _wants_table(request):
             items = made["items"] if verb == "list" else [made]
-            made = table(asked.kind, items, made["metadata"])
+            made = table(parsed.kind, items, made["metadata"])
         warnings = [f"299 - {orjson.dumps(one).decode()}" for one in answer.warnings]
         return _json(made, answer.status, {"Warning": ", ".join(warnings)} if warnings else {})
 
-    async def _watch(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, parsed: ApiRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        watch = Watch(self._store, self.faults, asked)
+        watch = Watch(self._store, self.faults, parsed)
         with suppress(ConnectionResetError):  # the client has gone
             await response.prepare(request)
             async for event in watch.events():
                 made = event["object"]
                 if _wants_table(request) and event["type"] != "ERROR":
                     rows = [] if event["type"] == "BOOKMARK" else [made]
-                    made = table(asked.kind, rows, made["metadata"])
+                    made = table(parsed.kind, rows, made["metadata"])
                 await response.write(orjson.dumps({**event, "object": made}) + b"\n")
             if watch.is_dropped and request.transport is not None:
                 request.transport.abort()

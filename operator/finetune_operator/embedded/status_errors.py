@@ -1,4 +1,4 @@
-"""Errors as the API server words them: one exception, answered as a `Status` object."""
+"""Errors in the API server's words: one exception, answered as a `Status` object."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -27,7 +27,7 @@ class StatusError(Exception):
 
 
 def about(resource: Resource, name: str, kind: str | None = None) -> Object:
-    """Return the details of a `Status` that tell the object, by the plural of its kind at first."""
+    """Return the details of a `Status` that name the object; `kind` is the plural by default."""
     group = {"group": resource.group} if resource.group else {}
     return {"name": name, **group, "kind": kind or resource.plural}
 
@@ -58,7 +58,7 @@ def unreadable(resource: Resource, why: str) -> StatusError:
 
 
 def expired(version: int, oldest: int) -> StatusError:
-    """Return the 410 for a version that is not remembered any more."""
+    """Return the 410 for a version that is no longer in the history."""
     return StatusError(410, "Expired", f"too old resource version: {version} ({oldest})")
 
 

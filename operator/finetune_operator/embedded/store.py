@@ -1,7 +1,7 @@
 """Objects, their versions and their history: what etcd and the garbage collector do together.
 
-`server.py` calls it, on one event loop. A stored object is never changed, only replaced, so whoever
-holds one need not copy it.
+`server.py` calls it, on one event loop. A stored object is never changed, only replaced, so nobody
+needs to copy one.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 FOREGROUND = "foregroundDeletion"
 _CONTENT = "kubernetes"
-_WAITING = {FOREGROUND, _CONTENT}  # finalizers that go when nothing depends on an object any more
+_WAITING = {FOREGROUND, _CONTENT}  # finalizers that go with an object's last dependent
 _REMEMBERED = 20_000
 _EVENTS_LIVE = timedelta(hours=1)  # as on a real API server
-_TEND_SECONDS = 0.1
+_DELAY_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
-_LEAP = 10_000  # a crash may lose the last versions; none of them may come again
+_LEAP = 10_000  # a crash may lose the last versions, and none may be used twice
 
 
 ChangeType = Literal["ADDED", "MODIFIED", "DELETED"]
@@ -80,7 +80,7 @@ class Store:
         self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
         self._history: list[Change] = []
         self._news = asyncio.Event()
-        self._needs_care = asyncio.Event()
+        self._has_changed = asyncio.Event()
         if file is not None and file.exists():
             try:
                 self._load(orjson.loads(file.read_bytes()))
@@ -120,17 +120,14 @@ class Store:
             del self._history[:_REMEMBERED]
         if kind.resource == CRDS:
             self._serve(made, is_gone=type_ == "DELETED")
-        self._needs_care.set()
+        self._has_changed.set()
         self.wake()
         return made
 
     def delete(self, kind: Kind, made: Object, *, is_foreground: bool = False) -> Object:
-        """Mark an object as deleted, and return it as it is then; it is gone without finalizers.
+        """Mark an object as deleted, and return it; without finalizers it is removed at once.
 
-        Args:
-            kind: Its kind.
-            made: The object.
-            is_foreground: It stays until what it owns is gone, as a namespace and a CRD always do.
+        With `is_foreground` it stays until its dependents are gone, as namespaces and CRDs do.
         """
         metadata = made["metadata"]
         if "deletionTimestamp" in metadata:
@@ -178,7 +175,7 @@ class Store:
         await self._news.wait()
 
     def wake(self) -> None:
-        """Let everybody who waits for a change look again."""
+        """Wake all who wait for a change."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -187,20 +184,20 @@ class Store:
         self.is_closed = True
         self.wake()
 
-    async def tend(self) -> None:
-        """Collect garbage and write the file for ever, soon after a change."""
+    async def maintain(self) -> None:
+        """Collect garbage and write the file soon after each change, until cancelled."""
         is_saved = True
         while True:
-            await self._needs_care.wait()
-            await asyncio.sleep(_TEND_SECONDS if is_saved else _RETRY_SECONDS)
-            self._needs_care.clear()
+            await self._has_changed.wait()
+            await asyncio.sleep(_DELAY_SECONDS if is_saved else _RETRY_SECONDS)
+            self._has_changed.clear()
             self._collect_garbage()
             was_saved, is_saved = is_saved, True
             try:
                 self.save()
             except StateError as error:
                 is_saved = False
-                self._needs_care.set()
+                self._has_changed.set()
                 if was_saved:
                     log.warning("objects not saved yet", extra={"why": str(error)})
 
@@ -235,7 +232,7 @@ class Store:
             self._objects[plural] = {key_of(one): one for one in objects}
         for definition in self.objects(self.kinds[str(CRDS)]):
             self._serve(definition, is_gone=False)
-        self._needs_care.set()
+        self._has_changed.set()
 
     def _serve(self, definition: Object, *, is_gone: bool) -> None:
         kind = custom_kind(definition)
@@ -247,9 +244,9 @@ class Store:
         return [(kind, made) for kind in self.kinds.values() for made in self.objects(kind)]
 
     def _collect_garbage(self) -> None:
-        """Delete what nobody owns any more, and let go what has waited for what depends on it.
+        """Delete what has lost its owners, and finish deletions that waited for dependents.
 
-        A namespace and a CRD are like owners of all their objects.
+        A namespace and a CRD count as owners of all their objects.
         """
         everything = self._everything()
         homes = {
@@ -292,5 +289,5 @@ def _is_waiting(metadata: Object) -> bool:
 
 
 def timestamp(later: timedelta = timedelta()) -> str:
-    """Return the time now, or so much later, as Kubernetes writes it."""
+    """Return the current time, or that much later, as Kubernetes writes it."""
     return (datetime.now(UTC) + later).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""Tables: how `kubectl get` is told what to print."""
+"""Tables, which hold what `kubectl get` prints."""
 
 import re
 from collections.abc import Iterable
@@ -15,13 +15,7 @@ _STEP = re.compile(r'\.(?P<field>[\w-]+)|\[\?\(@\.(?P<key>\w+)\s*==\s*"(?P<value
 
 
 def table(kind: Kind, items: Iterable[Object], metadata: Object) -> Object:
-    """Return objects as a Table.
-
-    Args:
-        kind: Their kind.
-        items: The objects.
-        metadata: That of the list.
-    """
+    """Return objects of a kind as a Table; `metadata` is the list's."""
     columns = (_NAME, *kind.columns)
     return {
         "kind": "Table",
@@ -46,7 +40,7 @@ def _cell(made: Object, column: Object) -> Any:
 
 
 def find(value: Any, path: str) -> Any:
-    """Return what a JSON path of a CRD leads to, or None; it knows fields and items by a value."""
+    """Return the value at a CRD's JSON path, or None; only fields and items by a value work."""
     for step in _STEP.finditer(path):
         if isinstance(value, dict) and step["field"]:
             value = value.get(step["field"])

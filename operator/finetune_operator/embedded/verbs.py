@@ -1,4 +1,4 @@
-"""Every verb but watch, on the store: what a request asks for, and the object of its answer."""
+"""Every verb but watch: requests are parsed, carried out on the store, and answered."""
 
 import base64
 import re
@@ -37,7 +37,7 @@ _MOST_DIGITS = 19  # of a number of 64 bits
 
 
 @dataclass(frozen=True)
-class Asked:
+class ApiRequest:
     """One request about objects of one kind.
 
     Attributes:
@@ -73,17 +73,12 @@ class Asked:
         return int(text)
 
 
-def asked_for(
+def parse_request(
     store: Store, path: str, query: Mapping[str, str], content_type: str, body: bytes
-) -> Asked | None:
-    """Return what a request asks for, or None where nothing is served.
+) -> ApiRequest | None:
+    """Return the request, or None where nothing is served under the path.
 
-    Args:
-        store: What is served.
-        path: Of the URL, without a slash at its start.
-        query: The URL's parameters.
-        content_type: Of the body, without parameters.
-        body: What was sent.
+    `path` has no slash at its start, and `content_type` no parameters.
     """
     parts = _PATH.fullmatch(path)
     if parts is None:
@@ -97,37 +92,33 @@ def asked_for(
         or (subresource and subresource not in kind.subresources)
     ):
         return None
-    return Asked(kind, Key(namespace, name), subresource, query, content_type, body)
+    return ApiRequest(kind, Key(namespace, name), subresource, query, content_type, body)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back.
-
-    Attributes:
-        warnings: Sentences for the client.
-    """
+    """An object, an HTTP status, and warnings for the client."""
 
     made: Object
     status: int = 200
     warnings: Sequence[str] = ()
 
 
-def _get(store: Store, asked: Asked) -> Answer:
-    made = _found(store, asked)
-    return Answer(_scale(asked.kind, made) if asked.subresource == "scale" else made)
+def _get(store: Store, request: ApiRequest) -> Answer:
+    made = _found(store, request)
+    return Answer(_scale(request.kind, made) if request.subresource == "scale" else made)
 
 
-def _list(store: Store, asked: Asked) -> Answer:
+def _list(store: Store, request: ApiRequest) -> Answer:
     """Return the objects of one page.
 
     A page shows the objects as they are now, but the list keeps the version of its first page, so
     that a watch from there on repeats what came in between and misses nothing.
     """
-    matches = selects(asked.kind, asked.key.namespace, asked.query)
-    items = [made for made in store.objects(asked.kind) if matches(made)]
+    matches = selects(request.kind, request.key.namespace, request.query)
+    items = [made for made in store.objects(request.kind) if matches(made)]
     version = store.version
-    if token := asked.query.get("continue"):
+    if token := request.query.get("continue"):
         try:
             version, *after = orjson.loads(base64.urlsafe_b64decode(token))
         except ValueError as error:
@@ -136,23 +127,23 @@ def _list(store: Store, asked: Asked) -> Answer:
             raise expired(version, store.oldest)
         items = [one for one in items if key_of(one) > Key(*after)]
     metadata: Object = {"resourceVersion": str(version)}
-    limit = asked.number("limit")
+    limit = request.number("limit")
     if 0 < limit < len(items):
         last = key_of(items[limit - 1])
         metadata["continue"] = base64.urlsafe_b64encode(orjson.dumps([version, *last])).decode()
         metadata["remainingItemCount"] = len(items) - limit
         items = items[:limit]
-    resource = asked.kind.resource
+    resource = request.kind.resource
     kind = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version}
     return Answer({**kind, "metadata": metadata, "items": items})
 
 
-def _create(store: Store, asked: Asked) -> Answer:
-    return _created(store, asked, _read(asked))
+def _create(store: Store, request: ApiRequest) -> Answer:
+    return _created(store, request, _read(request))
 
 
-def _created(store: Store, asked: Asked, body: Object) -> Answer:
-    kind, resource, namespace = asked.kind, asked.kind.resource, asked.key.namespace
+def _created(store: Store, request: ApiRequest, body: Object) -> Answer:
+    kind, resource, namespace = request.kind, request.kind.resource, request.key.namespace
     if resource.namespaced:
         home = store.get(store.kinds[str(NAMESPACES)], Key("", namespace))
         if home is None:
@@ -162,77 +153,77 @@ def _created(store: Store, asked: Asked, body: Object) -> Answer:
             why = f"unable to create new content in namespace {namespace} because it is being"
             message = f'{resource} "{name}" is forbidden: {why} terminated'
             raise StatusError(403, "Forbidden", message, about(resource, name))
-    made, warnings = admit_new(kind, body, namespace, asked.key.name, asked.validation)
+    made, warnings = admit_new(kind, body, namespace, request.key.name, request.validation)
     if store.get(kind, key_of(made)) is not None:
         name = made["metadata"]["name"]
         message = f'{resource} "{name}" already exists'
         raise StatusError(409, "AlreadyExists", message, about(resource, name))
-    return Answer(made if "dryRun" in asked.query else store.put(kind, made), 201, warnings)
+    return Answer(made if "dryRun" in request.query else store.put(kind, made), 201, warnings)
 
 
-def _update(store: Store, asked: Asked) -> Answer:
-    before, body = _found(store, asked), _read(asked)
-    if asked.kind.is_custom and not body["metadata"].get("resourceVersion"):
+def _update(store: Store, request: ApiRequest) -> Answer:
+    before, body = _found(store, request), _read(request)
+    if request.kind.is_custom and not body["metadata"].get("resourceVersion"):
         must = Finding(("metadata", "resourceVersion"), "must be specified for an update")
-        raise invalid(asked.kind.resource, before, [must])
-    return _changed(store, asked, before, body)
+        raise invalid(request.kind.resource, before, [must])
+    return _changed(store, request, before, body)
 
 
-def _patch(store: Store, asked: Asked) -> Answer:
+def _patch(store: Store, request: ApiRequest) -> Answer:
     """Patch an object, its status or its scale; an apply may create it."""
-    body = _read(asked)
-    before = store.get(asked.kind, asked.key)
-    if before is None and asked.content_type == patches.APPLY and not asked.subresource:
-        return _created(store, asked, _applied(asked, {}, body))
-    before = _found(store, asked)
-    target = _scale(asked.kind, before) if asked.subresource == "scale" else before
-    match asked.content_type:
+    body = _read(request)
+    before = store.get(request.kind, request.key)
+    if before is None and request.content_type == patches.APPLY and not request.subresource:
+        return _created(store, request, _applied(request, {}, body))
+    before = _found(store, request)
+    target = _scale(request.kind, before) if request.subresource == "scale" else before
+    match request.content_type:
         case patches.MERGE:
             made = patches.merge(target, body)
         case patches.JSON_PATCH:
             made = patches.json_patch(target, body)
-        case patches.STRATEGIC if not asked.kind.is_custom:
+        case patches.STRATEGIC if not request.kind.is_custom:
             made = patches.merge(target, body, patches.LIST_KEYS)
         case patches.APPLY:
-            made = _applied(asked, target, body)
+            made = _applied(request, target, body)
         case _:
-            raise _unsupported(asked)
-    return _changed(store, asked, before, _object(made))
+            raise _unsupported(request)
+    return _changed(store, request, before, _object(made))
 
 
-def _applied(asked: Asked, live: Object, body: Object) -> Object:
-    manager, force = asked.query.get("fieldManager", ""), asked.query.get("force") == "true"
+def _applied(request: ApiRequest, live: Object, body: Object) -> Object:
+    manager, force = request.query.get("fieldManager", ""), request.query.get("force") == "true"
     made = patches.apply(live, body, manager, force=force, time=timestamp())
     return {"apiVersion": body.get("apiVersion"), "kind": body.get("kind"), **made}
 
 
-def _changed(store: Store, asked: Asked, before: Object, body: Object) -> Answer:
-    kind, is_scale = asked.kind, asked.subresource == "scale"
+def _changed(store: Store, request: ApiRequest, before: Object, body: Object) -> Answer:
+    kind, is_scale = request.kind, request.subresource == "scale"
     made, warnings = admit_change(
         kind,
         _rescaled(kind, before, body) if is_scale else body,
         before,
-        asked.validation,
-        is_status=asked.subresource == "status",
+        request.validation,
+        is_status=request.subresource == "status",
     )
-    if made is not before and "dryRun" not in asked.query:
+    if made is not before and "dryRun" not in request.query:
         made = store.put(kind, made)
     return Answer(_scale(kind, made) if is_scale else made, 200, warnings)
 
 
-def _delete(store: Store, asked: Asked) -> Answer:
+def _delete(store: Store, request: ApiRequest) -> Answer:
     """Delete one object, or all that the selectors choose."""
-    if not asked.key.name:
-        listed = _list(store, asked)
+    if not request.key.name:
+        listed = _list(store, request)
         for made in listed.made["items"]:
-            _delete(store, replace(asked, key=key_of(made)))
+            _delete(store, replace(request, key=key_of(made)))
         return listed
-    options = _read(asked) if asked.body else {}
-    policy = options.get("propagationPolicy") or asked.query.get("propagationPolicy")
-    kind, made = asked.kind, _found(store, asked)
+    options = _read(request) if request.body else {}
+    policy = options.get("propagationPolicy") or request.query.get("propagationPolicy")
+    kind, made = request.kind, _found(store, request)
     metadata = made["metadata"]
     check_preconditions(kind.resource, made, _part(options, "preconditions"))
-    if "dryRun" not in asked.query:
+    if "dryRun" not in request.query:
         if policy == "Orphan":
             store.orphan(metadata["uid"])
         left = store.delete(kind, made, is_foreground=policy == "Foreground")
@@ -243,7 +234,7 @@ def _delete(store: Store, asked: Asked) -> Answer:
     return Answer({**done, "details": details})
 
 
-VERBS: Mapping[str, Callable[[Store, Asked], Answer]] = {
+VERBS: Mapping[str, Callable[[Store, ApiRequest], Answer]] = {
     "get": _get,
     "list": _list,
     "create": _create,
@@ -254,33 +245,33 @@ VERBS: Mapping[str, Callable[[Store, Asked], Answer]] = {
 """What a verb does; each raises StatusError."""
 
 
-def _found(store: Store, asked: Asked) -> Object:
-    made = store.get(asked.kind, asked.key)
+def _found(store: Store, request: ApiRequest) -> Object:
+    made = store.get(request.kind, request.key)
     if made is None:
-        raise not_found(asked.kind.resource, asked.key.name)
+        raise not_found(request.kind.resource, request.key.name)
     return made
 
 
-def _read(asked: Asked) -> Any:
+def _read(request: ApiRequest) -> Any:
     """Return the body as JSON."""
-    if asked.content_type in (_YAML, patches.APPLY):
-        documents = list(read_yaml(asked.body.decode(errors="replace"), "the request"))
+    if request.content_type in (_YAML, patches.APPLY):
+        documents = list(read_yaml(request.body.decode(errors="replace"), "the request"))
         for one in documents:
             for problem in [one] if isinstance(one, Problem) else one.problems:
                 raise bad_request(f"error decoding YAML: {problem}")
         values = [one.value for one in documents if not isinstance(one, Problem)]
         return _object(values[0] if len(values) == 1 else values)
-    if not asked.content_type.endswith("json"):
-        raise _unsupported(asked)
+    if not request.content_type.endswith("json"):
+        raise _unsupported(request)
     try:
-        value = orjson.loads(asked.body)
+        value = orjson.loads(request.body)
     except orjson.JSONDecodeError as error:
         raise bad_request(f"error decoding JSON: {error}") from error
-    return value if asked.content_type == patches.JSON_PATCH else _object(value)
+    return value if request.content_type == patches.JSON_PATCH else _object(value)
 
 
 def _object(value: Any) -> Object:
-    """Return what was sent as an object with metadata, be they empty."""
+    """Return what was sent as an object that has metadata, even if empty."""
     if not isinstance(value, dict):
         raise bad_request("the body is not one object")
     return {**value, "metadata": _part(value, "metadata")}
@@ -293,9 +284,9 @@ def _part(value: Object, key: str) -> Object:
     return part
 
 
-def _unsupported(asked: Asked) -> StatusError:
+def _unsupported(request: ApiRequest) -> StatusError:
     # `kubectl create KIND` and typed Go clients send protobuf.
-    message = f"{asked.content_type or 'no content type'} is not read here; send JSON or YAML"
+    message = f"{request.content_type or 'no content type'} is not read here; send JSON or YAML"
     return StatusError(415, "UnsupportedMediaType", f"{message}, as kubectl apply does")
 
 

@@ -1,6 +1,6 @@
 """One watch: what is there, what changes, and how it ends.
 
-`server.py` sends what it yields. A watch waits for the store, and for nothing else.
+`server.py` sends what it yields. It waits for the store only.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.selectors import selects
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Change, Store
-from finetune_operator.embedded.verbs import Asked
+from finetune_operator.embedded.verbs import ApiRequest
 from finetune_operator.kube.resources import Object
 
 _SECONDS = 1800  # where the client names no end
@@ -24,25 +24,25 @@ class Watch:
 
     Args:
         store: What is watched.
-        faults: What goes wrong.
-        asked: The request.
+        faults: Injected faults.
+        request: The request.
 
     Raises:
-        StatusError: a parameter is no good.
+        StatusError: a parameter is invalid.
     """
 
-    def __init__(self, store: Store, faults: Faults, asked: Asked) -> None:
+    def __init__(self, store: Store, faults: Faults, request: ApiRequest) -> None:
         self._store = store
         self._faults = faults
         self._number = faults.new_watch()
-        self._asked = asked
-        self._at = asked.number("resourceVersion")
-        self._seconds = asked.number("timeoutSeconds") or _SECONDS
-        has_bookmarks = asked.query.get("allowWatchBookmarks") == "true"
+        self._request = request
+        self._at = request.number("resourceVersion")
+        self._seconds = request.number("timeoutSeconds") or _SECONDS
+        has_bookmarks = request.query.get("allowWatchBookmarks") == "true"
         self._bookmark_seconds = _BOOKMARK_SECONDS if has_bookmarks else math.inf
-        self._marks_first = asked.query.get("sendInitialEvents") == "true"
+        self._marks_first = request.query.get("sendInitialEvents") == "true"
         self._sends_first = self._marks_first or not self._at
-        self._matches = selects(asked.kind, asked.key.namespace, asked.query)
+        self._matches = selects(request.kind, request.key.namespace, request.query)
 
     @property
     def is_dropped(self) -> bool:
@@ -60,7 +60,7 @@ class Watch:
                 await self._store.changed()
                 continue
             try:
-                changes = self._store.since(self._at, str(self._asked.kind.resource))
+                changes = self._store.since(self._at, str(self._request.kind.resource))
             except StatusError as error:
                 yield {"type": "ERROR", "object": error.status}
                 return
@@ -80,13 +80,13 @@ class Watch:
         if not self._sends_first:
             return
         self._at = self._store.version
-        for made in filter(self._matches, self._store.objects(self._asked.kind)):
+        for made in filter(self._matches, self._store.objects(self._request.kind)):
             yield {"type": "ADDED", "object": made}
         if self._marks_first:
             yield self._bookmark({"annotations": {"k8s.io/initial-events-end": "true"}})
 
     def _event(self, change: Change) -> Object | None:
-        """Return a change as it is to somebody who sees what is selected only."""
+        """Return a change as a client sees it that sees only what is selected."""
         was = change.before is not None and self._matches(change.before)
         is_now = change.type != "DELETED" and self._matches(change.made)
         if not was and not is_now:
@@ -95,7 +95,7 @@ class Watch:
         return {"type": kind, "object": change.made}
 
     def _bookmark(self, more: Object) -> Object:
-        resource = self._asked.kind.resource
+        resource = self._request.kind.resource
         metadata = {"resourceVersion": str(self._at), "creationTimestamp": None, **more}
         kind = {"kind": resource.kind, "apiVersion": resource.api_version}
         return {"type": "BOOKMARK", "object": {**kind, "metadata": metadata}}

@@ -1,0 +1,63 @@
+"""Follow a job until it ends, or until standard output cannot be written any more.
+
+A reader that goes away is like a closed terminal (docs/decisions/0002): `ftctl` ends, and training
+goes on. `ftctl run` calls it.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from finetune_operator.cli.output import OutputLostError, outlet
+
+_T = TypeVar("_T")
+_CTRL_C_SECONDS = 0.5
+"""Ctrl-C ends `tee` and reaches us at about the same time; it means suspend in either order."""
+
+
+async def until_unread(
+    work: Coroutine[Any, Any, _T],
+    *,
+    is_stopping: Callable[[], bool],
+    name: str,
+    again: str,
+) -> _T:
+    """Return what `work` returns; cancel it once standard output cannot be written any more.
+
+    Args:
+        work: Follows the job; cancelling it leaves the attempt running.
+        is_stopping: Whether the user has asked for a stop, which is followed to its end.
+        name: Name of the job.
+        again: The command that follows it again.
+
+    Raises:
+        OutputLostError: it says what becomes of the job.
+    """
+    out = outlet()
+    if out is None:
+        return await work
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
+    lost: list[OSError] = []
+
+    def leave() -> None:
+        if not is_stopping():
+            task.cancel()
+
+    def on_loss(error: OSError) -> None:
+        lost.append(error)
+        loop.call_soon_threadsafe(loop.call_later, _CTRL_C_SECONDS, leave)
+
+    with out.watched(on_loss, is_stopping):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not lost:
+                raise
+            out.drop()  # else the error of a screen's last lines would take this one's place
+            sentence = (
+                f", so ftctl ends; job {name} goes on, and nothing restarts it should it fail. To "
+                f"follow it again, or to stop it there with Ctrl-C: {again}"
+            )
+            raise OutputLostError(lost[0], sentence) from lost[0]
+        finally:
+            task.cancel()
