@@ -1,7 +1,7 @@
 """Evaluate the rules of a schema at every node of an object, as the API server does.
 
-Same rules, same place (after the defaults), same verdict: a rule that raises is a refusal. Rules
-that name `oldSelf` are evaluated only where there is an object from before.
+Rules see the object with its defaults, and one that raises counts as broken. Rules that name
+`oldSelf` are evaluated only on an update.
 """
 
 import re
@@ -27,8 +27,8 @@ def check_rules(
     Args:
         value: The object with its defaults.
         schema: Its structural schema.
-        findings: What is structurally wrong; a rule that reads such a field is not evaluated, as
-            its verdict would only repeat what is known.
+        findings: What is structurally wrong; a rule that reads such a field is not evaluated, as it
+            would only repeat the finding.
         old: The object before an update, with its defaults.
     """
     blocked = tuple(finding.path for finding in findings if not finding.is_unknown)
@@ -53,7 +53,7 @@ def _check(
 
 
 def _is_blocked(rule: str, path: FieldPath, blocked: Sequence[FieldPath]) -> bool:
-    """A rule is blocked by a wrong value at, above or below anything it reads."""
+    """Say whether a wrong value is at, above or below anything that the rule reads."""
     for reference in _REFERENCE.findall(rule):
         read = (*path, *reference.split(".")[1:])
         for wrong in blocked:
@@ -72,23 +72,18 @@ def _check_one(
         if old is _ABSENT:
             return
         context.add_variable("oldSelf", _to_cel(old, schema))
-    message = validation["message"]
+    message, detail = validation["message"], ""
     try:
         if program.execute(context) is True:
             return
         if "messageExpression" in validation:
             message = _compiled(validation["messageExpression"]).execute(context)
-        detail = _detail(validation, context)
+        if DETAIL in validation:
+            detail = f" {_compiled(validation[DETAIL]).execute(context)}"
     except Exception as error:  # the library raises many types; the API server refuses on any
         detail = f" (its rule cannot be evaluated: {error})"
     field = tuple(validation["fieldPath"].split(".")[1:]) if "fieldPath" in validation else ()
     yield Finding((*path, *field), f"{_quoted(value, field)}{message}{detail}")
-
-
-def _detail(validation: dict[str, str], context: Context) -> str:
-    if DETAIL not in validation:
-        return ""
-    return f" {_compiled(validation[DETAIL]).execute(context)}"
 
 
 @cache
@@ -97,14 +92,14 @@ def _compiled(rule: str) -> Program:
 
 
 def _quoted(value: Any, field: tuple[str, ...]) -> str:
-    """Return the value a sentence is about with a space, or nothing where it has no short form."""
+    """Return the value a sentence is about and a space; empty where it has no short form."""
     for part in field:
         value = value.get(part) if isinstance(value, dict) else None
     return f"{show_value(value)} " if is_scalar(value) else ""
 
 
 def _to_cel(value: Any, schema: Schema) -> Any:
-    """Give a rule the types the schema declares, and only fields that it declares."""
+    """Convert a value to the types that the schema declares, without undeclared fields."""
     if schema.get("type") == "number" and isinstance(value, int):
         return float(value)
     if isinstance(value, list) and "items" in schema:

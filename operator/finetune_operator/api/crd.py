@@ -1,7 +1,7 @@
 """The CustomResourceDefinitions, made from the models; the files of `crds/` are their text.
 
-Structural, so without `$ref`, `anyOf` for null or `const`: what `model_json_schema` writes is
-refused by the API server. `openapi.py` converts the models; here stands what is not in them.
+`openapi.py` converts the models, as the API server refuses the `$ref`, the `anyOf` for null and the
+`const` of pydantic's `model_json_schema`; this file adds what is not in the models.
 """
 
 from dataclasses import dataclass
@@ -75,8 +75,8 @@ _NAME: Schema = {"type": "string", "maxLength": 253}  # a bound on the cost of t
 def job_schema() -> Schema:
     """Return the structural schema of a FineTuneJob.
 
-    The API server knows apiVersion, kind and metadata by itself and lets a schema say nothing but
-    the name's bounds about them.
+    The API server checks apiVersion, kind and metadata itself; of these a schema may bound only the
+    name.
     """
     metadata: Schema = {"type": "object", "properties": {"name": _NAME}}
     return _root_schema(FineTuneJob, metadata, "spec", "status")
@@ -96,7 +96,7 @@ def _root_schema(model: type[ApiModel], metadata: Schema, *fields: str) -> Schem
 
 
 def _without_details(part: Any) -> Any:
-    """Leave out what only `ftctl` reads."""
+    """Remove what only `ftctl` reads."""
     if isinstance(part, dict):
         dropped = {DETAIL} if "rule" in part else set()
         return {key: _without_details(part[key]) for key in part if key not in dropped}
@@ -158,13 +158,10 @@ def _definition(names: dict[str, Any], scope: str, version: dict[str, Any]) -> d
 
 
 def crd_yaml(definition: dict[str, Any]) -> str:
-    """Return the text of a CRD; the same models give the same text.
-
-    It opens as a document of its own, so texts may simply follow each other.
-    """
+    """Return the text of a CRD, a YAML document; the same models give the same text."""
 
     class Dumper(yaml.SafeDumper):
-        """Writes equal parts out in full: an anchor in a CRD helps no reader."""
+        """Writes equal parts out in full, as anchors make a CRD hard to read."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True

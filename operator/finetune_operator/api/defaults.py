@@ -9,8 +9,8 @@ from finetune_operator.api.openapi import Schema
 def with_defaults(value: Any, schema: Schema) -> Any:
     """Return a copy of `value` with every default of `schema` written out.
 
-    A null where none is allowed counts as absent, so it too becomes the default; unknown fields
-    are kept for `structural.check` to name.
+    A null where none is allowed counts as absent, so it becomes the default, too; unknown fields
+    are kept for `check_structure` to report.
     """
     if isinstance(value, dict):
         return _object_with_defaults(value, schema)

@@ -1,6 +1,6 @@
 """Find the FineTuneJobs and FineTuneProfiles in files, folders and standard input.
 
-`ftctl validate` and `load_job` call it. It reads what it is given and nothing a manifest names.
+`ftctl validate` and `load_job` call it. It opens no file that a manifest names.
 """
 
 import json
@@ -26,13 +26,13 @@ _OBJECT_KEYS = frozenset({"apiVersion", "kind", "spec"})
 
 @dataclass(frozen=True)
 class Manifest:
-    """One FineTuneJob or FineTuneProfile as it is written, nothing checked but its kind.
+    """One FineTuneJob or FineTuneProfile as written; only its kind is checked.
 
     Attributes:
-        file: File it stands in as the caller named it, or `-`.
+        file: Its file as the caller named it, or `-`.
         value: The object.
         lines: Line of every field, from 1; paths start at the object.
-        problems: What the YAML itself has wrong, such as a key given twice.
+        problems: Errors of the YAML itself, such as a key given twice.
     """
 
     file: str
@@ -73,7 +73,7 @@ class Reading:
 
     Attributes:
         manifests: The jobs.
-        problems: Files and documents that cannot be read; notes on what was passed over.
+        problems: Files and documents that cannot be read; notes on those that were passed over.
         profiles: The profiles, which jobs may name.
     """
 
@@ -116,7 +116,7 @@ def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
     raw = read_bytes(file)
     is_json = Path(file).suffix == ".json"
     if isinstance(raw, Problem):
-        # Data lies beside manifests, too.
+        # Data files may be in a folder of manifests.
         is_data = is_json and is_from_folder and raw.message == TOO_LARGE
         yield _note(f"passed over: it {raw.message}", file, None) if is_data else raw
         return
@@ -128,7 +128,7 @@ def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
         return
     if is_json:
         try:
-            # Only its keys are looked at here; Python reads no whole number of thousands of digits.
+            # Only its keys matter here, and Python refuses to read thousands of digits as an int.
             value = json.loads(text, parse_int=float)
         except json.JSONDecodeError as error:
             message = f"is not JSON: {error.msg[0].lower()}{error.msg[1:]} (column {error.colno})"
@@ -167,7 +167,7 @@ def _jobs_in(
 
 
 def _is_record(value: Any) -> bool:
-    """Runs keep their job, with its uid and status, in a folder beside the manifest."""
+    """Say whether it is a `job.json`, which a run keeps below the manifest's folder."""
     if not isinstance(value, dict) or not isinstance(value.get("metadata"), dict):
         return False
     return "status" in value and "uid" in value["metadata"]

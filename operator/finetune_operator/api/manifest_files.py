@@ -1,7 +1,7 @@
 """Find the files that hold manifests and read their bytes; `manifest.py` calls it.
 
-Only a regular file is opened, since a named pipe or a device may have no end or no beginning. A
-stream that the shell made for the command is read as standard input is.
+Only regular files are opened, as reading a named pipe or a device may never start or end. A stream
+that the shell made for the command is read like standard input.
 """
 
 import errno
@@ -33,35 +33,37 @@ _KINDS = (
 
 
 def is_stream(file: str) -> bool:
-    """Tell whether it can be read once only: `-`, `/dev/stdin`, or what `<(command)` becomes."""
+    """Say whether it can be read only once: `-`, `/dev/stdin`, or what `<(command)` becomes."""
     return file == STDIN or _STREAMS.fullmatch(file) is not None
 
 
 def is_folder(path: str) -> bool:
-    """Tell whether it is a folder; what cannot be looked at is none."""
+    """Say whether it is a folder; False where that cannot be determined."""
     return os.path.isdir(path)  # unlike Path.is_dir, no error where a folder above is closed
 
 
 def files_below(folder: str) -> Iterator[str | Problem]:
     """Yield the files of a folder and of those below it that may hold manifests, in order.
 
-    Hidden ones and those of other kinds are left alone; a folder that cannot be read, or that a
-    link leads to, is told.
+    Hidden files and other kinds of files are left out. A folder that cannot be read, and a link to
+    a folder, is a problem.
     """
-    told: list[Problem] = []
+    problems: list[Problem] = []
     found: list[Path] = []
-    for place, folders, files in os.walk(folder, onerror=lambda error: told.append(_closed(error))):
+    for place, folders, files in os.walk(
+        folder, onerror=lambda error: problems.append(_closed(error))
+    ):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if os.path.islink(inner := os.path.join(place, name)):
                 said = "passed over: it is a link to a folder; name that folder"
-                told.append(Problem("", said, Severity.WARNING, inner))
+                problems.append(Problem("", said, Severity.WARNING, inner))
         found += [
             Path(place, name)
             for name in files
             if not name.startswith(".") and Path(name).suffix in _SUFFIXES
         ]
-    yield from told
+    yield from problems
     if not found:
         yield Problem("", "holds no .yaml, .yml or .json file", file=folder)
     yield from map(str, sorted(found))

@@ -1,7 +1,7 @@
-"""Kubernetes object metadata: the part a manifest may hold, and what the API server refuses in it.
+"""Kubernetes object metadata: its schema, and what the API server refuses in it.
 
-A CRD must not describe it, since the API server checks metadata by itself; `validate.py`, the
-embedded API and a backend's checks need it to refuse the same before anything is sent.
+A CRD must not describe it, as the API server checks metadata itself. `validate.py`, the embedded
+API and a backend's checks refuse the same before anything is sent.
 """
 
 import re
@@ -76,19 +76,19 @@ OBJECT_METADATA: Schema = {
 def check_metadata(metadata: Any) -> list[Finding]:
     """Return what the API server refuses in the metadata of any object, apart from its structure.
 
-    What has a wrong type is passed over, as the structure's check names it. The name itself is
-    looked at by `is_subdomain` and the rules of its kind.
+    Values of a wrong type are left to the check of the structure, and the name to `is_subdomain`
+    and the rules of its kind.
     """
     return [] if not isinstance(metadata, dict) else list(_check(metadata))
 
 
 def is_subdomain(name: str) -> bool:
-    """Tell whether most kinds may have this name: `example.com`, at most 253 characters."""
+    """Say whether most kinds may have this name: `example.com`, at most 253 characters."""
     return len(name) <= _LONGEST_NAME and _SUBDOMAIN.fullmatch(name) is not None
 
 
 def is_dns_label(name: str) -> bool:
-    """Tell whether a namespace may have this name: `example`, at most 63 characters."""
+    """Say whether a namespace may have this name: `example`, at most 63 characters."""
     return len(name) <= _LONGEST_WORD and _DNS_LABEL.fullmatch(name) is not None
 
 
@@ -197,7 +197,7 @@ def _texts(metadata: Mapping[str, Any], field: str) -> list[tuple[str, str]]:
 
 
 def _without_dash(start: str) -> str:
-    """A generated name goes on after its beginning, so a hyphen may end that."""
+    """Replace a hyphen at the end, which may be there as a generated name goes on after it."""
     return f"{start[:-2]}a" if len(start) > 1 and start.endswith("-") else start
 
 

@@ -1,7 +1,7 @@
 """Convert the models into a structural OpenAPI v3 schema, the kind a CRD may hold.
 
-`crd.py` calls it. It knows the constructs in use and refuses every other, because a schema that is
-quietly too wide would let a bad manifest in.
+`crd.py` calls it. It refuses every construct that it does not know, as a schema that is too wide
+would accept bad manifests.
 """
 
 from enum import StrEnum
@@ -17,7 +17,7 @@ from finetune_operator.api.schema import ApiModel, Rule
 
 Schema = dict[str, Any]
 
-DETAIL = "detail"  # beside a rule's message; not part of a CRD, which `crd.py` sees to
+DETAIL = "detail"  # beside a rule's message; `crd.py` removes it
 INT32_MAX = 2**31 - 1
 _LENGTHS = {"string": "Length", "array": "Items", "object": "Properties"}
 
@@ -62,7 +62,8 @@ def field_schema(model: type[ApiModel], name: str) -> Schema:
 def _field_schema(field: FieldInfo) -> Schema:
     schema = _type_schema(field.annotation, tuple(field.metadata))
     if field.description:
-        schema = {"description": field.description, **_without(schema, "description")}
+        schema.pop("description", None)  # the type's own
+        schema = {"description": field.description, **schema}
     if not field.is_required() and field.default is not None:
         default = _plain(field.default)
         if not _is_empty(default):
@@ -70,10 +71,6 @@ def _field_schema(field: FieldInfo) -> Schema:
     if isinstance(field.json_schema_extra, dict):
         schema.update(field.json_schema_extra)
     return schema
-
-
-def _without(schema: Schema, key: str) -> Schema:
-    return {name: value for name, value in schema.items() if name != key}
 
 
 def _plain(default: Any) -> Any:
@@ -95,7 +92,7 @@ def _plain(default: Any) -> Any:
 
 
 def _is_empty(default: Any) -> bool:
-    """An absent list or mapping is an empty one, so storing it in every object says nothing."""
+    """Say whether a default is an empty list or mapping, which means the same as an absent one."""
     return default in ([], {})
 
 
@@ -132,7 +129,7 @@ def _flat(metadata: list[Any]) -> tuple[Any, ...]:
 
 
 def _union_schema(members: tuple[Any, ...], metadata: tuple[Any, ...]) -> Schema:
-    """Drop None (an absent field is simply not required); `int | Literal` is int-or-string."""
+    """Drop None, as an absent field is simply not required; `int | Literal` is int-or-string."""
     given = [member for member in members if member is not type(None)]
     if len(given) == 1:
         return _type_schema(given[0], metadata)
@@ -151,7 +148,7 @@ def _plain_type_schema(annotation: Any, origin: Any) -> Schema:
         return {"type": "array", "items": _type_schema(get_args(annotation)[0])}
     if origin is dict:
         value = get_args(annotation)[1]
-        # dict[str, Any] must say x-kubernetes-preserve-unknown-fields on its own
+        # A field of dict[str, Any] sets x-kubernetes-preserve-unknown-fields itself.
         return {"type": "object"} | (
             {} if value is Any else {"additionalProperties": _type_schema(value)}
         )

@@ -16,8 +16,8 @@ class Finding:
     """Something wrong with one value of an object, before it has a place in a file.
 
     Attributes:
-        path: Where the value is; of the parent's missing field where it is absent.
-        message: The sentence after the path, the value included.
+        path: Where the value is, or where a missing one should be.
+        message: The sentence after the path, with the value.
         is_unknown: The field is in no schema, so no rule can depend on it.
     """
 
@@ -46,10 +46,10 @@ def show_value(value: Any) -> str:
 
 
 def show_count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return `1 node` or `1,024 nodes`; a noun that adds no s has a plural of its own."""
+    """Return `1 node` or `1,024 nodes`; pass a plural that does not just add an s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def is_scalar(value: Any) -> bool:
-    """Tell whether a sentence can quote the value."""
+    """Say whether a sentence can quote the value."""
     return isinstance(value, str | int | float | bool)

@@ -1,7 +1,7 @@
 """`{namespace}` and `{name}` in URIs of a job: a copied manifest is renamed in one place.
 
-`FineTuneJob` puts in the job's own as it is read, so that whoever has a job sees plain URIs: each
-backend, what `ftctl render` prints, and `job.json`. The object in the API keeps the placeholders.
+`FineTuneJob` replaces them when it is parsed, so backends, `ftctl render` and `job.json` have plain
+URIs. The object in the API keeps the placeholders.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ ONLY_KNOWN = Rule(
 _FIELDS = (
     ("model", "source"),
     ("dataset", "source"),
+    ("dataset", "also", "source"),
     ("dataset", "evalSource"),
     ("method", "lora", "startFrom"),
     ("checkpoint", "uri"),
@@ -31,11 +32,7 @@ _FIELDS = (
 
 
 def with_names(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object of a job with each placeholder replaced; what is malformed stays.
-
-    Args:
-        job: As it stands in JSON; it is not changed.
-    """
+    """Return a copy of a job's JSON with each placeholder replaced; malformed parts stay."""
     metadata, spec = job.get("metadata"), job.get("spec")
     if not isinstance(metadata, Mapping) or not isinstance(spec, Mapping):
         return job
@@ -43,21 +40,18 @@ def with_names(job: Mapping[str, Any]) -> Mapping[str, Any]:
     known = {f"{{{key}}}": text for key, text in named.items() if isinstance(text, str)}
     for path in _FIELDS:
         spec = _replaced(spec, path, known)
-    dataset = spec.get("dataset")
-    if isinstance(dataset, Mapping) and isinstance(also := dataset.get("also"), list):
-        parts = [_replaced(one, ("source",), known) for one in also]
-        spec = {**spec, "dataset": {**dataset, "also": parts}}
     return {**job, "spec": spec}
 
 
 def _replaced(value: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Any:
-    """Return a copy of the value with the text at the path replaced, if it has one."""
+    """Return a copy of the value with the text at the path replaced; a path goes through lists."""
+    if isinstance(value, list):
+        return [_replaced(one, path, known) for one in value]
     if not path:
         if isinstance(value, str):
             for placeholder, text in known.items():
                 value = value.replace(placeholder, text)
         return value
-    field, *rest = path
-    if not isinstance(value, Mapping) or field not in value:
+    if not isinstance(value, Mapping) or path[0] not in value:
         return value
-    return {**value, field: _replaced(value[field], tuple(rest), known)}
+    return {**value, path[0]: _replaced(value[path[0]], path[1:], known)}

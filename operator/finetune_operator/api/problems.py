@@ -1,4 +1,4 @@
-"""What is wrong with a manifest: one value for every check, one sentence for every reader."""
+"""Problems of a manifest, as every check reports them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Problem:
         path: Field it is about, such as `spec.training.epochs`; empty for the whole document.
         message: What is wrong, with the value, and what to do; does not repeat the path.
         severity: Whether the manifest is refused.
-        file: Manifest it stands in, or `-` for standard input; empty when there is no file.
+        file: The manifest, or `-` for standard input; empty when there is no file.
         line: Line in that file, from 1; None when there is none.
     """
 

@@ -1,7 +1,7 @@
-"""What the models of every API version are made of: the base model and the CEL rule.
+"""The base of the models of every API version: the base model and the CEL rule.
 
-A rule stands beside the field it guards and exists once: the CRD converter copies it into
-`x-kubernetes-validations`, `ftctl validate` evaluates the same text.
+A rule is written once, beside the field it guards: the CRD has it in `x-kubernetes-validations`,
+and `ftctl validate` evaluates the same text.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Rule:
     of a string, which counts bytes in one and characters in the other.
 
     Attributes:
-        expression: CEL that must hold; `self` is the value the rule stands on. One that names
+        expression: CEL that must hold; `self` is the value that has the rule. One that names
             `oldSelf` compares an update with the object before it.
-        message: The sentence a user reads when it does not: what is wrong, then what to do.
+        message: The sentence for the user when it does not: what is wrong, then what to do.
         field: JSON path below the model of the field the message is about (models only).
-        detail: CEL for text with numbers that follows the message where `ftctl` prints it. The CRD
-            goes without: the API server estimates any `string(int)` as too costly.
+        detail: CEL for text with numbers that `ftctl` prints after the message. It is not in the
+            CRD, as the API server estimates any `string(int)` as too costly.
         message_expression: CEL for a sentence that takes the place of the message.
     """
 
@@ -38,7 +38,7 @@ class Rule:
 
 
 ABOVE_ZERO = Rule("self > 0.0", "must be above 0")
-"""For a fraction; as a minimum of 0.001 the API server compares a whole 0 with 0, and takes it."""
+"""For a fraction. With a minimum of 0.001 the API server would accept a whole 0."""
 
 
 class ApiModel(BaseModel):

@@ -1,7 +1,7 @@
-"""Check an object against a structural schema, with a sentence for every way to be wrong.
+"""Check an object against a structural schema, with a sentence for each kind of mistake.
 
 `validate.py` calls it after the defaults. It refuses what the API server refuses with
-`fieldValidation: Strict`: unknown fields, wrong types, and every bound a schema states.
+`fieldValidation: Strict`: unknown fields, wrong types, and values out of the schema's bounds.
 """
 
 import re
@@ -72,7 +72,7 @@ def _has_type(value: Any, expected: str) -> bool:
 
 
 def _type_hint(value: Any, expected: str, path: FieldPath) -> str:
-    """Say what to write, where a usual slip explains the value."""
+    """Return what to write, where a common mistake explains the value."""
     if expected == "string" and isinstance(value, bool | int | float):
         return "; put it in quotes"
     if expected not in ("integer", "number") or not isinstance(value, str):

@@ -1,6 +1,5 @@
-"""What the resource can say and this version does not do yet: nothing is silently ignored.
+"""Values that the CRD accepts but this version does not act on, so that none is ignored silently.
 
-The CRD accepts these values, so that manifests written for a later version keep their form;
 `ftctl validate` and `load_job` refuse them. A line leaves the table when its behaviour is built.
 """
 
@@ -29,14 +28,14 @@ class Unbuilt:
 
 
 def only(path: str, *values: Any) -> Unbuilt:
-    """Of the field's values only these are acted on."""
+    """Return the entry of a field of which only these values are acted on."""
     words = [str(value) for value in values]
     listed = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
     return Unbuilt(path, lambda value: value in values, f"use {listed}")
 
 
 def unset(path: str, advice: str = "remove it") -> Unbuilt:
-    """Nothing acts on the field."""
+    """Return the entry of a field that nothing acts on."""
     return Unbuilt(path, lambda value: False, advice)
 
 
@@ -65,7 +64,7 @@ UNBUILT = (
     only("restartPolicy.rules[].onClass", *_FAILURES),
     only("managedBy", MANAGED_BY),
 )
-"""What no backend does; what one backend does not do, that backend refuses."""
+"""What no backend acts on; each backend refuses what only it does not."""
 
 
 def check_built(value: Any) -> Iterator[Finding]:

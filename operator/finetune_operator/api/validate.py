@@ -1,7 +1,7 @@
-"""Check manifests without a cluster; the ladder that `ftctl validate` and `ftctl run` climb.
+"""Check manifests without a cluster, for `ftctl validate` and `ftctl run`.
 
-YAML as kubectl reads it, defaults, structure, rules, and what is not built yet. Every step reports
-all it finds, and no step opens a file that a manifest names.
+The steps: YAML as kubectl reads it, defaults, structure, rules, and what is not built yet. Each
+reports everything it finds, and none opens a file that a manifest names.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def check_manifest(
     Args:
         manifest: What was read.
         with_unbuilt: Report also what is not built yet; without it the verdict is the API server's.
-        may_go_on: Leave out what is asked of the first attempt only, which `check_start` asks.
+        may_go_on: Leave out the rules for the first attempt only, which `check_start` checks.
     """
     value = defaulted(manifest.value)
     if may_go_on and isinstance(value.get("status"), dict):
@@ -41,7 +41,7 @@ def check_manifest(
     if with_unbuilt:
         wrong = {finding.path for finding in findings}
         findings += [found for found in check_built(value) if found.path not in wrong]
-    # What is said of a value that could not be read would be said of what stands in for it.
+    # A value that could not be read has a placeholder, about which nothing more is to be said.
     unread = {problem.path for problem in manifest.problems}
     found = map(manifest.problem, findings)
     problems = [*manifest.problems, *(one for one in found if one.path not in unread)]
@@ -111,7 +111,7 @@ def load_job(
     Args:
         path: The file.
         backend: Takes the place of `spec.backend`, with that backend's default settings.
-        may_go_on: Leave out what is asked of the first attempt only, which `check_start` asks.
+        may_go_on: Leave out the rules for the first attempt only, which `check_start` checks.
 
     Raises:
         InvalidJobError: the file cannot be read, does not hold exactly one job, or has problems.
@@ -133,7 +133,7 @@ def load_job(
 
 
 def job_of(manifest: Manifest) -> FineTuneJob:
-    """Return the job a manifest without problems describes; what it says of a status is dropped."""
+    """Return the job a manifest without problems describes, without its status."""
     value = {key: part for key, part in defaulted(manifest.value).items() if key != "status"}
     return FineTuneJob.model_validate(value)
 
@@ -155,7 +155,7 @@ def _with_metadata(schema: Schema) -> Schema:
 
 
 def _not_in_status(findings: Iterable[Finding]) -> list[Finding]:
-    """The API server drops a new object's status unread, but for fields that do not exist."""
+    """Drop findings in the status, of which the API server checks only that its fields exist."""
     return [found for found in findings if found.path[:1] != ("status",) or found.is_unknown]
 
 

@@ -1,8 +1,8 @@
 """Read YAML as kubectl does, and remember the line of every field.
 
-`manifest.py` calls it. PyYAML parses; what a scalar means is decided here, because PyYAML follows
-YAML 1.1 to the letter and kubectl's Go library does not: `2e-4` is a number there and `12:30` is
-text. Like kubectl, a file is cut at its `---` lines first, so one broken document hides no other.
+`manifest.py` calls it. PyYAML parses, but this file resolves scalars, as PyYAML follows YAML 1.1
+and kubectl's Go library differs: there `2e-4` is a number and `12:30` is text. Like kubectl, it
+splits a file at its `---` lines first, so one broken document hides no other.
 """
 
 import math
@@ -39,7 +39,7 @@ class YamlDocument:
     """One document of a file.
 
     Attributes:
-        value: What it says, as JSON-ready values.
+        value: Its content, as JSON-ready values.
         line: Line it starts on, from 1.
         lines: Line of every field and list item.
         problems: Keys given twice and scalars that JSON does not have.
@@ -93,7 +93,7 @@ def _explain(error: yaml.MarkedYAMLError, first_line: int) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves the meaning of a plain scalar open."""
+    """Leaves plain scalars unresolved."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - the name and kind PyYAML looks for
 
@@ -166,7 +166,7 @@ class _Builder:
         return made
 
     def _key(self, node: Node, path: FieldPath) -> str:
-        """Keys are text in JSON; kubectl writes `y:` as "true" and `1:` as "1"."""
+        """Return a key as text, as JSON needs it: `y:` is "true" and `1:` is "1", as in kubectl."""
         if not isinstance(node, ScalarNode):
             self._problem(path, "has a key that is not a word; write plain keys", node)
             return ""

@@ -1,7 +1,7 @@
 """Objects of one kind as they were last seen; filled by watches, lists and answers to writes.
 
-Whoever reads it must bear that it is late. Nothing older than what is there gets in: an answer to
-a write may overtake the watch, and the watch an answer.
+It may be late, so readers must cope with that. It never goes back to an older version of an object:
+an answer to a write may overtake the watch, and the watch an answer.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,11 +46,8 @@ def version_of(made: Object) -> int:
 class ObjectCache:
     """All objects of one kind, by key and by the job they belong to.
 
-    Args:
-        resource: Their kind.
-
     Attributes:
-        is_synced: Whether a full list was taken in; before that, absence means nothing.
+        is_synced: Whether it has had a full list; before that, absence means nothing.
     """
 
     def __init__(self, resource: Resource) -> None:
@@ -76,21 +73,21 @@ class ObjectCache:
     def of_job(self, job: Key) -> list[Object]:
         """Return the objects whose label names the job, in the order of their names.
 
-        A job of the same name that was deleted may have left some: compare the uid.
+        Compare their owner's uid: a deleted job of the same name may have left some.
         """
         return [self._objects[key] for key in sorted(self._of_job.get(job, ()))]
 
     def listen(self, listener: Callable[[Key], object]) -> None:
-        """Have a function called with each key whose object changes, and now with all there are."""
+        """Call a function with the key of each object now, and later of each that changes."""
         self._listeners.append(listener)
         for key in self._objects:
             listener(key)
 
     def put(self, made: Object) -> bool:
-        """Take in an object, unless what is there is as new; return whether that is news.
+        """Store an object unless the cache has one as new; return whether it is news.
 
-        What is older than what is there is news, too: the answer to a write of ours that overtook
-        it holds a change of somebody else, which nobody has been told of.
+        An older object is news, too: the newer one is the answer to a write of ours that overtook
+        it, and includes a change by somebody else that nobody has reacted to.
         """
         key, version = key_of(made), version_of(made)
         there = self._objects.get(key)
@@ -107,7 +104,7 @@ class ObjectCache:
         return True
 
     def remove(self, made: Object) -> bool:
-        """Take out an object that was deleted; `made` is its last state, or a newer one."""
+        """Remove an object that was deleted; `made` is its last state, or a newer one."""
         key, version = key_of(made), version_of(made)
         there = self._objects.get(key)
         if there is not None and version_of(there) > version:
@@ -116,13 +113,13 @@ class ObjectCache:
         return self._forget(key)
 
     def forget_deletions(self, version: int) -> None:
-        """Forget what was deleted up to a version; no answer older than that may still come."""
+        """Forget deletions up to a version; no answer older than that may still arrive."""
         self._deleted = {key: seen for key, seen in self._deleted.items() if seen > version}
 
     def replace(
         self, items: Iterable[Object], version: str, namespace: str | None = None
     ) -> list[Object]:
-        """Take in a full list, and take out what it lacks.
+        """Store a full list, and remove what it lacks.
 
         Args:
             items: All objects, of one namespace or of all.

@@ -26,12 +26,12 @@ class ClientOptions:
     """Limits of one client.
 
     Attributes:
-        connections: Requests under way at once; watches and logs that follow have their own.
+        connections: Concurrent requests; watches and followed logs are not counted.
         request_seconds: Longest time for one request; then it is an UnavailableError.
-        silence_seconds: Longest time a watch may say nothing; bookmarks come about once a minute.
+        silence_seconds: Longest silence of a watch; bookmarks come about once a minute.
         page: Objects of one page of a list.
-        seconds_to_write: Time left in which this process may write; 0 or less refuses the write
-            and no write is waited for longer. None: no limit.
+        seconds_to_write: Time left in which this process may write: the time limit of every write,
+            which is refused at 0 or less. None: no limit.
         user_agent: Name of the caller in the API server's audit log.
     """
 
@@ -106,15 +106,12 @@ class Call:
 
 
 class KubeClient(ABC):
-    """The API server's verbs; how requests travel is what `exchange` and `lines` say.
+    """The API server's verbs; a subclass transports requests in `exchange` and `lines`.
 
     `kube/http.py` sends them to a cluster, `embedded/client.py` serves them in this process.
 
-    Args:
-        options: Limits.
-
     Attributes:
-        calls: What was asked so far.
+        calls: Requests so far.
     """
 
     def __init__(self, options: ClientOptions | None = None) -> None:
@@ -127,7 +124,7 @@ class KubeClient(ABC):
 
     @abstractmethod
     def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
-        """Yield the lines of an answer that has no end of its own: a watch, a log."""
+        """Yield the lines of an answer without a set end: a watch, a log."""
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
         """Return one object.
@@ -149,7 +146,7 @@ class KubeClient(ABC):
         """Return all objects, read page by page; None as namespace means all.
 
         Raises:
-            GoneError: the list took so long that its moment is over; start anew.
+            GoneError: the list took so long that its version is gone; start again.
             NotFoundError: the kind is not served.
         """
         items: list[Object] = []
@@ -173,7 +170,7 @@ class KubeClient(ABC):
 
         Raises:
             AlreadyExistsError: the name is taken.
-            ConflictError: it cannot be made now, as its namespace is being deleted.
+            ConflictError: it cannot be created now, as its namespace is being deleted.
             InvalidError: it will never be accepted as it is.
             ForbiddenError: RBAC, a quota or an admission plugin.
             NotFoundError: there is no such namespace.
@@ -231,15 +228,10 @@ class KubeClient(ABC):
         grace_seconds: float | None = None,
         propagation: Propagation = "Background",
     ) -> None:
-        """Ask for the end of an object; it may live on for its grace and its finalizers.
+        """Delete an object; it stays until its grace is over and its finalizers are gone.
 
-        Args:
-            resource: Its kind.
-            name: Its name.
-            namespace: Its namespace.
-            uid: Delete only this very object.
-            grace_seconds: Time a pod gets between SIGTERM and SIGKILL; None for its own.
-            propagation: What happens to what it owns.
+        With `uid` only this very object is deleted. `grace_seconds` is the time that a pod gets
+        between SIGTERM and SIGKILL; None leaves it the pod's own.
 
         Raises:
             NotFoundError: there is none of that name.
@@ -287,7 +279,7 @@ class KubeClient(ABC):
                 event = orjson.loads(line)
                 made, kind = event["object"], event["type"]
             except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-                # What ends in the middle of a line has a proxy in between, which was cut off.
+                # A proxy that was cut off ends a watch in the middle of a line.
                 raise no_answer(error, call) from error
             if kind == "ERROR":
                 raise error_in(int(made.get("code", 500)), made, None)
@@ -304,12 +296,8 @@ class KubeClient(ABC):
     ) -> AsyncIterator[str]:
         """Yield the lines of a pod's log, without line ends.
 
-        Args:
-            name: The pod.
-            namespace: Its namespace.
-            container: Which one; None where there is one only.
-            tail: Only so many lines from its end.
-            follow: Go on until the container ends.
+        `container` may be None where there is only one; `tail` limits it to the last lines;
+        `follow` goes on until the container ends.
 
         Raises:
             NotFoundError: there is no such pod.
@@ -333,13 +321,12 @@ class KubeClient(ABC):
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> Object:
-        """Send one request and return the object in its answer."""
         data = None if body is None else orjson.dumps(body)
         return await self.exchange(Call(verb, resource, path, query or {}, data))
 
 
 def error_in(status: int, said: Mapping[str, Any], header: str | None) -> ApiError:
-    """Return the error that an answer with this HTTP status is."""
+    """Return the error for an answer with this HTTP status."""
     details = said.get("details") or {}
     wait = header if header and header.isdigit() else details.get("retryAfterSeconds")
     message = str(said.get("message") or f"the API server answered {status}")

@@ -1,4 +1,4 @@
-"""What a backend that lives in the cluster is given by the operator."""
+"""What the operator gives to a backend whose attempts are in the cluster."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Which cluster, and as whom: kubeconfig or service account, read by kubernetes.aio.
 
-kubernetes.aio knows every way to log in (exec plugins, OIDC, tokens that are renewed on disk); the
-requests themselves do not go through its generated classes, which cost several times as much.
+kubernetes.aio supports every way to log in (exec plugins, OIDC, tokens renewed on disk). Requests
+do not go through its generated classes, which cost several times as much.
 """
 
 import os
@@ -22,7 +22,7 @@ _TOKEN_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
 class ClusterAccess:
-    """Where the API server is and how to prove who asks; made by `load_access`."""
+    """The API server's address and the credentials; made by `load_access`."""
 
     def __init__(self, configuration: "Configuration", loader: Any = None) -> None:
         self._configuration = configuration
@@ -44,7 +44,7 @@ class ClusterAccess:
         return self._configuration.proxy or None
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return what verifies the server and shows the client's certificate."""
+        """Return the TLS context: how to verify the server, and the client's certificate."""
         config = self._configuration
         context = ssl.create_default_context(
             cafile=config.ssl_ca_cert or None, cadata=config.ca_cert_data or None
@@ -57,9 +57,9 @@ class ClusterAccess:
         return context
 
     async def headers(self) -> dict[str, str]:
-        """Return the `Authorization` header, renewed where it has an end; empty with certificates.
+        """Return the `Authorization` header with a valid token; empty with certificates.
 
-        Cheap: a token is read anew at most once a minute.
+        Cheap: a token is read again at most once a minute.
 
         Raises:
             UnauthorizedError: there is no token now.
@@ -71,7 +71,7 @@ class ClusterAccess:
         return {"Authorization": token} if token else {}
 
     async def renew(self) -> None:
-        """Log in again after a 401; for exec plugins and OIDC, whose tokens carry their own end.
+        """Log in again after a 401; for exec plugins and OIDC, whose tokens expire.
 
         Raises:
             UnauthorizedError: that failed.
@@ -86,13 +86,13 @@ def _login_failures() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A plugin, a file or a server that is away: each way to log in has failures of its own.
+        # Each way to log in has errors of its own: of a plugin, a file or a server.
         said = str(error) or type(error).__name__
         raise UnauthorizedError(0, "LoginFailed", f"there is no token now ({said})") from error
 
 
 async def load_access(kubeconfig: str | None = None) -> ClusterAccess:
-    """Find the cluster and who asks.
+    """Find the cluster and the credentials.
 
     In this order: the file given, $KUBECONFIG, the pod's service account, ~/.kube/config.
 
@@ -110,7 +110,7 @@ async def load_access(kubeconfig: str | None = None) -> ClusterAccess:
         loader = await load_kube_config(kubeconfig, client_configuration=configuration)
         return ClusterAccess(configuration, loader)
     except (ConfigException, OSError, yaml.YAMLError, AttributeError, TypeError) as error:
-        # The client's own reader also trips over a file that holds no mapping.
+        # The client fails with some of these on a file that holds no mapping.
         named = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
         raise KubeConfigError(
             f"no cluster can be reached through {named} ({error}); set KUBECONFIG to a kubeconfig "

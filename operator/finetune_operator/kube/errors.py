@@ -1,4 +1,4 @@
-"""What the API server refuses, and what keeps it from answering.
+"""Errors of requests to an API server.
 
     KubeError
     ├── KubeConfigError         no cluster is configured, or its configuration cannot be read
@@ -9,8 +9,8 @@
         ├── ConflictError       409 otherwise: precondition failed (uid, resourceVersion)
         ├── GoneError           410: the resourceVersion or continue token is too old; list again
         ├── InvalidError        400, 422: the object will never be accepted as it is
-        ├── ForbiddenError      403: RBAC, quota, admission; may be mended without us
-        ├── UnauthorizedError   401: the token has expired or is unknown, or none can be had now
+        ├── ForbiddenError      403: RBAC, quota, admission; others may fix it
+        ├── UnauthorizedError   401: the token has expired or is unknown, or there is none now
         ├── ThrottledError      429: wait for `retry_after` seconds
         └── UnavailableError    5xx, no answer in time, no connection
 
@@ -23,7 +23,7 @@ from finetune_operator.errors import FineTuneError
 
 
 class KubeError(FineTuneError):
-    """The root of what talking to a cluster can raise."""
+    """The root of errors of a cluster."""
 
 
 class KubeConfigError(KubeError):
@@ -61,11 +61,11 @@ class NotFoundError(ApiError):
 
 
 class AlreadyExistsError(ApiError):
-    """409 to a creation: an object of that name is there; whose it is, only reading it tells."""
+    """409 to a creation: an object of that name exists; read it to see whose it is."""
 
 
 class ConflictError(ApiError):
-    """409: the uid or resourceVersion demanded is not the object's any more."""
+    """409: the uid or resourceVersion in the precondition is not the object's any more."""
 
     retryable: ClassVar[bool] = True
 
@@ -81,7 +81,7 @@ class InvalidError(ApiError):
 
 
 class ForbiddenError(ApiError):
-    """403: RBAC, a quota or an admission plugin; somebody else can mend it, so look again later."""
+    """403: RBAC, a quota or an admission plugin; somebody else can fix it, so try again later."""
 
 
 class UnauthorizedError(ApiError):
@@ -97,7 +97,7 @@ class ThrottledError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """5xx, no answer in time, connection refused or lost; a write may yet have happened."""
+    """5xx, no answer in time, connection refused or lost; a write may have happened anyway."""
 
     retryable: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
 """Requests to an API server over one pool of connections.
 
-Nothing is repeated but a request whose token had expired.
+A request is repeated only if its token had expired.
 """
 
 from collections.abc import AsyncIterator
@@ -27,12 +27,7 @@ _METHODS = {
 
 
 class HttpClient(KubeClient):
-    """The verbs on a cluster; use it as an async context manager.
-
-    Args:
-        access: Cluster and credentials.
-        options: Limits.
-    """
+    """The verbs on a cluster; use it as an async context manager."""
 
     def __init__(self, access: ClusterAccess, options: ClientOptions | None = None) -> None:
         super().__init__(options)
@@ -106,7 +101,7 @@ class HttpClient(KubeClient):
             self.calls.add(call.verb, call.resource.plural, status)
 
     async def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
-        """Yield the lines of an answer; broken off where the connection is."""
+        """Yield the lines of an answer, the last one also where it is incomplete."""
         assert self._streams is not None, "the client is used outside of its context"
         silence = None if is_patient else self.options.silence_seconds
         limits = aiohttp.ClientTimeout(
@@ -147,7 +142,7 @@ class HttpClient(KubeClient):
     def _seconds_to_write(self, call: Call) -> float:
         """Return the time a write may take.
 
-        The Lease itself is exempt: whoever does not lead yet must write it.
+        The Lease itself is exempt, as a replica writes it before it leads.
         """
         limit = self.options.seconds_to_write
         if limit is None or call.resource.plural == "leases":
@@ -158,7 +153,7 @@ class HttpClient(KubeClient):
 
 
 def _status_object(said: bytes) -> Object:
-    """Return the `Status` in an answer; a proxy in between may answer in text."""
+    """Return the `Status` of an answer; a proxy on the way may answer in plain text."""
     try:
         made = orjson.loads(said)
     except orjson.JSONDecodeError:

@@ -1,7 +1,7 @@
 """What the operator may do in a cluster: the table behind the chart's roles.
 
 `charts/generate.py` writes it into the chart. A test compares it with every call of a client in
-the kernel and the aks backend, so it grants what they ask for and nothing else.
+the kernel and the aks backend, so it grants exactly what they need.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ WHERE_JOBS_ARE = (
     Permission(JOBS, ("patch",), "status"),  # so that a suspended one never runs again
     Permission(PODS, ("delete", "list", "watch")),
     Permission(PODS, ("get",), "log"),
-    # What others delete or change of these is put back, so they are watched.
+    # Watched, as they are restored when others delete or change them.
     Permission(SERVICES, ("create", "get", "list", "patch", "watch")),
     Permission(ENDPOINT_SLICES, ("create", "get", "list", "patch", "watch")),
     Permission(NETWORK_POLICIES, ("create", "get", "list", "patch", "watch")),
@@ -63,7 +63,7 @@ WHERE_JOBS_ARE = (
 """In every namespace that is served."""
 
 CLUSTER_WIDE = (Permission(FINE_TUNE_PROFILES, ("list", "watch")),)
-"""Kinds that live in no namespace, also where only some namespaces are served."""
+"""Cluster-scoped kinds, needed also where only some namespaces are served."""
 
 FOR_THE_LEASE = (Permission(LEASES, ("create",)), Permission(LEASES, ("get", "update")))
-"""In the operator's namespace; RBAC can hold only the second to the Lease's name."""
+"""In the operator's namespace; RBAC can limit only the second to the Lease's name."""

@@ -1,4 +1,4 @@
-"""The kinds of objects that are read or written, by the names the API server knows them under."""
+"""The kinds of objects that are read or written, by their names in the API server."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Resource:
 
     Attributes:
         group: API group; empty for the core group.
-        namespaced: Whether its objects live in a namespace.
+        namespaced: Whether its objects are in a namespace.
     """
 
     group: str
@@ -30,11 +30,9 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, *parts: str) -> str:
-        """Return the URL path of the collection, or of one object.
+        """Return the URL path of the collection, or of the object with this name and subresource.
 
-        Args:
-            namespace: None for all namespaces, and for kinds that live in none.
-            *parts: Name and subresource.
+        `namespace` is None for all namespaces, and for cluster-scoped kinds.
         """
         root = f"/apis/{self.group}" if self.group else "/api"
         place = f"/namespaces/{namespace}" if self.namespaced and namespace else ""

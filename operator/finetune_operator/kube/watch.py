@@ -1,4 +1,4 @@
-"""What is watched of a kind of object, and what is kept of each; a backend names its own."""
+"""Which objects of a kind are watched, and what is kept of each; a backend lists its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Watch:
     Attributes:
         selector: Label selector; None where objects of the kind belong to no single job.
         trim: What is kept of an object.
-        is_vital: Whether no job is reconciled while its objects are not shown.
+        is_vital: Whether no job is reconciled while its objects cannot be listed and watched.
     """
 
     resource: Resource

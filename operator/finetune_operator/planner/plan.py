@@ -1,4 +1,4 @@
-"""Choose what a job leaves open: ranks, strategy, micro-batch, precision, and say why.
+"""Choose what a job leaves open (ranks, strategy, micro-batch, precision), with the reasons.
 
 `make_plan` is pure; backends turn the plan into a request.
 """
@@ -86,7 +86,7 @@ def make_plan(job: FineTuneJob) -> Plan:
 
 
 def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: list[str]) -> int:
-    """Take the job's micro-batch, or the largest small divisor of a rank's share of the batch."""
+    """Return the job's micro-batch, or the largest divisor up to 8 of a rank's rows of a batch."""
     training = job.spec.training
     asked = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
     step = nodes * processes * asked

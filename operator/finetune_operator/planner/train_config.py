@@ -1,4 +1,4 @@
-"""Derive the trainer's configuration from a plan; the one place where the two contracts meet."""
+"""Derive the trainer's configuration from a plan; the only place where the two contracts meet."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.uris import HUB, is_on_hub
 from finetune_trainer import config as trainer
 
-# Seconds an attempt lasts where nothing better is known: spot nodes are taken back, others fail.
+# Defaults, in seconds: spot nodes are reclaimed, others fail.
 SPOT_MEAN_TIME_BETWEEN_FAILURES = 7_200
 MEAN_TIME_BETWEEN_FAILURES = 86_400
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
@@ -20,10 +20,10 @@ _FRACTION = re.compile(r"-?[0-9]{1,15}\.[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class Locations:
-    """Where a backend puts what the job names by URI: paths as a rank sees them.
+    """Where a backend puts the files of an attempt: paths as a rank sees them.
 
     Attributes:
-        path_of: Returns where a rank finds what a URI names; never asked of one on the hub.
+        path_of: Returns the path of what a URI names; not called for the hub's.
         allow_foreign: The checkpoint that the job names may be another job's.
         scheduled_events_url: Where the machine announces evictions; None where it does not.
         listing_lag_seconds: As in the trainer's configuration.
@@ -47,7 +47,7 @@ class Locations:
 
 
 def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> trainer.TrainConfig:
-    """Write down every choice for one attempt of `plan`; pure."""
+    """Return the configuration of one attempt of `plan`, in which every choice is made; pure."""
     job, spec = plan.job, plan.job.spec
     resume = spec.checkpoint.resume_from
     return trainer.TrainConfig(
@@ -107,7 +107,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
 
 
 def _scalar(text: str) -> str | int | float | bool:
-    """Read a template's argument: true, false and numbers as such, all else as text."""
+    """Convert a template's argument: true, false and numbers as such, all else is text."""
     if text in ("true", "false"):
         return text == "true"
     if _WHOLE.fullmatch(text):
