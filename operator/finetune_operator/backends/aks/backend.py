@@ -1,7 +1,7 @@
 """The aks backend: an attempt is one Indexed Job in the job's own namespace.
 
-This file only connects the verbs to their modules. Those that talk to the cluster are in `live`,
-whose libraries `ftctl render` and `validate` do without.
+This file only connects the verbs to their modules. Those that send requests are in `live`, whose
+libraries `ftctl render` and `validate` do not import.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -44,8 +44,8 @@ class AksBackend(Backend):
     """Backend `aks`: node pools of the cluster that the operator runs in.
 
     Args:
-        context: With the cluster where the operator makes it; elsewhere with the profiles that are
-            known, and then only `validate` and `render` work.
+        context: With the cluster in the operator; elsewhere with the known profiles, and then only
+            `validate` and `render` work.
     """
 
     name: ClassVar[str] = BACKEND
@@ -78,12 +78,12 @@ class AksBackend(Backend):
         return [*found, *checks.forbidden(job, profile)]
 
     async def close(self) -> None:
-        """End what is asked of pods."""
+        """Cancel open requests to pods."""
         if self._attempts is not None:
             await self._attempts.close()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """List the folders of the URIs that it writes, where its profile has them."""
+        """List the folders of the URIs that the job writes, by its profile where that is known."""
         try:
             return written(job, self._profiles.of(job).spec)
         except ProfileError:
@@ -93,10 +93,10 @@ class AksBackend(Backend):
         """Return the attempt's manifests.
 
         Raises:
-            BackendError: the job's profile is not known or does not allow the job as it is by now,
-                or the configuration is too long.
+            BackendError: the job's profile is not known or does not allow the job any more, or the
+                configuration is too long.
         """
-        # An attempt that could not be created at once may be another by now than was looked at.
+        # Job and profile may have changed since an attempt was opened that could not be created.
         wrong = [one for one in self.validate(plan.job) if one.severity is Severity.ERROR]
         if wrong:
             raise BackendError("; ".join(map(str, wrong)))
@@ -108,18 +108,18 @@ class AksBackend(Backend):
         return render(plan, profile, attempt, operator_namespace=self._operator_namespace)
 
     async def submit(self, request: Request) -> Handle:
-        """Create the attempt's objects; what our own job owns already is adopted."""
+        """Create the attempt's objects; adopt those that the job owns already."""
         return await self._live().submit(request)
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        """Return the attempt if its batch Job exists; one that was opened is also asked for."""
+        """Return the attempt if its batch Job exists; of an opened one the API server is asked."""
         metadata = job.metadata
         name = AttemptName(metadata.namespace, metadata.name, attempt.number)
         is_opened = attempt.number <= job.status.attempt
         return await self._live().find(name, metadata.uid, is_opened=is_opened)
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Observe the attempt; also gives rank 0's pod its name once it has an address."""
+        """Observe the attempt, and give rank 0's pod its name once it has an address."""
         seen = await self._live().observe(ref)
         uri = ref.spec.checkpoint.uri if ref.spec is not None else None
         return replace(seen, checkpoints=uri or "")

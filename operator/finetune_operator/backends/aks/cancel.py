@@ -1,9 +1,9 @@
-"""Stop an attempt so that it can never come back, and leave its batch Job as the record.
+"""Stop an attempt so that it can never run again, and leave its batch Job as the record.
 
-The batch Job gets a deadline that has passed: its controller then ends all pods with their grace,
-makes no new ones, and the name stays taken, so that the same attempt is not started again. A
-suspended one has no deadline that runs: in its status the condition FailureTarget is set, which its
-controller takes for its own decision to fail it, whatever a queue or somebody else resumes.
+The batch Job gets a deadline that has passed: its controller then ends all pods with their grace
+and creates no new ones, and the name stays taken, so that the same attempt is not started again.
+The deadline of a suspended Job does not run. Instead it gets the condition FailureTarget, which its
+controller takes for its own decision to fail the Job, also if a queue or somebody else resumes it.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from finetune_operator.kube.labels import GRACE_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS, Object
 
 MIN_GRACE_SECONDS = 1.0
-"""With 0 the API server would forget a pod whose processes may still write."""
+"""With 0 the API server would delete a pod whose processes may still write."""
 
 _TOLERANCE = timedelta(seconds=2)  # not worth a request a pod
 
@@ -73,7 +73,7 @@ class Canceller:
 
 
 async def end(children: Children, batch_job: Object) -> None:
-    """Bring a batch Job into its end; told again where somebody has undone it before it took.
+    """End a batch Job; once more where somebody has undone that before it took effect.
 
     Raises:
         ApiError: the API server refuses, or does not answer.
@@ -88,14 +88,14 @@ async def end(children: Children, batch_job: Object) -> None:
         else:
             await _let_deadline_pass(children, name, metadata["uid"])
     except (ConflictError, InvalidError, NotFoundError):
-        # Deleted, perhaps made anew by somebody: what is there now is not the attempt.
+        # Deleted, perhaps created again by somebody: that one is not the attempt.
         there = await children.ask(name)
         if there is not None and there["metadata"]["uid"] == metadata["uid"]:
             raise
 
 
 async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
-    """Have a suspended batch Job fail; exactly as it is now, as somebody may resume it."""
+    """Make a suspended batch Job fail, unless it has changed: somebody may resume it just now."""
     there = await children.ask(name)
     if there is None or there["metadata"]["uid"] != uid or is_ending(there):
         return
@@ -113,7 +113,7 @@ async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
     change: Object = {
         "metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]},
         "status": {
-            # The API server takes no end of a Job that was never started.
+            # The API server refuses a failure of a Job that was never started.
             "startTime": status.get("startTime", metadata["creationTimestamp"]),
             "conditions": [*kept, failing],
         },

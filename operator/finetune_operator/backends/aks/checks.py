@@ -1,6 +1,6 @@
 """What a job asks for that its profile does not allow, or that the aks backend cannot do. Pure.
 
-Every sentence starts with the field. `AksBackend.validate` calls it before an attempt is opened.
+`AksBackend.validate` calls it before an attempt is opened.
 """
 
 import re
@@ -24,12 +24,12 @@ _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 def impossible(job: FineTuneJob) -> list[Problem]:
-    """Return what no profile could make possible."""
+    """Return the problems that no profile could solve."""
     return [*_uris(job), *_folders(job), *_port(job), *_forms(job), *_pod_metadata(job)]
 
 
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
-    """Return what this profile does not allow, or does not have."""
+    """Return what this profile does not allow or offer."""
     return [
         *_namespace(job, profile),
         *_sizes(job, profile),
@@ -81,7 +81,7 @@ def _port(job: FineTuneJob) -> Iterator[Problem]:
 
 
 def _forms(job: FineTuneJob) -> Iterator[Problem]:
-    """What the API server would refuse in a batch Job, where nobody knows whose field it was."""
+    """Check values that the API server would refuse in the batch Job, without the job's field."""
     spec, token = job.spec, job.spec.model.token_secret_ref
     labels = {"spec.topology.instanceType": spec.topology.instance_type}
     if spec.queue is not None:
@@ -103,7 +103,7 @@ def _forms(job: FineTuneJob) -> Iterator[Problem]:
 
 
 def _pod_metadata(job: FineTuneJob) -> Iterator[Problem]:
-    """What a pod could not have; sizes are bounds of the schema."""
+    """Check the labels and annotations of the pods; the schema bounds their sizes."""
     if job.spec.pod_template is None:
         return
     metadata, place = job.spec.pod_template.metadata, ("spec", "podTemplate", "metadata")
@@ -160,7 +160,7 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
 
 
 def _foreign(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
-    """Whose a checkpoint is stands in it, where only the trainer reads; here, what was asked."""
+    """Check the permission; only the trainer can read whose a checkpoint is."""
     if job.spec.checkpoint.allow_foreign and not profile.spec.allow.foreign_checkpoints:
         text = (
             f"true is not allowed by profile {profile.name}; remove it, or have the profile's "
@@ -170,7 +170,7 @@ def _foreign(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
 
 
 def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
-    """What is written to a volume of the profile must get there, and outlive its pod."""
+    """Check that volumes of the profile that the job writes are writable and outlive the pod."""
     for path, uri in uris.outputs_of(job).items():
         name = volumes.claim_path(uri).claim
         volume = volumes.volume_of(name, profile.spec)
@@ -190,7 +190,7 @@ def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
 
 
 def _queue(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
-    """A queue is the namespace's own, a priority class everybody's."""
+    """Check the priority class; a queue needs no check, as it is the namespace's own."""
     if job.spec.queue is not None and (name := job.spec.queue.priority_class) is not None:
         path = "spec.queue.priorityClass"
         yield from refused(path, "a priority class", name, profile.allow.priority_classes)

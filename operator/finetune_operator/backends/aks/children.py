@@ -11,15 +11,13 @@ from finetune_operator.backends.aks.names import (
     AttemptName,
     child_name,
     is_owned,
-    owner_of,
 )
+from finetune_operator.backends.aks.watched import trim_job
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.compact import compact
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import JOBS, PODS, Object, Resource
-
-_KEPT_OF_JOB = ("activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend")
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Children:
             return None
 
     async def other_batch_jobs(self, name: AttemptName, job_uid: str) -> list[Object]:
-        """Return the batch Jobs of the job's other attempts; without a cache, the last one's."""
+        """Return the batch Jobs of the job's other attempts; without a cache, of the last one."""
         cache = self.cluster.cache(JOBS)
         found: list[Object | None] = [*cache.of_job(name.key)]
         if not cache.is_synced:
@@ -53,7 +51,7 @@ class Children:
         return [one for one in own if one["metadata"]["name"] != name.batch_job]
 
     async def pods(self, name: AttemptName, uid: str) -> list[Object]:
-        """Return the pods of the batch Job with that uid, also when it is gone itself."""
+        """Return the pods of the batch Job with that uid, also when that is gone."""
         cache = self.cluster.cache(PODS)
         if cache.is_synced:
             found = cache.of_job(name.key)
@@ -61,24 +59,18 @@ class Children:
             selector = f"{CONTROLLER_LABEL}={uid}"
             listing = await self.cluster.client.list(PODS, name.namespace, label_selector=selector)
             found = listing.items
-        return [one for one in found if _controller_uid(one) == uid]
+        return [one for one in found if is_owned(one, uid)]
 
     def kept(self, resource: Resource, name: AttemptName) -> Object | None:
-        """Return the child that a job has once, as it was seen last; see `expand`."""
+        """Return the compact form of a child that a job has once, as last seen; see `expand`."""
         return self.cluster.cache(resource).get(Key(name.namespace, child_name(name.job)))
 
     def note_kept(self, resource: Resource, made: Object) -> None:
-        """Take in the answer about a child that a job has once, as its watch would."""
+        """Put an answer about a child that a job has once into its cache, as the watch would."""
         cache = self.cluster.cache(resource)
-        if cache.is_synced:  # else nobody would take it out
+        if cache.is_synced:  # else nobody would remove it
             cache.put(compact(made))
 
     def note(self, made: Object) -> None:
-        """Take in the answer to a write of a batch Job, so that the next look sees it."""
-        # Without the pod template, as the watch keeps it: hundreds of them stay here.
-        spec = {key: made["spec"][key] for key in _KEPT_OF_JOB if key in made["spec"]}
-        self.cluster.cache(JOBS).put({**made, "spec": spec})
-
-
-def _controller_uid(made: Object) -> str:
-    return owner_of(made).get("uid", "")
+        """Put the answer to a write of a batch Job into its cache, so that `observe` sees it."""
+        self.cluster.cache(JOBS).put(trim_job(made))

@@ -1,10 +1,10 @@
-"""Whether a batch Job can ever make a pod again, whoever resumes or edits it. Pure.
+"""Whether a batch Job can ever create a pod again, even if somebody resumes or edits it. Pure.
 
-`observe` calls an attempt over, and `predecessors` lets the next one start, only when it cannot.
-What makes it so is the controller's own word: `Complete` and `Failed` cannot be taken back, and the
-API server refuses to remove `FailureTarget`. What merely keeps a Job from running can be undone:
-`suspend`, `parallelism`, and `activeDeadlineSeconds`, which does not run while it is suspended and
-begins anew when it is resumed, so that pods would train for a second.
+Only when it cannot is an attempt over for `observe`, and does `predecessors` let the next one
+start. Conditions of its controller are final: `Complete` and `Failed` cannot be reverted, and the
+API server refuses to remove `FailureTarget`. Fields that only keep a Job from running are not:
+`suspend`, `parallelism`, and `activeDeadlineSeconds`, which does not run while the Job is suspended
+and starts again when it is resumed, so that pods would train for a second.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ def has(batch_job: Object, *kinds: str) -> bool:
 
 
 def is_final(batch_job: Object) -> bool:
-    """Say whether it has ended, which its controller says once every pod of it has."""
+    """Say whether it has ended; its controller sets these conditions once every pod has ended."""
     return has(batch_job, "Complete", "Failed")
 
 
 def has_decided(batch_job: Object) -> bool:
-    """Say whether its controller has decided that no further pod comes, and counts none that lives.
+    """Say whether its controller has decided to create no more pods, and counts no active one.
 
-    Where we have set FailureTarget it may be making pods just then, so only its own word counts.
+    A FailureTarget of ours does not count, as the controller may be creating pods at that moment.
     """
     if is_final(batch_job):
         return True
@@ -41,7 +41,7 @@ def has_decided(batch_job: Object) -> bool:
 
 
 def is_ending(batch_job: Object) -> bool:
-    """Say whether it ends without anybody's doing: nothing is left to be told to it."""
+    """Say whether it is ending already, so that no further write is needed."""
     if "deletionTimestamp" in batch_job["metadata"]:
         return True
     if is_final(batch_job) or has(batch_job, "FailureTarget", "SuccessCriteriaMet"):
@@ -64,12 +64,11 @@ def was_cancelled(batch_job: Object) -> bool:
 
 
 def makes_no_more(batch_job: Object, pods: Sequence[Object], wanted: int) -> bool:
-    """Say whether its controller will surely make no further pod, where no pod of it lives.
+    """Say whether its controller will certainly create no further pod, where none is alive.
 
-    `Failed` and `Complete` alone come up to a second later than what they follow from: the
-    controller's own decision to fail it, or pods that all ended by themselves, each of which it has
-    to count. Those that were told to leave it may have let go uncounted, as it does when somebody
-    suspends a Job, and would make anew.
+    This is up to a second earlier than `Failed` or `Complete`: once the controller has decided to
+    fail the Job, or all its pods have ended by themselves, which it must count. It may not have
+    counted pods that were deleted, as when somebody suspends the Job, and may replace those.
     """
     if has_decided(batch_job):
         return True
@@ -77,7 +76,7 @@ def makes_no_more(batch_job: Object, pods: Sequence[Object], wanted: int) -> boo
     counted = [pod for pod in ended if "deletionTimestamp" not in pod["metadata"]]
     if len(ended) >= wanted:
         failed = any(pod["status"]["phase"] == "Failed" for pod in counted)
-        # Who raises the limit of an attempt lets its controller replace what has failed.
+        # With a higher limit, which somebody has set, the controller replaces failed pods.
         if failed and not batch_job["spec"].get("backoffLimit"):
             return True
         return not failed and len(counted) >= wanted

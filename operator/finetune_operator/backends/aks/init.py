@@ -1,8 +1,8 @@
-"""What a pod starts first: some lines of `sh` that pass signals on to the trainer. Pure.
+"""The init of a pod: some lines of `sh` that pass signals on to the trainer. Pure.
 
 Linux drops a signal to PID 1 that has no handler for it, and Python has none before it has loaded
-its own libraries. A shell is ready within a few milliseconds. `pod` renders it; a profile may name
-another program in its place, or none.
+its own libraries. A shell is ready within a few milliseconds. `pod` renders it; a profile may set
+another program, or none.
 """
 
 from collections.abc import Sequence

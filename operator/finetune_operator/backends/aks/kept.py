@@ -1,8 +1,8 @@
-"""What an attempt's Service, EndpointSlice and NetworkPolicy were created with. Pure.
+"""How an attempt's Service, EndpointSlice and NetworkPolicy were created. Pure.
 
-The attempt's batch Job holds it, as another version of the operator would render something else.
-Who may patch batch Jobs but none of these could have them written through us; so the digest in the
-job's status (`profiles`) counts it in, and neither names nor namespaces are in it.
+An annotation of the attempt's batch Job keeps it, as another version of the operator would render
+them differently. It must not give rights to people who may patch only batch Jobs: so the digest in
+the job's status (`profiles`) includes it, and it has no names or namespaces.
 """
 
 import json
@@ -22,13 +22,13 @@ from finetune_operator.kube.resources import (
 KINDS = (NETWORK_POLICIES, SERVICES, ENDPOINT_SLICES)
 
 _ONE_VALUE = frozenset({"selector", "podSelector", "namespaceSelector"})
-"""Fields that mean something else when somebody adds to them."""
+"""Fields that are compared as a whole, as an addition changes their meaning."""
 
 _Json = dict[str, Any]
 
 
 def to_annotation(objects: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is to be kept of these children; empty where there are none."""
+    """Return the annotation for these children; empty where there are none."""
     if not objects:
         return ""
     kept: _Json = {"metadata": _common(objects[0]["metadata"])}
@@ -45,22 +45,22 @@ def to_annotation(objects: Sequence[Mapping[str, Any]]) -> str:
 _NAMED_ELSEWHERE = ("apiVersion", "kind", "metadata")
 
 
-def is_told(batch_job: Object) -> bool:
-    """Say whether a batch Job tells what the other children were created with."""
+def has_annotation(batch_job: Object) -> bool:
+    """Say whether a batch Job has the annotation."""
     return CHILDREN_ANNOTATION in (batch_job["metadata"].get("annotations") or {})
 
 
 def wanted(batch_job: Object, name: AttemptName, address: str) -> dict[Resource, Object]:
-    """Return the children of an attempt as they are to be, by kind; none where nothing was kept.
+    """Return the children of an attempt as they should be, by kind; none without the annotation.
 
-    A field that is to be absent is None.
+    A field that must be absent is None.
 
     Args:
         batch_job: The attempt's, whose digest was compared.
         name: The attempt's.
         address: Of rank 0's pod; without it the EndpointSlice is left out.
     """
-    if not is_told(batch_job):
+    if not has_annotation(batch_job):
         return {}
     kept: _Json = json.loads(batch_job["metadata"]["annotations"][CHILDREN_ANNOTATION])
     metadata = {"name": child_name(name.job), "namespace": name.namespace, **kept["metadata"]}
@@ -81,15 +81,15 @@ def wanted(batch_job: Object, name: AttemptName, address: str) -> dict[Resource,
 
 
 def to_create(child: Object) -> Object:
-    """Return what is created of a child."""
+    """Return the body that creates a child."""
     made: Object = _overlaid({}, child)
     return made
 
 
 def change(there: Object, child: Object) -> Object:
-    """Return the merge patch that makes a child what it was; empty where it still is.
+    """Return the merge patch that restores a child; empty where nothing has changed.
 
-    What others have added, such as the server's defaults, stays.
+    Fields that others have added, such as the server's defaults, stay.
     """
     known = {key: value for key, value in child.items() if key not in ("apiVersion", "kind")}
     owners = there["metadata"].get("ownerReferences") or []
@@ -111,7 +111,7 @@ def _extra_labels(labels: Mapping[str, str], common: Mapping[str, str]) -> dict[
 
 
 def _overlaid(there: Any, ours: Any, field: str = "") -> Any:
-    """Return what is there with our fields put over it."""
+    """Return the object with our fields merged into it."""
     if isinstance(ours, dict) and isinstance(there, dict) and field not in _ONE_VALUE:
         made = dict(there)
         for key, value in ours.items():
@@ -122,6 +122,6 @@ def _overlaid(there: Any, ours: Any, field: str = "") -> Any:
         return made
     if isinstance(ours, list) and isinstance(there, list) and len(ours) == len(there):
         pairs = zip(there, ours, strict=True)
-        # Whole, as the server's defaults beside our fields may be of the fields that were there.
+        # As a whole, as the server's defaults of an item may belong to its changed fields.
         return there if all(_overlaid(one, mine) == one for one, mine in pairs) else ours
     return ours

@@ -1,7 +1,7 @@
-"""Keep the terminations of pods that are gone by the time at which their attempt is over.
+"""Keep the terminations of pods that are gone before their attempt is over.
 
-A suspended Job's controller lets its pods go without a trace. Kept in memory alone: an operator
-that starts anew knows only that they were taken away.
+A suspended Job's controller deletes its pods without a trace. They are kept only in memory: after a
+restart the operator knows only that the pods were preempted.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class KeptTerminations:
         self._seen: dict[str, Observation] = {}
 
     def remembered(self, uid: str, seen: Observation, pods: Sequence[Object]) -> Observation:
-        """Return what is seen, with the termination seen before where no pod has any left."""
+        """Return the observation, with an earlier termination where all ended pods are gone."""
         if seen.phase is not AttemptPhase.FAILED:
             return seen
         if any(not is_alive(pod) for pod in pods):

@@ -1,6 +1,6 @@
-"""The verbs that talk to the cluster; made by `AksBackend` on their first use.
+"""The verbs that send requests to the cluster; `AksBackend` makes it on their first use.
 
-What is kept here is found again after a restart; everything that counts is in the cluster.
+Its memory can be lost: after a restart everything that matters is found in the cluster.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from finetune_operator.backends.aks.predecessors import end_earlier, make_way
 from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
-from finetune_operator.backends.aks.reasons import may_be_told_in_events
+from finetune_operator.backends.aks.reasons import may_be_explained_by_events
 from finetune_operator.backends.aks.submit import handle_of, submit
 from finetune_operator.backends.aks.upkeep import Upkeep
 from finetune_operator.backends.aks.warning_events import WarningEvents
@@ -77,12 +77,12 @@ class LiveAttempts:
         Args:
             name: The attempt's.
             job_uid: The job's.
-            is_opened: Its creation may have been carried out without an answer, so that a cache,
-                which may be late, is not believed to lack it.
+            is_opened: An unanswered request may have created it, so that its absence in a cache,
+                which may be late, proves nothing.
 
         Raises:
-            AlreadyOwnedError: pods live that nothing of the job's ends.
-            NotCreatedError: pods of it live without it, or another attempt has not ended.
+            AlreadyOwnedError: pods are alive that nothing of the job ends.
+            NotCreatedError: pods of it are alive without it, or another attempt has not ended.
             ApiError: the API server does not answer.
         """
         there = await self._children.batch_job(name)
@@ -98,7 +98,7 @@ class LiveAttempts:
         return Found(handle_of(name, there), since)
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Observe the batch Job and its pods; names rank 0 and pulls its progress meanwhile."""
+        """Observe the batch Job and its pods; also names rank 0 and reads its progress."""
         handle, name = ref.handle, AttemptName.parse(ref.handle.name)
         batch_job = await self._owned(name, handle)
         pods = await self._children.pods(name, handle.uid)
@@ -113,23 +113,23 @@ class LiveAttempts:
         elif batch_job is not None:
             self._of_job[ref.job_uid].add(handle.uid)
             if seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
-                return await self._look_at_living(seen, handle, batch_job, pods)
+                return await self._observe_unfinished(seen, handle, batch_job, pods)
         return seen
 
-    async def _look_at_living(
+    async def _observe_unfinished(
         self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
         name, facts = AttemptName.parse(handle.name), facts_of(batch_job)
         if facts.service:
             seen = await self._with_rank_zero(seen, handle, batch_job, pods)
         address = self._names.given(handle.uid)
-        told = await self._upkeep.keep(self._children, name, batch_job, handle.digest, address)
+        upkeep = await self._upkeep.keep(self._children, name, batch_job, handle.digest, address)
         if seen.phase is AttemptPhase.RUNNING:
             seen = await self._with_progress(seen, handle.uid, facts, pods)
         elif seen.obstacle is None:
             seen = await self._with_obstacle(seen, name, batch_job, pods)
-        waits = [one for one in (seen.requeue_seconds, told.again_seconds) if one is not None]
-        return replace(seen, warning=told.message, requeue_seconds=min(waits, default=None))
+        waits = [one for one in (seen.requeue_seconds, upkeep.again_seconds) if one is not None]
+        return replace(seen, warning=upkeep.message, requeue_seconds=min(waits, default=None))
 
     async def cancel(self, handle: Handle, until: datetime) -> None:
         """Stop the attempt."""
@@ -147,7 +147,7 @@ class LiveAttempts:
             yield line
 
     async def collect(self, handle: Handle) -> Sequence[str]:
-        """Return what its termination message names, else the output folder, once it succeeded."""
+        """Return the artifacts of its termination message, else the output folder, on success."""
         name = AttemptName.parse(handle.name)
         batch_job = await self._owned(name, handle)
         if batch_job is None:
@@ -162,7 +162,7 @@ class LiveAttempts:
         return tuple(dict.fromkeys(uris)) or (facts.output,)
 
     async def _owned(self, name: AttemptName, handle: Handle) -> Object | None:
-        """Return the batch Job, if what is there is the one that the handle means."""
+        """Return the batch Job, if it has the uid in the handle."""
         batch_job = await self._children.batch_job(name)
         if batch_job is None or batch_job["metadata"]["uid"] != handle.uid:
             return None
@@ -171,7 +171,7 @@ class LiveAttempts:
     async def _with_rank_zero(
         self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
-        """Name rank 0's pod; without a name the other pods would wait for it in silence."""
+        """Name rank 0's pod; without a name the other pods would wait silently."""
         address = address_of(pods)
         if not address or address == self._names.given(handle.uid):
             return seen
@@ -179,11 +179,10 @@ class LiveAttempts:
         made = None
         if digest_of(batch_job) == handle.digest:
             made = kept.wanted(batch_job, name, address).get(ENDPOINT_SLICES)
-        told = await self._names.give(self._children, name, batch_job, made, address)
-        if told is None:
+        obstacle = await self._names.give(self._children, name, batch_job, made, address)
+        if obstacle is None:
             return seen
-        again = rank_zero.AGAIN_SECONDS
-        return replace(seen, obstacle=told, requeue_seconds=again)
+        return replace(seen, obstacle=obstacle, requeue_seconds=rank_zero.AGAIN_SECONDS)
 
     async def _with_progress(
         self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Object]
@@ -193,17 +192,17 @@ class LiveAttempts:
         if not address:
             return seen
         interval = facts.status_interval_seconds
-        word = await self._progress.read(uid, address, facts.metrics_port, interval)
-        return replace(seen, progress=word.progress, requeue_seconds=word.requeue_seconds)
+        read = await self._progress.read(uid, address, facts.metrics_port, interval)
+        return replace(seen, progress=read.progress, requeue_seconds=read.requeue_seconds)
 
     async def _with_obstacle(
         self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
-        if not may_be_told_in_events(batch_job, pods):
+        if not may_be_explained_by_events(batch_job, pods):
             return seen
         client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
-        told, again = await self._warnings.ask(client, name.namespace, uid, pods)
-        return replace(seen, obstacle=told, requeue_seconds=again)
+        obstacle, again = await self._warnings.read(client, name.namespace, uid, pods)
+        return replace(seen, obstacle=obstacle, requeue_seconds=again)
 
     def forget(self, job_uid: str) -> None:
         """Drop what is kept about the attempts of a job that is over or gone."""

@@ -1,6 +1,6 @@
-"""Keep the end of the log of the pod that failed first, as pods and their logs do not last.
+"""Keep the end of the log of the root cause's pod, as pods and their logs are deleted.
 
-It is written onto the batch Job, once, as soon as the attempt is seen to have failed.
+It becomes an annotation of the batch Job, once, as soon as the attempt has failed.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _MOST_TRIES = 3
 
 
 class LogTails:
-    """Writes log tails in one cluster; remembers which could not be written."""
+    """Writes log tails in one cluster; counts failed writes."""
 
     def __init__(self) -> None:
         self._failures: dict[str, int] = {}
@@ -35,7 +35,7 @@ class LogTails:
     ) -> None:
         """Write the log tail of the root cause, unless it is written already.
 
-        A log that cannot be read does not delay the attempt: the reason is written instead.
+        Where the log cannot be read, the reason is written instead.
 
         Raises:
             ApiError: it was not written, and another try may succeed.
@@ -44,7 +44,7 @@ class LogTails:
             return
         pod = root_cause_pod(pods)
         if pod is None or termination_of(pod).termination.exit_code == ExitCode.PREEMPTED:
-            return  # it never ran, or was told to stop
+            return  # it never ran, or was preempted
         uid = batch_job["metadata"]["uid"]
         text = await _log_tail(children, pod)
         change = {"metadata": {"uid": uid, "annotations": {LOG_TAIL_ANNOTATION: text}}}
@@ -53,7 +53,7 @@ class LogTails:
             children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
         except ApiError as error:
             self._failures[uid] = self._failures.get(uid, 0) + 1
-            # What stops the rest of the attempt comes after, and then nobody asks again.
+            # The rest of the attempt is stopped only after this, and then this is not tried again.
             if error.retryable and self._failures[uid] < _MOST_TRIES:
                 raise
             log.warning("the log tail of %s is not kept (%s)", name, error)
@@ -76,6 +76,6 @@ async def _log_tail(children: Children, pod: Object) -> str:
 
 
 def kept_tail(batch_job: Object) -> list[str]:
-    """Return what was kept; empty if nothing was."""
+    """Return the lines that were kept; empty if none were."""
     annotations = batch_job["metadata"].get("annotations") or {}
     return str(annotations.get(LOG_TAIL_ANNOTATION, "")).splitlines()

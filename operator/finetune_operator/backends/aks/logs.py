@@ -18,7 +18,7 @@ async def read_log(
 ) -> AsyncIterator[str]:
     """Yield the last lines of the pod that `rank` runs in; `follow` goes on to its end.
 
-    Where there is no log, one sentence says why, followed by what was kept of the attempt's.
+    Where there is no log, a sentence says why, and the kept lines of the attempt's log follow.
     """
     facts = facts_of(batch_job)
     if rank >= facts.nodes * facts.processes_per_node:

@@ -1,4 +1,4 @@
-"""How the children of a job are called and marked; `render` writes it, everything else reads it."""
+"""Names, labels and annotations of a job's children; `render` writes them, the rest reads them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ CONFIG_ANNOTATION = "finetune.dev/config"
 """The trainer's configuration as JSON, on each pod; a downward API volume makes it a file."""
 
 PROFILE_ANNOTATION = "finetune.dev/profile"
-"""The profile as it was when the attempt was made, on each batch Job; later attempts keep to it."""
+"""The profile when the attempt was rendered, on each batch Job; later attempts use the same."""
 
 CHILDREN_ANNOTATION = "finetune.dev/children"
-"""What the attempt's other children were created with, on each batch Job; they are kept so."""
+"""How the attempt's other children were created, on each batch Job; they are kept like that."""
 
 FACTS_ANNOTATION = "finetune.dev/attempt-facts"
-"""What must be known to look at an attempt, on each batch Job."""
+"""What is needed to observe an attempt, on each batch Job."""
 
 CANCELLED_ANNOTATION = "finetune.dev/cancelled"
 """On a batch Job that we stopped."""
@@ -50,15 +50,15 @@ METRICS_PORT_NAME = "metrics"
 
 
 class AttemptFacts(ApiModel):
-    """What must be known to look at an attempt without its job.
+    """What is needed to observe an attempt without its job.
 
-    Another version of the operator may have written it: what is added here needs a default.
+    Another version of the operator may have written it, so new fields need a default.
 
     Attributes:
         nodes: Pods of the gang.
         processes_per_node: Ranks of each.
         metrics_port: Port of rank 0's /progress.
-        status_interval_seconds: Shortest time between two looks at the progress of a steady run.
+        status_interval_seconds: Shortest time between two reads of the progress of a steady run.
         output: URI of the folder of the trained model.
         output_folder: Its path in a pod; empty where it is not known.
         service: Service that gives rank 0 its name, where we write its endpoints; else empty.
@@ -143,7 +143,7 @@ class AttemptName:
 def child_name(job: str) -> str:
     """Return the name of the children that a job has once: Service, EndpointSlice, NetworkPolicy.
 
-    With a word of ours, as a user may well have a Service that is called like the job.
+    With a suffix, as a user may well have a Service with the job's name.
     """
     return f"{job}-finetune"
 

@@ -19,18 +19,18 @@ _SERVICE_NAME = "kubernetes.io/service-name"
 
 
 def rendezvous_host(name: AttemptName, service: str) -> str:
-    """Return rank 0's name, different in each attempt: resolvers remember the last one's address.
+    """Return rank 0's name, another in each attempt, as resolvers cache addresses.
 
-    Without the cluster's domain, which the search list of a pod adds.
+    Without the cluster's domain, which a pod's search list adds.
     """
     return f"{name.host}.{service}.{name.namespace}.svc"
 
 
 def service(metadata: Json, profile: FineTuneProfileSpec) -> Json:
-    """Return the headless Service below whose name rank 0 is found.
+    """Return the headless Service under whose name rank 0 is found.
 
-    Without a selector no controller writes endpoints for it: `rank_zero_slice` is its only one.
-    With one, of all pods only rank 0's is selected, as nobody asks for another.
+    Without a selector `rank_zero_slice` is its only EndpointSlice, as no controller writes one.
+    With a selector it selects only rank 0's pod, the only one that is looked up.
     """
     spec: Json = {
         "clusterIP": "None",
@@ -63,7 +63,7 @@ def rank_zero_slice(metadata: Json, service: str, host: str, address: str) -> Js
 def network_policy(metadata: Json, profile: FineTuneProfileSpec, operator_namespace: str) -> Json:
     """Return the policy that lets in the job's own pods, the operator and readers of metrics.
 
-    Own pods on every port: NCCL and gloo choose theirs as they go.
+    The job's own pods on every port, as NCCL and gloo choose ports at run time.
     """
     own = {"matchLabels": {JOB_UID_LABEL: metadata["labels"][JOB_UID_LABEL]}}
     readers = [_peer(operator_namespace, OPERATOR_LABELS)]

@@ -1,4 +1,4 @@
-"""What is seen of an attempt: one batch Job and its pods become one Observation. Pure.
+"""Turn the batch Job of an attempt and its pods into an Observation. Pure.
 
 A gang is pending until every one of its pods runs, and failed as soon as one has failed.
 """
@@ -21,7 +21,7 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 
 def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
-    """Return what is seen where the batch Job does not exist any more."""
+    """Return the observation where the batch Job does not exist any more."""
     alive = [pod for pod in pods if is_alive(pod)]
     text = f"Job {name} does not exist any more"
     if not alive:
@@ -32,7 +32,7 @@ def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
 
 
 def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
-    """Return what is seen of an attempt, progress apart."""
+    """Return the observation of an attempt, without its progress."""
     facts = facts_if_readable(batch_job)
     size = batch_job["spec"].get("completions") or 0
     wanted = facts.nodes if facts else size or 1
@@ -84,22 +84,22 @@ def _succeeded(ends: Sequence[PodTermination], *, all_gone: bool) -> Observation
 
 
 def _all_done(ends: Sequence[PodTermination], wanted: int) -> bool:
-    """The batch Job says so too, but up to seconds later."""
+    """Say whether every pod is done; the batch Job says so up to seconds later."""
     done = {end.index for end in ends if end.termination.exit_code == ExitCode.DONE}
     return len(done) == wanted
 
 
 def _is_ending(batch_job: Object) -> bool:
-    """Say whether it has failed, or is about to: also one that we stopped in its queue."""
+    """Say whether it has failed or is about to, also one that we stopped in its queue."""
     if was_cancelled(batch_job) or "deletionTimestamp" in batch_job["metadata"]:
         return True
     return has(batch_job, "Failed", "FailureTarget", "Complete")
 
 
 def _suspended(batch_job: Object) -> Termination | None:
-    """Return the termination of pods that a suspension removed, of which nothing is left to read.
+    """Return the termination of pods that a suspension deleted, which left no message.
 
-    None where that is not known to be what ended them.
+    None where it is not known that a suspension ended them.
     """
     if not was_given_up(batch_job):
         return None
@@ -110,7 +110,7 @@ def _suspended(batch_job: Object) -> Termination | None:
 
 
 def _why(batch_job: Object, wanted: int) -> str:
-    """Return what the batch Job's own condition says."""
+    """Return why it ends, as the batch Job's own condition says."""
     name = batch_job["metadata"]["name"]
     if has(batch_job, "Complete"):
         size = batch_job["spec"].get("completions") or 0

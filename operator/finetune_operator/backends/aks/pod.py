@@ -1,6 +1,6 @@
 """The pod that each node of an attempt runs: one container, the trainer. Pure.
 
-All pods of a gang are the same; what differs (its number) the batch Job's controller adds.
+All pods of a gang have one template; the batch Job's controller adds each one's index.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from finetune_trainer.config import ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
 
 Json = dict[str, Any]
 
-# Nobody may take a node away from under a gang that trains: one lost pod loses them all.
+# No autoscaler may remove the node of a gang that trains: one lost pod loses them all.
 STAY_ANNOTATIONS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
@@ -35,7 +35,7 @@ EXTRA_GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class PodInputs:
-    """What a pod is made from.
+    """What a pod is rendered from.
 
     Attributes:
         labels: On every pod of the attempt.
@@ -136,9 +136,9 @@ def _container(inputs: PodInputs) -> Json:
 
 
 def _environment(inputs: PodInputs) -> list[Json]:
-    """Return the variables; the node's rank comes as JOB_COMPLETION_INDEX from the controller.
+    """Return the variables; the controller adds the node's rank as JOB_COMPLETION_INDEX.
 
-    What the profile sets takes the place of our defaults, but not of how a pod finds its gang.
+    The profile overrides our defaults, but not the variables by which a pod finds its gang.
     """
     job, profile = inputs.job, inputs.profile
     defaults = {
@@ -164,7 +164,7 @@ def _environment(inputs: PodInputs) -> list[Json]:
 
 
 def _resources(job: FineTuneJob, profile: FineTuneProfileSpec) -> Json:
-    """Return requests and limits; devices and memory cannot be overcommitted, so they are alike."""
+    """Return requests and limits, equal but for cpu: nothing else can be overcommitted."""
     resources = profile.resources
     limits: dict[str, str] = dict(resources.other)
     if resources.memory is not None:
@@ -218,12 +218,12 @@ def _mounts(inputs: PodInputs) -> list[Json]:
 
 
 def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
-    """Return the probe that ends a pod whose trainer cannot even end itself any more.
+    """Return the probe that kills a pod whose trainer cannot even end itself any more.
 
-    Only rank 0 leaves a heartbeat, and nobody else is asked for one. The trainer's own watchdog
-    comes first, as it writes down where every rank stands: the probe fails after the same time, and
-    must go on to fail for as long again. A look that takes too long has failed, too, and must not
-    end a healthy run whose storage stands still for a minute.
+    Only rank 0 has a heartbeat, so other pods always pass. The trainer's own watchdog must act
+    first, as it logs the stack of every rank: so the probe begins to fail after the same time, and
+    kills only after it has failed for as long again. Neither must it kill a healthy run whose
+    storage hangs for a minute, as a probe that times out has failed, too.
     """
     minutes = max(1, -(-hang_seconds // 60))
     test = (
@@ -231,7 +231,7 @@ def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
         f'[ -n "$(find "$0/progress.json" -mmin -{minutes} 2>/dev/null)" ]'
     )
     return {
-        # The path is the job author's, so the shell gets it as an argument and never reads it.
+        # The path comes from the job, so the shell gets it as an argument and never parses it.
         "exec": {"command": ["sh", "-c", test, run_dir]},
         "initialDelaySeconds": 60 * minutes,
         "periodSeconds": _PROBE_SECONDS,

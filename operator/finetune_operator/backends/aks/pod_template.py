@@ -1,8 +1,8 @@
 """What a job's `podTemplate` may add to its pods, and how it is merged below our own fields. Pure.
 
-It is a part of a PodSpec, of which only the fields named here may be set: everything else could
-reach what the job's author may not. Who owns a field decides: a name of ours or of the profile's is
-refused, never silently kept or replaced.
+Only the fields of a PodSpec that are listed here may be set, as others could give more rights than
+the job's author has. A name that the operator or the profile uses is refused, never silently kept
+or replaced.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,35 +22,17 @@ Json = dict[str, Any]
 
 FIELD = "spec.podTemplate"
 MOUNT_ROOT = "/extra"
-"""Below it a job mounts what it likes: no image has code there that a mount could replace."""
+"""A job may mount its volumes only below it, where no image has code that a mount could hide."""
 
 _SCHEDULING = ("affinity", "nodeSelector", "tolerations")
-# Beside our own names, those by which code gets into the trainer and so at its identity, by which
-# a token is sent elsewhere, and by which a container gets devices that it did not ask for.
+# Our own variables, and those that can load code into the trainer (and so use its identity), send a
+# token elsewhere, or give a container devices that it did not request.
 _RESERVED_ENV = (
-    "AZURE_*",
-    "CUDA_VISIBLE_DEVICES",
-    "FINETUNE_*",
-    "HF_ENDPOINT",
-    "HF_HOME",
-    "HF_TOKEN",
-    "HOME",
-    "JOB_COMPLETION_INDEX",
-    "LD_*",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NVIDIA_*",
-    "OMPI_*",
-    "PATH",
-    "PYTHON*",
-    "RANK",
-    "TMPDIR",
-    "TORCHELASTIC_*",
-    "USER",
+    "AZURE_*", "CUDA_VISIBLE_DEVICES", "FINETUNE_*", "HF_ENDPOINT", "HF_HOME", "HF_TOKEN", "HOME",
+    "JOB_COMPLETION_INDEX", "LD_*", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "NVIDIA_*", "OMPI_*", "PATH", "PYTHON*", "RANK", "TMPDIR", "TORCHELASTIC_*", "USER",
     "WORLD_SIZE",
-)
+)  # fmt: skip
 _RESERVED_VOLUMES = ("config", "dev-shm", "tmp", "scratch", "claim-*", "profile-*")
 _TEXT: Schema = {"type": "string"}
 _YES_OR_NO: Schema = {"type": "boolean"}
@@ -99,13 +81,7 @@ _SPEC = _fields(
 
 
 def check(template: PodTemplate, profile: FineTuneProfileSpec, affinity: Json) -> Iterator[Problem]:
-    """Yield what the template may not say.
-
-    Args:
-        template: The job's.
-        profile: The job's profile.
-        affinity: The rendered one, which the template may not change.
-    """
+    """Yield what the template may not set; the rendered `affinity` may not be changed."""
     yield from _metadata(template, profile.allow)
     spec = template.spec
     if wrong := check_structure(spec, _SPEC, ("spec", "podTemplate", "spec")):
@@ -121,7 +97,7 @@ def check(template: PodTemplate, profile: FineTuneProfileSpec, affinity: Json) -
 
 
 def merge(template: PodTemplate | None, pod: Json, container: Json) -> None:
-    """Add to a rendered pod and its container what a checked template says."""
+    """Merge a checked template into a rendered pod and its container."""
     if template is None:
         return
     spec = template.spec
@@ -142,7 +118,7 @@ def merge(template: PodTemplate | None, pod: Json, container: Json) -> None:
 
 
 def requested_cpu(template: PodTemplate | None) -> str | int | None:
-    """Return the cores that a checked template asks for."""
+    """Return the cores that a checked template requests."""
     for container in template.spec.get("containers", ()) if template else ():
         resources = container.get("resources", {})
         for kind in ("requests", "limits"):
@@ -165,7 +141,7 @@ def _fits(name: str, patterns: Collection[str]) -> bool:
 
 def _problem(finding: Finding) -> Problem:
     text = finding.message
-    if finding.is_unknown:  # here; Kubernetes may well know it
+    if finding.is_unknown:  # to us, but perhaps not to Kubernetes
         text = f"cannot be set by a job; {text.partition('; ')[2]}"
     return Problem(show_path(finding.path), text)
 
@@ -234,7 +210,7 @@ def _container(
 
 
 def _mount(mount: Json, path: str, own: Collection[str]) -> Iterator[Problem]:
-    """A volume of ours or the profile's could be mounted writable, or over the trainer's code."""
+    """Check a mount; one of our volumes or the profile's could become writable, or hide code."""
     name, target = mount["name"], mount["mountPath"]
     if name not in own:
         text = f"{name} is no volume of podTemplate.spec.volumes; mount one of those"
@@ -251,9 +227,12 @@ def _resource(
     if resource not in ("cpu", "memory", "ephemeral-storage"):
         yield Problem(path, "is asked for by the operator; set spec.topology, or the profile")
         return
-    given = {**profile.resources.other, "cpu": profile.resources.cpu}
-    given |= {"memory": profile.resources.memory}
-    if given.get(resource) is not None:
+    set_by_profile = {
+        **profile.resources.other,
+        "cpu": profile.resources.cpu,
+        "memory": profile.resources.memory,
+    }
+    if set_by_profile.get(resource) is not None:
         yield Problem(path, "is set by the profile; remove it")
         return
     most = profile.allow.max_resources.get(resource)

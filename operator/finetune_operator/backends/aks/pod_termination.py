@@ -1,4 +1,4 @@
-"""How one pod ended: its termination message, or else what its status tells. Pure."""
+"""How one pod ended: by its termination message, or else by its status. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ def index_of(pod: Object) -> int:
 
 
 def is_alive(pod: Object) -> bool:
-    """Say whether a process of it may run; on a node that does not answer it may."""
+    """Say whether a process of it may run, also on a node that does not answer."""
     return pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
 
 
@@ -51,7 +51,7 @@ def condition(made: Object, kind: str) -> Any:
 
 
 def container_state(pod: Object, state: str) -> Any:
-    """Return `waiting`, `running` or `terminated` of the trainer; None if it is not in it."""
+    """Return the trainer's `waiting`, `running` or `terminated`; None if it is in another state."""
     for one in pod.get("status", {}).get("containerStatuses") or ():
         if one["name"] == CONTAINER:
             return one.get("state", {}).get(state)
@@ -77,9 +77,9 @@ def termination_of(pod: Object) -> PodTermination:
 
 
 def _disruption(pod: Object) -> str:
-    """Return why the cluster took the pod away; empty if it did not.
+    """Return why the cluster disrupted the pod; empty if it did not.
 
-    The kubelet evicts pods that use up their node, which is the job's own fault.
+    An eviction by the kubelet is no disruption: the pod used up its node, the job's own fault.
     """
     target, status = condition(pod, "DisruptionTarget"), pod.get("status", {})
     if target.get("status") != "True" or status.get("reason") == "Evicted":
@@ -92,7 +92,7 @@ def _has_message(ended: Any) -> bool:
 
 
 def _from_container(name: str, ended: Any) -> Termination:
-    """Join what the trainer said with the exit code that the kubelet saw."""
+    """Combine the trainer's termination message with the exit code from the kubelet."""
     code, message = int(ended["exitCode"]), ended.get("message", "")
     said = _parse(message)
     if said is None:
@@ -145,7 +145,7 @@ def _parse(message: str) -> Termination | None:
     try:
         return Termination.model_validate_json(message)
     except ValidationError:
-        return None  # the end of the log, which Kubernetes puts in its place
+        return None  # it is the end of the log, which Kubernetes takes where there is no message
 
 
 def _termination(code: int, failure: FailureClass, message: str) -> Termination:

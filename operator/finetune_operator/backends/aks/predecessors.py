@@ -1,8 +1,8 @@
-"""What was before an attempt and must not run beside it: other attempts, and pods that are left.
+"""End what must not run beside an attempt: other attempts, and orphaned pods.
 
-Called before an attempt is created, or told to be absent; and with each look at one, as somebody
-may have resumed the one before it. A pod that nothing ends is not ours to delete: it may be saving,
-and somebody has cut it loose on purpose. So its job waits, and says what is to be deleted.
+Called before an attempt is created or reported absent, and with each observation of one, as
+somebody may resume an earlier one. We do not delete an orphaned pod: it may be saving, and somebody
+has orphaned it on purpose. So the job waits, with a message that says what to delete.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _EVERY_KIND = "jobs,pods,services,endpointslices,networkpolicies"
 
 
 async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> None:
-    """Bring the job's earlier attempts into their end, as far as a cache tells of any.
+    """End the job's earlier attempts that are in the cache.
 
     Raises:
         ApiError: the API server refuses, or does not answer.
@@ -36,7 +36,7 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
 
 
 async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Object | None:
-    """Bring the job's other attempts into their end; return one that may yet make a pod."""
+    """End the job's other attempts; return one that may still create a pod."""
     others = await children.other_batch_jobs(name, job_uid)
     living = [one for one in others if not has_decided(one)]
     for one in living:
@@ -45,19 +45,19 @@ async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Ob
 
 
 async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
-    """Refuse to go on beside another attempt that may run, or beside pods that do.
+    """End the job's other attempts, and raise while one of them or a pod may still run.
 
-    Their batch Job may have been deleted while nobody looked; they still write the checkpoint.
+    Pods of a batch Job that was deleted in the meantime still write the checkpoint.
 
     Raises:
-        AlreadyOwnedError: there are pods that nothing ends.
+        AlreadyOwnedError: there are orphaned pods, which nothing ends.
         NotCreatedError: something is there that ends by itself.
         ApiError: the API server refuses, or does not answer.
     """
     living = await _end_others(children, name, job_uid)
     pods = [pod for pod in children.cluster.cache(PODS).of_job(name.key) if is_alive(pod)]
-    if loose := [pod for pod in pods if _is_loose(children, pod)]:
-        raise AlreadyOwnedError(_loose(name, job_uid, loose))
+    if orphans := [pod for pod in pods if _is_orphan(children, pod)]:
+        raise AlreadyOwnedError(_about_orphans(name, job_uid, orphans))
     if pods:
         raise NotCreatedError(
             f"pod {pods[0]['metadata']['name']} is still there, and two attempts must not write "
@@ -70,10 +70,10 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
         )
 
 
-def _is_loose(children: Children, pod: Object) -> bool:
-    """Say whether nothing ends the pod: it belongs to nothing, or to a Job that belongs to nothing.
+def _is_orphan(children: Children, pod: Object) -> bool:
+    """Say whether nothing ends the pod: it has no owner, or a Job without an owner.
 
-    A Job that is not there is no sign of that: its pods are collected, and a cache may be late.
+    A Job that is gone proves nothing: its pods are garbage-collected, and a cache may be late.
     """
     if "deletionTimestamp" in pod["metadata"]:
         return False
@@ -86,21 +86,21 @@ def _is_loose(children: Children, pod: Object) -> bool:
     return not owner_of(batch_job) and "deletionTimestamp" not in batch_job["metadata"]
 
 
-def _loose(name: AttemptName, job_uid: str, pods: Sequence[Object]) -> str:
-    """Return the sentence about pods that nothing ends, with what is to be deleted."""
+def _about_orphans(name: AttemptName, job_uid: str, pods: Sequence[Object]) -> str:
+    """Return the sentence about orphaned pods, with the command that deletes them."""
     names = [f"pod/{pod['metadata']['name']}" for pod in pods]
     uids = {(pod["metadata"].get("labels") or {}).get(JOB_UID_LABEL, job_uid) for pod in pods}
     what = " ".join(names)
-    if job_uid not in uids:  # everything that the job of this name before has left
+    if job_uid not in uids:  # all objects left of the earlier job of this name
         what = f"{_EVERY_KIND} -l '{JOB_UID_LABEL} in ({', '.join(sorted(uids))})'"
-    told = ", ".join(names[:_MOST_NAMED])
+    shown = ", ".join(names[:_MOST_NAMED])
     if (rest := len(names) - _MOST_NAMED) > 0:
-        told += f" and {rest} more"
-    is_one = len(names) == 1
+        shown += f" and {rest} more"
+    state = "runs and belongs" if len(names) == 1 else "run and belong"
     return (
-        f"{told} still {'runs' if is_one else 'run'} and {'belongs' if is_one else 'belong'} to no "
-        "FineTuneJob any more (an owner was deleted with --cascade=orphan), and two attempts must "
-        f"not write one checkpoint; to go on, kubectl delete -n {name.namespace} {what}"
+        f"{shown} still {state} to no FineTuneJob any more (an owner was deleted with "
+        "--cascade=orphan), and two attempts must not write one checkpoint; to go on, kubectl "
+        f"delete -n {name.namespace} {what}"
     )
 
 

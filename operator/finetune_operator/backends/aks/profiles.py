@@ -1,10 +1,10 @@
 """Find the profile of a job: as it was at the job's first attempt, else as it is now.
 
-A later attempt keeps to the first one's, so that a changed image does not meet an old checkpoint;
-what it may ask for is what the profile allows now, so that a right can be taken back. The snapshot
-is on the batch Job of each attempt. Who may patch batch Jobs but not create pods could write
-another image there; so its digest is in the job's status, and a changed snapshot is refused. The
-digest counts in what is kept of the other children (`kept`).
+Later attempts use the first one's profile, so that a changed image does not meet an old checkpoint;
+but what it allows is read now, so that a right can be revoked. The snapshot is on the batch Job of
+each attempt. People who may patch batch Jobs but not create pods could write another image there:
+so its digest, which includes what is kept of the other children (`kept`), is in the job's status,
+and a changed snapshot is refused.
 """
 
 import hashlib
@@ -29,20 +29,15 @@ FIELD = "spec.backend.aks.profile"
 
 
 class Snapshot(ApiModel):
-    """A profile as it was.
-
-    Attributes:
-        name: Of the FineTuneProfile.
-        spec: Its whole spec.
-    """
+    """A FineTuneProfile at one moment."""
 
     name: str
     spec: FineTuneProfileSpec
 
     def to_annotation(self) -> str:
-        """Return what a later attempt keeps to: all but what is allowed, which is read anew.
+        """Return what later attempts use: all but `allow`, which is always read again.
 
-        Defaults are written down, too: another version of the operator may have others.
+        With defaults, as another version of the operator may have others.
         """
         return self.model_dump_json(by_alias=True, exclude_none=True, exclude={"spec": {"allow"}})
 
@@ -51,7 +46,7 @@ class ProfileError(ValueError):
     """There is no usable profile; the message is a sentence about `FIELD`.
 
     Attributes:
-        is_unknown: Nothing is known here, as no cluster was asked.
+        is_unknown: The profile is only in a cluster, which is not read here.
     """
 
     def __init__(self, message: str, *, is_unknown: bool = False) -> None:
@@ -78,10 +73,10 @@ class Profiles:
     _read: dict[str, tuple[Object, FineTuneProfileSpec]] = field(default_factory=dict, repr=False)
 
     def of(self, job: FineTuneJob) -> Snapshot:
-        """Return the job's profile: of an earlier attempt, with what is allowed now.
+        """Return the job's profile: of an earlier attempt, with the present `allow`.
 
         Raises:
-            ProfileError: there is none any more, it cannot be read, or its snapshot was changed.
+            ProfileError: there is none, it cannot be read, or its snapshot was changed.
         """
         name = aks_of(job).profile
         if self.cluster is None:
@@ -125,21 +120,21 @@ class Profiles:
         try:
             return Snapshot.model_validate_json(_snapshot_text(mine[number]))
         except ValidationError:
-            return None  # of a version with other fields: the profile as it is now has them
+            return None  # of a version with other fields, which the present profile has
 
 
 def digest_of(batch_job: Object) -> str:
-    """Return the digest of what a batch Job keeps; empty where it has no snapshot."""
+    """Return the digest of the texts that a batch Job keeps; empty where it has no snapshot."""
     texts = kept_texts(batch_job)
     return hashlib.sha256("\n".join(texts).encode()).hexdigest() if texts else ""
 
 
 def kept_texts(batch_job: Object) -> tuple[str, ...]:
-    """Return the texts that the digest counts in, none where there is no snapshot."""
+    """Return the texts that the digest is of; none where there is no snapshot."""
     text = _snapshot_text(batch_job)
     if not text:
         return ()
-    # A batch Job of a version before keeps the snapshot alone.
+    # A batch Job of an earlier version keeps only the snapshot.
     children = batch_job["metadata"]["annotations"].get(CHILDREN_ANNOTATION)
     return (text,) if children is None else (text, children)
 
@@ -162,6 +157,6 @@ def _parsed(name: str, made: Object | None) -> FineTuneProfileSpec:
 
 
 def _number(job: str, batch_job: Object) -> int:
-    """Return the number of the attempt by its name, which nobody can change; 0 for none."""
+    """Return the attempt's number from its name, which cannot be changed; 0 for none."""
     number = str(batch_job["metadata"]["name"]).removeprefix(f"{job}-")
     return int(number) if number.isdecimal() else 0

@@ -1,6 +1,6 @@
-"""Pull rank 0's progress from its pod, beside the work: nobody waits for a pod that is silent.
+"""Read rank 0's progress from its pod in the background: nobody waits for a pod that is silent.
 
-A pull runs as a task of its own. Whoever asks gets the newest progress, and when to ask again.
+A request runs as a task of its own; `read` returns the newest progress, and when to call it again.
 """
 
 import asyncio
@@ -15,40 +15,40 @@ from finetune_trainer.config import Phase, Progress
 log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 2.0
-"""How long a pod that runs is not asked yet: no trainer has loaded its libraries before."""
+"""Seconds that a pod must run before the first request: no trainer loads its libraries faster."""
 
 _TIMEOUT_SECONDS = 2.0
-_PATIENCE_SECONDS = 0.05  # a pod that is well answers within
+_PATIENCE_SECONDS = 0.05  # in which a healthy pod answers
 _SOON_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
-_PART = 0.25  # of the time that the first step takes: who has waited long can wait a little longer
+_PART = 0.25  # of the time so far: after a long wait, the next one may be a little longer
 _LONG_SILENCE_SECONDS = 60.0
 _MAX_BYTES = 1 << 20
-# Not before the first step, though tokenizing may take long: then somebody waits for Running.
+# Without tokenizing, though it may take long, as somebody waits for the first step.
 _STEADY = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING})
 
 
 @dataclass
 class Pace:
-    """When a pod is asked for its progress, in seconds of any clock.
+    """How often a pod's progress is read, in seconds of any clock.
 
     Args:
-        since: When it was first seen to run; later, when it is to be asked again in a steady state.
-        interval: Shortest time between two questions in that state.
+        since: When it was first seen to run; in a steady state, when the next read is due.
+        interval: Shortest time between two reads in that state.
     """
 
     since: float
     interval: float
 
     def after_answer(self, now: float, *, is_steady: bool) -> float:
-        """Return how long not to ask again after an answer."""
+        """Return the wait after an answer."""
         if is_steady:
             self.since = now + self.interval
             return self.interval
         return self._at_least(_SOON_SECONDS, now)
 
     def after_silence(self, now: float) -> float:
-        """Return how long not to ask again after a failure."""
+        """Return the wait after a failure."""
         return self._at_least(_SILENT_SECONDS, now)
 
     def _at_least(self, seconds: float, now: float) -> float:
@@ -60,10 +60,10 @@ class _Pull:
     """What is known of one pod's progress; times are the loop's.
 
     Attributes:
-        due: When it is asked next.
-        begun: When it was asked last.
-        is_silent: Whether it did not answer then.
-        is_told: Whether it was told that it is silent.
+        due: When the next request is due.
+        begun: When the last one was sent.
+        is_silent: Whether that one got no answer.
+        is_logged: Whether a log line said that the pod is silent.
     """
 
     pace: Pace
@@ -71,17 +71,17 @@ class _Pull:
     begun: float = 0.0
     newest: Progress | None = None
     is_silent: bool = False
-    is_told: bool = False
+    is_logged: bool = False
     task: "asyncio.Task[None] | None" = None
 
 
 @dataclass(frozen=True)
-class Word:
-    """What is known of a run.
+class Reading:
+    """The newest progress of a run.
 
     Attributes:
         progress: What it published last; None before that.
-        requeue_seconds: When there may be a newer one.
+        requeue_seconds: When to read again.
     """
 
     progress: Progress | None
@@ -89,19 +89,15 @@ class Word:
 
 
 class ProgressReader:
-    """Progress of all runs of this process, by the attempt's uid.
-
-    Args:
-        first_seconds: How long a pod that runs is not asked yet.
-    """
+    """Progress of all runs of this process, by the attempt's uid."""
 
     def __init__(self, first_seconds: float = FIRST_SECONDS) -> None:
         self._first_seconds = first_seconds
         self._pulls: dict[str, _Pull] = {}
         self._connector: aiohttp.BaseConnector | None = None
 
-    async def read(self, uid: str, address: str, port: int, interval_seconds: float) -> Word:
-        """Return the newest progress, after asking for newer one if it is due.
+    async def read(self, uid: str, address: str, port: int, interval_seconds: float) -> Reading:
+        """Return the newest progress, and request a newer one if that is due.
 
         Args:
             uid: Of the attempt.
@@ -121,11 +117,11 @@ class ProgressReader:
             await asyncio.wait({pull.task}, timeout=_PATIENCE_SECONDS)
         if pull.task is not None:
             if not pull.is_silent and loop.time() < pull.begun + _SOON_SECONDS:
-                return Word(pull.newest, _SOON_SECONDS)
-            # Who is silent so long will most likely be so until it is asked again.
+                return Reading(pull.newest, _SOON_SECONDS)
+            # A pod that is silent so long will probably not answer this request.
             over = pull.begun + _TIMEOUT_SECONDS
-            return Word(pull.newest, over + pull.pace.after_silence(over) - loop.time())
-        return Word(pull.newest, max(0.1, pull.due - loop.time()))
+            return Reading(pull.newest, over + pull.pace.after_silence(over) - loop.time())
+        return Reading(pull.newest, max(0.1, pull.due - loop.time()))
 
     def forget(self, uid: str) -> None:
         """Drop what is known of an attempt that is over."""
@@ -134,7 +130,7 @@ class ProgressReader:
             pull.task.cancel()
 
     async def close(self) -> None:
-        """End what is under way; nobody may read any more."""
+        """Cancel all requests; nobody may read any more."""
         tasks = [pull.task for pull in self._pulls.values() if pull.task is not None]
         for task in tasks:
             task.cancel()
@@ -148,7 +144,7 @@ class ProgressReader:
         loop = asyncio.get_running_loop()
         try:
             limit = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
-            # A pod must not send the operator, which reaches more than the pod does, elsewhere.
+            # No redirects: a pod must not send the operator to addresses that only it can reach.
             async with aiohttp.request(
                 "GET",
                 url,
@@ -159,24 +155,24 @@ class ProgressReader:
             ) as answer:
                 text = await _read(answer.content)
             pull.newest = Progress.model_validate_json(text)
-            pull.is_silent = pull.is_told = False
+            pull.is_silent = pull.is_logged = False
             wait = pull.pace.after_answer(loop.time(), is_steady=pull.newest.phase in _STEADY)
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
             pull.is_silent = True
             wait = pull.pace.after_silence(loop.time())
-            if not pull.is_told and loop.time() - pull.pace.since > _LONG_SILENCE_SECONDS:
+            if not pull.is_logged and loop.time() - pull.pace.since > _LONG_SILENCE_SECONDS:
                 log.warning("no progress from %s (%s)", url, error or type(error).__name__)
-                pull.is_told = True
+                pull.is_logged = True
         finally:
             pull.task = None
         pull.due = loop.time() + wait
 
 
 async def _read(content: "aiohttp.StreamReader") -> bytes:
-    """Return the whole body, which may come in parts, as long as it is of a likely size."""
+    """Return the body, cut at a size that no progress has."""
     body = bytearray()
     async for part in content.iter_any():
         body += part
         if len(body) > _MAX_BYTES:
-            break  # no progress is that long, so it cannot be read as one
+            break
     return bytes(body)

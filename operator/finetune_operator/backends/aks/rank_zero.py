@@ -1,7 +1,6 @@
 """Give rank 0's pod its name, where the profile leaves that to us: one EndpointSlice a job.
 
-Called with each look at an attempt; writes once an address, and nothing where the name leads there
-already.
+Called with each observation of an attempt; it writes only where the name has another address.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ AGAIN_SECONDS = 10.0
 
 
 def address_of(pods: Sequence[Object]) -> str:
-    """Return the IP address of rank 0's pod; empty before it has one, and once it has ended."""
+    """Return the IP address of rank 0's pod; empty while it has none, and once it has ended."""
     for pod in pods:
         if index_of(pod) == 0 and is_alive(pod):
             return str(pod.get("status", {}).get("podIP", ""))
@@ -42,23 +41,23 @@ class _Refused:
 
 
 class RankZeroNames:
-    """Names that were given, by the uid of the batch Job whose pod has it.
+    """The addresses of names, by the uid of the batch Job.
 
-    One that leads to its pod is left alone: also where another version would write more about it.
+    A slice with the right address is left alone, also one that another version has written.
     """
 
     def __init__(self) -> None:
         self._given: dict[str, str] = {}
-        self._new: set[str] = set()  # nothing can be there
+        self._new: set[str] = set()  # of which no slice can exist
         self._refused: dict[str, _Refused] = {}
 
     def note_submitted(self, uid: str, number: int) -> None:
-        """Note that this process submitted the attempt of that number just now."""
+        """Note that this process has just submitted the attempt of that number."""
         if number == 1:
             self._new.add(uid)
 
     def given(self, uid: str) -> str:
-        """Return the address that the attempt's name was seen to lead to; empty for none."""
+        """Return the address that the attempt's name has; empty where that is not known."""
         return self._given.get(uid, "")
 
     async def give(
@@ -69,13 +68,13 @@ class RankZeroNames:
         made: Object | None,
         address: str,
     ) -> Obstacle | None:
-        """Let rank 0's name point to `address`; return what is in the way.
+        """Give rank 0's name this address; return what is in the way.
 
         Args:
             children: Where it is written.
             name: The attempt's.
             batch_job: The attempt's.
-            made: The EndpointSlice as the attempt was created with; None where nothing tells.
+            made: The EndpointSlice that belongs to the attempt; None where that is not kept.
             address: Of rank 0's pod.
 
         Raises:
@@ -89,7 +88,7 @@ class RankZeroNames:
             return refused.obstacle
         try:
             if made is None:
-                # Not by what the facts say: who may patch batch Jobs could name another's Service.
+                # Not from the facts, in which others could have put the name of another Service.
                 service = child_name(name.job)
                 metadata = _metadata(batch_job, service)
                 made = rank_zero_slice(metadata, service, name.host, address)
@@ -97,9 +96,9 @@ class RankZeroNames:
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
-            told = Obstacle(AksReason.CREATION_FAILED, str(error), Effect.STALLED)
-            self._refused[uid] = _Refused(now + AGAIN_SECONDS, told)
-            return told
+            obstacle = Obstacle(AksReason.CREATION_FAILED, str(error), Effect.STALLED)
+            self._refused[uid] = _Refused(now + AGAIN_SECONDS, obstacle)
+            return obstacle
         self._refused.pop(uid, None)
         self._given[uid] = address
         return None
@@ -115,7 +114,7 @@ class RankZeroNames:
     ) -> None:
         cache, client = children.cluster.cache(ENDPOINT_SLICES), children.cluster.client
         seen = children.kept(ENDPOINT_SLICES, name) if cache.is_synced else None
-        # Where nobody watches, it is read before anything is written.
+        # Without a watch, it is read before anything is written.
         is_there = not cache.is_synced and uid not in self._new
         self._new.discard(uid)
         there = expand(seen) if seen else None
@@ -127,13 +126,13 @@ class RankZeroNames:
                 there = await client.patch(ENDPOINT_SLICES, slice_name, namespace, change)
             except (ConflictError, InvalidError, NotFoundError):
                 if seen is not None:
-                    cache.remove(seen)  # it was deleted, perhaps made anew
+                    cache.remove(seen)  # it was deleted, perhaps created again
                 raise
         children.note_kept(ENDPOINT_SLICES, there)
 
 
 def _targets(made: Object) -> list[tuple[str, list[str]]]:
-    """Return what who resolves the name sees of a slice."""
+    """Return what resolvers see of a slice."""
     endpoints = made.get("endpoints") or ()
     return [(one.get("hostname", ""), one["addresses"]) for one in endpoints]
 

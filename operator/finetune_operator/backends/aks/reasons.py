@@ -1,4 +1,4 @@
-"""Why a gang does not run yet, in a word and a sentence: for the condition ResourcesReady. Pure."""
+"""Why a gang does not run yet: reason and message of the condition ResourcesReady. Pure."""
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -16,13 +16,13 @@ _CONTAINER = frozenset({"CreateContainerConfigError", "CreateContainerError", "R
 
 
 class AksReason(StrEnum):
-    """Every word for what keeps a gang from running; docs/status.md says what to do about each."""
+    """The reasons why a gang does not run; docs/status.md says what to do about each."""
 
     QUEUED = "Queued"
     SUSPENDED = "Suspended"
     CREATION_FAILED = "CreationFailed"
     PODS_NOT_CREATED = "PodsNotCreated"
-    UNSCHEDULABLE = "Unschedulable"  # where the scheduler does not choose a word of its own
+    UNSCHEDULABLE = "Unschedulable"  # where the scheduler gives no reason of its own
     VOLUME_NOT_READY = "VolumeNotReady"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     CONTAINER_NOT_CREATED = "ContainerNotCreated"
@@ -38,7 +38,7 @@ _OF_EVENT = {
 
 
 def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle | None:
-    """Return what the batch Job and its pods themselves say; the first pod's word counts."""
+    """Return the obstacle in the batch Job or its pods; that of the first pod that has one."""
     name = batch_job["metadata"]["name"]
     if batch_job["spec"].get("suspend"):
         queue = (batch_job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
@@ -50,8 +50,8 @@ def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle | None:
             "attempt starts (what pauses a job is its own spec.suspend)"
         )
         return Obstacle(AksReason.SUSPENDED, text)
-    told = (_of_pod(pod) for pod in sorted(pods, key=index_of))
-    return next((one for one in told if one), None)
+    found = (_of_pod(pod) for pod in sorted(pods, key=index_of))
+    return next((one for one in found if one), None)
 
 
 def _of_pod(pod: Object) -> Obstacle | None:
@@ -74,10 +74,10 @@ def _of_pod(pod: Object) -> Obstacle | None:
     return None
 
 
-def may_be_told_in_events(batch_job: Object, pods: Sequence[Object]) -> bool:
-    """Say whether a gang without a word waits for something that only Events tell of.
+def may_be_explained_by_events(batch_job: Object, pods: Sequence[Object]) -> bool:
+    """Say whether a gang without an obstacle may wait for something that only Events explain.
 
-    A pod that has no node yet is the scheduler's, who says so on the pod.
+    Not for a pod without a node, as the scheduler's reason is in its status.
     """
     if len(pods) < (batch_job["spec"].get("completions") or 1):
         return True
@@ -86,18 +86,18 @@ def may_be_told_in_events(batch_job: Object, pods: Sequence[Object]) -> bool:
 
 
 def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle | None:
-    """Return what the newest telling Event about one of the objects says.
+    """Return the obstacle in the newest Event about one of the objects that explains one.
 
-    Mounts that fail and pods that are not even created are told nowhere else.
+    Only Events report mounts that fail, and pods that cannot be created.
     """
-    telling = [
+    explaining = [
         one
         for one in events
         if one.get("reason") in _OF_EVENT and one.get("involvedObject", {}).get("uid") in uids
     ]
-    if not telling:
+    if not explaining:
         return None
-    newest = max(telling, key=_when)
+    newest = max(explaining, key=_when)
     about = newest["involvedObject"]
     text = str(newest.get("message", "")).strip()
     return Obstacle(_OF_EVENT[newest["reason"]], f"{about['kind']} {about['name']}: {text}")

@@ -46,8 +46,8 @@ def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespac
     Args:
         plan: The job with every choice made.
         profile: Its profile.
-        attempt: Which attempt.
-        operator_namespace: Where the operator's pods are, which may connect to training pods.
+        attempt: The attempt.
+        operator_namespace: Namespace of the operator's pods, which may connect to training pods.
 
     Raises:
         BackendError: the trainer's configuration is too long.
@@ -62,7 +62,7 @@ def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespac
         objects.append(network.service(once, profile.spec))
     kept = list(objects)
     if _writes_slice(plan, profile):
-        # Without an address, which it gets with each pod.
+        # Without an address, which depends on the pod.
         kept.append(network.rank_zero_slice(once, once["name"], name.host, ""))
     objects.append(_batch_job(plan, profile, name, to_annotation(kept)))
     return Request(
@@ -102,7 +102,7 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName, children: str) 
     job = plan.job
     spec = job.spec
     metadata = _metadata(job, name.batch_job, name.number)
-    labels = dict(metadata["labels"])  # without the queue's, which are the batch Job's alone
+    labels = dict(metadata["labels"])  # without the queue's, which only the batch Job has
     if spec.queue is not None:
         metadata["labels"] |= {QUEUE_LABEL: spec.queue.name}
         if spec.queue.priority_class is not None:
@@ -129,7 +129,7 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName, children: str) 
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": _failure_rules()},
-            "suspend": spec.queue is not None,  # the queue lets it go
+            "suspend": spec.queue is not None,  # until the queue admits it
             "template": pod(PodInputs(job, profile.spec, labels, config, places.run_dir, host)),
         },
     }
@@ -172,7 +172,7 @@ def _config(plan: Plan, name: AttemptName, places: Locations) -> str:
 
 
 def _failure_rules() -> list[Json]:
-    """Say in the Job's condition what ended it; any lost pod ends the attempt in any case."""
+    """Return rules that name the cause in the Job's condition; a lost pod always ends the Job."""
     return [
         {
             "action": "FailJob",

@@ -27,13 +27,13 @@ GPU_TAINTS = (
 
 
 def uses_rdma(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> bool:
-    """Say whether the pods ask for InfiniBand: only between nodes, and where the profile has it."""
+    """Say whether the pods request InfiniBand: with several nodes, and where the profile has it."""
     wanted = spec.topology.rdma is not Rdma.NONE and spec.topology.nodes > 1
     return wanted and profile.resources.rdma is not None
 
 
 def tolerations(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> list[Json]:
-    """Return the taints that the pods put up with."""
+    """Return the pods' tolerations."""
     made = [one.model_dump(by_alias=True, exclude_none=True) for one in profile.nodes.tolerations]
     if spec.topology.gpus_per_node:
         made += [dict(taint) for taint in GPU_TAINTS]
@@ -45,7 +45,7 @@ def tolerations(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> list[Jso
 def affinity(
     spec: FineTuneJobSpec, profile: FineTuneProfileSpec, own_pods: Mapping[str, str]
 ) -> Json:
-    """Return what decides between nodes; empty when any will do.
+    """Return the pods' affinity; empty when any node will do.
 
     Args:
         spec: The job's.

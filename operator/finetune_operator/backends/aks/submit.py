@@ -1,7 +1,7 @@
-"""Create the children of an attempt, once, and never touch what is somebody else's.
+"""Create the children of an attempt, once, and never change objects of others.
 
 Called by `AksBackend.submit`. Names follow from job and attempt, so after a crash the same calls
-find what was created. On a name that is taken only what our own job owns is adopted.
+find what was created. Where a name is taken, only an object that our job owns is adopted.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ from finetune_operator.kube.resources import (
 )
 
 CHILD_KINDS = {one.kind: one for one in (JOBS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)}
-"""What an attempt is made of, by kind."""
+"""The children of an attempt, by kind."""
 
 
 async def submit(request: Request, children: Children) -> Handle:
     """Create what is missing of `request` and return the batch Job's handle.
 
     Raises:
-        AlreadyOwnedError: a name is taken by something the job does not own, or pods live that
-            nothing of the job's ends.
-        NotCreatedError: something lives that no attempt may be started beside.
+        AlreadyOwnedError: a name is taken by something the job does not own, or there are orphaned
+            pods.
+        NotCreatedError: another attempt or its pods may still run.
         ApiError: the API server refuses, or does not answer.
     """
     name = AttemptName.parse(request.name)
     there = await children.batch_job(name)
     if there is None or not is_owned(there, request.job_uid):
         await make_way(children, name, request.job_uid)
-        # A cache may be late, so that a foreign one is asked for again when it is in the way.
+        # A cache may be late: whether one of somebody else is in the way shows on creation.
         *once, batch_job = request.objects
         client, is_later = children.cluster.client, name.number > 1
         _, made = await asyncio.gather(
@@ -76,15 +76,15 @@ async def create_or_adopt(
     """Create an object, or return the one of that name if the job of `job_uid` owns it.
 
     Args:
-        client: Who asks.
+        client: Sends the requests.
         wanted: The object.
-        job_uid: Who must own it.
-        there: What was seen under its name.
-        is_there: Most likely it exists, so that it is read before anything is written.
+        job_uid: Uid of the job that must own it.
+        there: The object as it is, where that is known.
+        is_there: It probably exists, so it is read before anything is written.
 
     Raises:
         AlreadyOwnedError: it is somebody else's.
-        NotCreatedError: it is on its way out, with a job of the same name.
+        NotCreatedError: it is being deleted, with an earlier job of the same name.
         ApiError: as `KubeClient.create`.
     """
     resource, metadata = CHILD_KINDS[wanted["kind"]], wanted["metadata"]
@@ -117,7 +117,7 @@ async def _find(client: KubeClient, resource: Resource, name: str, namespace: st
 
 
 def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
-    """Return the sentence about an object of somebody else's under a name of ours."""
+    """Return the sentence about somebody else's object under a name of ours."""
     belongs = "is nobody's child"
     if owner:
         belongs = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']})"
@@ -128,9 +128,9 @@ def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
 
 
 async def _delete_old(children: Children, name: AttemptName, job_uid: str) -> None:
-    """Delete the batch Job of the attempt before the last one; that one's logs stay readable.
+    """Delete the batch Job of the attempt before the last one, whose own logs stay readable.
 
-    Before the new one is created: nobody comes here again once it exists.
+    Before the new one is created, as this is not called again once that exists.
     """
     old = AttemptName(name.namespace, name.job, name.number - 2)
     there = await children.batch_job(old) if old.number > 0 else None

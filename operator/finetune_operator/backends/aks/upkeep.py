@@ -1,8 +1,8 @@
-"""Put back what others delete or change of a living attempt's children, ever more slowly.
+"""Restore children of a running attempt that others delete or change, with a growing backoff.
 
-`LiveAttempts.observe` calls it with each look; while nothing of the children has changed it only
-compares their versions. It never writes to an attempt whose batch Job does not tell, or does not
-tell reliably, what they were created with.
+`LiveAttempts.observe` calls it each time; while no child has changed it only compares their
+versions. It restores nothing where the annotation on the batch Job, which keeps how they were
+created, is missing or was changed.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
 
 log = logging.getLogger(__name__)
 
-_TOLD_FROM = 3  # times in a row: once or twice is a mistake, and mended
+_REPORTED_FROM = 3  # times in a row: once or twice is a mistake, and fixed
 _LONGEST_SECONDS = 300.0
 _QUIET_SECONDS = 60.0
 _State = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Told:
-    """What people should know of an attempt's children.
+class Report:
+    """The state of an attempt's children.
 
     Attributes:
-        message: One sentence; empty where nothing is the matter.
-        again_seconds: When there is something to do, or to tell otherwise; None for nothing.
+        message: One sentence for people; empty where all is well.
+        again_seconds: When something is due, or the message changes; None for never.
     """
 
     message: str = ""
@@ -44,11 +44,11 @@ class Told:
 
 @dataclass
 class _Child:
-    """How often in a row a child was put back, on the loop's clock.
+    """How often in a row a child was restored; times are the loop's.
 
     Attributes:
-        is_owed: It is not as it should be, and is put back when it is due.
-        error: Why it could not be, the last time.
+        is_owed: It was deleted or changed, and is restored when that is due.
+        error: Why it could not be restored the last time.
     """
 
     times: int = 0
@@ -58,33 +58,33 @@ class _Child:
 
     @property
     def due(self) -> float:
-        """When it may be put back again."""
+        """When it may be restored again."""
         return self.last + min(2.0**self.times, _LONGEST_SECONDS) if self.times else self.last
 
     @property
     def over(self) -> float:
-        """When that is forgotten, if nothing happens until then."""
+        """When the count starts again from 0, if nothing happens until then."""
         return self.due + _QUIET_SECONDS
 
 
 @dataclass
 class _Attempt:
-    """An attempt's children, and the state in which nothing was to be done about them.
+    """An attempt's children, and their last state in which nothing had to be restored.
 
     Attributes:
-        told: What its batch Job keeps, and the digest of what it was created with.
+        kept: The texts that its batch Job keeps, and the digest in the job's status.
         is_right: Whether these agree.
         good: Rank 0's address, and versions.
     """
 
-    told: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     is_right: bool = False
     good: _State | None = None
     children: dict[Resource, _Child] = field(default_factory=dict)
 
 
 class Upkeep:
-    """Keeps the children of all living attempts; what it remembers is lost with the process."""
+    """Restores the children of all running attempts; its memory is lost with the process."""
 
     def __init__(self) -> None:
         self._attempts: dict[str, _Attempt] = {}
@@ -95,46 +95,46 @@ class Upkeep:
 
     async def keep(
         self, children: Children, name: AttemptName, batch_job: Object, digest: str, address: str
-    ) -> Told:
-        """Put back what is not as the attempt was created with.
+    ) -> Report:
+        """Restore the children that are not as they were created.
 
         Args:
             children: Where they are.
             name: The attempt's.
             batch_job: The attempt's.
-            digest: As the job's status has it.
-            address: Of rank 0's pod, once its name leads there.
+            digest: The one in the job's status.
+            address: Of rank 0's pod, once its name has it.
 
         Raises:
             NotLeadingError: this process may not write.
         """
-        if not kept.is_told(batch_job) or not digest:
-            return Told()  # of a version before
+        if not kept.has_annotation(batch_job) or not digest:
+            return Report()  # of an earlier version
         mine = self._attempts.setdefault(batch_job["metadata"]["uid"], _Attempt())
-        if mine.told != (told := (*kept_texts(batch_job), digest)):
-            mine.told, mine.is_right = told, digest_of(batch_job) == digest
+        if mine.kept != (texts := (*kept_texts(batch_job), digest)):
+            mine.kept, mine.is_right = texts, digest_of(batch_job) == digest
         if not mine.is_right:
-            return Told(
+            return Report(
                 f"somebody has changed what Job {name} keeps of its Service, EndpointSlice and "
                 "NetworkPolicy, so these are not put back when they are deleted or changed"
             )
         if mine.good != _state(children, name, address):
             for resource, child in kept.wanted(batch_job, name, address).items():
                 about = mine.children.setdefault(resource, _Child())
-                await _look_at(children, resource, child, about)
+                await _check(children, resource, child, about)
             is_owed = any(one.is_owed for one in mine.children.values())
             mine.good = None if is_owed else _state(children, name, address)
-        return _told(name, mine.children)
+        return _report(name, mine.children)
 
 
 def _state(children: Children, name: AttemptName, address: str) -> _State:
-    """Return what tells whether anything was changed: rank 0's address, and versions."""
+    """Return rank 0's address and the versions, which show whether anything was changed."""
     found = (children.kept(resource, name) for resource in kept.KINDS)
     return (address, *(one["metadata"]["resourceVersion"] if one else "" for one in found))
 
 
-async def _look_at(children: Children, resource: Resource, child: Object, about: _Child) -> None:
-    """Put a child back if it is not as it should be, and may be by now."""
+async def _check(children: Children, resource: Resource, child: Object, about: _Child) -> None:
+    """Restore a child if it is not as it should be, and that is due."""
     name, namespace = child["metadata"]["name"], child["metadata"]["namespace"]
     cache = children.cluster.cache(resource)
     there = cache.get(Key(namespace, name))
@@ -159,15 +159,15 @@ async def _look_at(children: Children, resource: Resource, child: Object, about:
 
 
 async def _put_back(children: Children, resource: Resource, child: Object) -> str:
-    """Make a child what it was; return what had become of it, empty where there is nothing to do.
+    """Restore a child; return `deleted` or `changed`, or empty where nothing had to be done.
 
-    It is read first, and so is its job, as caches may be late, and what belongs to a job that is
-    gone is the garbage collector's.
+    It is read first, and so is its job, as caches may be late, and the garbage collector deletes
+    the children of a job that is gone.
     """
     client, metadata = children.cluster.client, child["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
     (ours,) = metadata["ownerReferences"]
-    if not await _lives(children, ours, namespace):
+    if not await _is_alive(children, ours, namespace):
         return ""
     try:
         there = await client.get(resource, name, namespace)
@@ -189,8 +189,8 @@ async def _put_back(children: Children, resource: Resource, child: Object) -> st
     return ""
 
 
-async def _lives(children: Children, owner: Object, namespace: str) -> bool:
-    """Say whether the job is there, and nobody deletes it."""
+async def _is_alive(children: Children, owner: Object, namespace: str) -> bool:
+    """Say whether the job exists and is not being deleted."""
     try:
         job = await children.cluster.client.get(FINE_TUNE_JOBS, owner["name"], namespace)
     except NotFoundError:
@@ -199,24 +199,24 @@ async def _lives(children: Children, owner: Object, namespace: str) -> bool:
     return metadata["uid"] == owner["uid"] and "deletionTimestamp" not in metadata
 
 
-def _told(name: AttemptName, found: dict[Resource, _Child]) -> Told:
+def _report(name: AttemptName, found: dict[Resource, _Child]) -> Report:
     if not any(one.times or one.is_owed for one in found.values()):
-        return Told()
+        return Report()
     now = asyncio.get_running_loop().time()
     sentences, waits = [], []
     for resource, one in found.items():
         what = f"{resource.kind} {name.namespace}/{child_name(name.job)}"
-        is_told = one.times >= _TOLD_FROM and now <= one.over
+        is_reported = one.times >= _REPORTED_FROM and now <= one.over
         if one.is_owed:
             waits.append(max(0.0, one.due - now))
-        elif is_told:
+        elif is_reported:
             waits.append(one.over - now)
-        if is_told and one.is_owed and one.error:
+        if is_reported and one.is_owed and one.error:
             sentences.append(f"{what} was deleted or changed and is not put back: {one.error}")
-        elif is_told:
+        elif is_reported:
             sentences.append(
                 f"{what} is deleted or changed again and again, and put back ever more slowly; "
                 f"`kubectl get {resource.plural} {child_name(name.job)} -n {name.namespace} "
                 "--show-managed-fields -o yaml` tells who changes it"
             )
-    return Told("; ".join(sentences), min(waits, default=None))
+    return Report("; ".join(sentences), min(waits, default=None))

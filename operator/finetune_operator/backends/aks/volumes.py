@@ -1,8 +1,7 @@
-"""Where a pod finds what a job names by URI. Pure.
+"""Where a pod finds what a job names by URI, and which URIs the backend can use. Pure.
 
 `pvc://NAME/PATH` is on the profile's volume NAME, where that is mounted, else on the claim NAME of
-the job's namespace, below /mnt. Also says which URIs the backend can use; `render` and `checks` ask
-the same functions.
+the job's namespace, below /mnt.
 """
 
 import re
@@ -25,7 +24,7 @@ SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=
 
 _LOST_WITH_ITS_POD = frozenset({"emptyDir", "ephemeral"})
 _NEVER_WRITABLE = frozenset({"configMap", "downwardAPI", "image", "projected", "secret"})
-# Anything else the libraries would take for a folder of the pod.
+# The libraries would read any other name as a folder of the pod.
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
@@ -94,7 +93,7 @@ def path_in_pod(uri: str, profile: FineTuneProfileSpec) -> str:
 
 
 def output_uri(path: str, output: str, folder: str) -> str:
-    """Return the URI of what was exported; its path in the pod where it is not in the folder.
+    """Return the URI of an artifact, or its path in the pod where it is not in the output folder.
 
     Args:
         path: Its path in a pod; may be a `file://` URI.
@@ -116,7 +115,7 @@ def is_hub_name(uri: str) -> bool:
 def claims_of(job: FineTuneJob, profile: FineTuneProfileSpec) -> Mapping[str, bool]:
     """Return the claims that the job names by URI, and whether each is only read.
 
-    Without volumes of the profile, which every pod has anyway.
+    Without the profile's volumes, which every pod has.
     """
     claims: dict[str, bool] = {}
     for named, is_read_only in ((inputs_of(job) | starts_of(job), True), (outputs_of(job), False)):
@@ -139,7 +138,7 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
     checkpoints = PurePosixPath(_folder(spec.checkpoint.uri, "checkpoints", profile))
     return Locations(
         path_of=partial(path_in_pod, profile=profile),
-        # Beside what it belongs to, so that curves and logs outlive the pods too.
+        # Beside the checkpoints, so that curves and logs outlive the pods, too.
         run_dir=str(checkpoints / "run"),
         checkpoint_dir=str(checkpoints),
         output_dir=_folder(spec.output.uri, "output", profile),

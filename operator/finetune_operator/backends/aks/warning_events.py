@@ -1,7 +1,8 @@
-"""Ask the cluster's Events why a gang does not start, where its objects do not say.
+"""Find in the cluster's Events why a gang does not start, where its objects do not say.
 
-Only about a gang that has said nothing for some seconds, and seldom once they told why: Events are
-many. Gangs of one namespace share a list: in a burst each would else read the Events of all.
+As there are many Events, they are read only for a gang that has been silent for some seconds, and
+less often once they give a reason. Gangs of one namespace share a list: in a burst each would
+otherwise read the Events of all.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from finetune_operator.kube.resources import EVENTS, Object
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 3.0  # a node may be slow to find out, and is to be heard within five seconds
+SILENT_SECONDS = 3.0  # a node may be slow to find out; its reason must show within five seconds
 AGAIN_SECONDS = 10.0
 SHARED_SECONDS = 2.0
 _KEPT = ("metadata", "reason", "message", "involvedObject", "lastTimestamp", "eventTime")
@@ -26,25 +27,25 @@ _KEPT = ("metadata", "reason", "message", "involvedObject", "lastTimestamp", "ev
 
 @dataclass
 class _Wait:
-    """Since when a gang waits, when its Events are read next, and what they said last."""
+    """When the Events of a gang are read next, and the obstacle that they last named."""
 
     due: float
     said: Obstacle | None
 
 
 class WarningEvents:
-    """Gangs of this process that wait without a word, by the attempt's uid."""
+    """Gangs that wait without an obstacle in their objects, by the attempt's uid."""
 
     def __init__(self) -> None:
         self._waits: dict[str, _Wait] = {}
         self._lists: dict[str, tuple[float, asyncio.Task[Mapping[str, list[Object]]]]] = {}
 
-    async def ask(
+    async def read(
         self, client: KubeClient, namespace: str, uid: str, pods: Sequence[Object]
     ) -> tuple[Obstacle | None, float]:
-        """Return what Events say of the batch Job and its pods, and when to ask again.
+        """Return the obstacle in the Events of the batch Job and its pods, and when to read again.
 
-        Where they may not be read, the log says so.
+        Where Events cannot be read, a log line says so.
         """
         now = asyncio.get_running_loop().time()
         wait = self._waits.setdefault(uid, _Wait(now + SILENT_SECONDS, None))
@@ -61,23 +62,23 @@ class WarningEvents:
         return wait.said, max(0.1, wait.due - now)
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of a gang that runs, or is over."""
+        """Drop what is known of a gang that runs or is over."""
         self._waits.pop(uid, None)
         if not self._waits:
             self._lists.clear()
 
     async def _events(self, client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:
-        """Return the namespace's Events by whom they are about, at most SHARED_SECONDS old."""
+        """Return the namespace's Events by the object's uid, at most SHARED_SECONDS old."""
         now = asyncio.get_running_loop().time()
         read_at, reading = self._lists.get(namespace, (now, None))
         if reading is None or now - read_at > SHARED_SECONDS:
             reading = asyncio.create_task(_read(client, namespace))
             self._lists[namespace] = (now, reading)
-        return await asyncio.shield(reading)  # whoever gives up must not take it from the others
+        return await asyncio.shield(reading)  # others may wait for it, too
 
 
 async def _read(client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:
-    # In a burst of healthy jobs there are thousands of others.
+    # In a burst of healthy jobs there are thousands of Normal ones.
     listing = await client.list(EVENTS, namespace, field_selector="type=Warning", trim=_trim)
     found: dict[str, list[Object]] = defaultdict(list)
     for event in listing.items:

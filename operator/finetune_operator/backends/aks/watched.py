@@ -1,4 +1,4 @@
-"""What the aks backend watches, and what is kept of each object: there are thousands of pods."""
+"""What the aks backend watches and keeps of each object: little, as there are thousands of pods."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +17,10 @@ from finetune_operator.kube.resources import (
 from finetune_operator.kube.watch import Watch
 
 _METADATA = (
-    "name",
-    "namespace",
-    "uid",
-    "resourceVersion",
-    "labels",
-    "creationTimestamp",
-    "deletionTimestamp",
-    "ownerReferences",
-)
+    "name", "namespace", "uid", "resourceVersion", "labels", "creationTimestamp",
+    "deletionTimestamp", "ownerReferences",
+)  # fmt: skip
+_JOB_SPEC = ("activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend")
 
 
 def _kept(source: Mapping[str, Any], *names: str) -> Object:
@@ -33,7 +28,7 @@ def _kept(source: Mapping[str, Any], *names: str) -> Object:
 
 
 def trim_pod(made: Object) -> Object:
-    """Keep of a pod who it is, where it is and how it is; of its annotations GRACE_ANNOTATION."""
+    """Keep of a pod its metadata, node, status and the annotation GRACE_ANNOTATION."""
     spec = _kept(made.get("spec", {}), "nodeName", "containers")
     names = [_kept(one, "name") for one in spec.pop("containers", ())]
     metadata = _kept(made["metadata"], *_METADATA)
@@ -47,16 +42,13 @@ def trim_pod(made: Object) -> Object:
 
 
 def trim_job(made: Object) -> Object:
-    """Keep of a batch Job who it is, its size, its conditions, and how many of its pods live.
+    """Keep of a batch Job its metadata, size, conditions and number of active pods.
 
-    And what makes it end, or make a pod anew: somebody may change that.
+    And the fields that make it end or create pods again, as somebody may change them.
     """
-    spec = made.get("spec", {})
     return {
         "metadata": _kept(made["metadata"], *_METADATA, "annotations"),
-        "spec": _kept(
-            spec, "activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend"
-        ),
+        "spec": _kept(made.get("spec", {}), *_JOB_SPEC),
         "status": _kept(made.get("status", {}), "active", "conditions"),
     }
 

@@ -1,7 +1,7 @@
 """Which folders a job of the aks backend writes, and where they really are. Pure.
 
-Two URIs may lead to one folder: a profile may mount a claim under a name of its own, and a
-hostPath, an NFS share or a Blob container is the same for every namespace and every profile.
+Two URIs may name one folder: a profile may mount a claim under another name, and a hostPath, an NFS
+share or a Blob container is the same for every namespace and every profile.
 """
 
 import json
@@ -18,7 +18,7 @@ from finetune_operator.planner.uris import outputs_of
 
 Place = tuple[str, ...]
 
-# Of an inline volume of a storage driver; all else is how it is mounted. Azure ignores their case.
+# Attributes that identify an inline volume; the others are mount options. Azure ignores case.
 _CONTAINERS = ("containername", "sharename", "share", "foldername", "subdir", "volumeid")
 _ACCOUNTS = ("storageaccount", "server", "source")
 _SECRETS = ("secretname", "secretnamespace")
@@ -29,14 +29,14 @@ def written(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> list[Writt
 
     Args:
         job: The job.
-        profile: Its profile; without one, every name is taken for a claim's.
+        profile: Its profile; without one, every name counts as a claim's.
     """
     found = []
     for field, uri in outputs_of(job).items():
         try:
             path = volumes.claim_path(uri)
         except volumes.BadUriError:
-            continue  # of a job that is refused for it
+            continue  # the job is refused for it
         volume = volumes.volume_of(path.claim, profile) if profile else None
         namespace = job.metadata.namespace
         root = _claim(namespace, path.claim) if volume is None else _root(volume, namespace)
@@ -50,7 +50,7 @@ def _claim(namespace: str, name: str) -> Place:
 
 
 def _root(volume: ProfileVolume, namespace: str) -> Place | None:
-    """Return what the volume is; None for one that each pod has for itself."""
+    """Return the identity of the volume; None for one that each pod has for itself."""
     if volumes.is_lost_with_its_pod(volume):
         return None
     ((kind, source),) = volume.source.items()
@@ -69,17 +69,20 @@ def _root(volume: ProfileVolume, namespace: str) -> Place | None:
 
 
 def _inline(source: Mapping[str, Any], namespace: str) -> Place:
-    """Return which share of which account an inline volume is."""
-    told = {str(key).lower(): str(value) for key, value in _attributes(source).items()}
-    container = [f"{key}={told[key]}" for key in _CONTAINERS if key in told]
+    """Return account and share of an inline volume."""
+    attributes = {str(key).lower(): str(value) for key, value in _attributes(source).items()}
+    container = [f"{key}={attributes[key]}" for key in _CONTAINERS if key in attributes]
     if not container:
-        return (json.dumps(told, sort_keys=True),)
-    account = [f"{key}={told[key]}" for key in _ACCOUNTS if key in told]
-    if not account:  # a Secret says which
-        account = [*(f"{key}={told[key]}" for key in _SECRETS if key in told), namespace]
+        return (json.dumps(attributes, sort_keys=True),)
+    account = [f"{key}={attributes[key]}" for key in _ACCOUNTS if key in attributes]
+    if not account:  # a Secret names it
+        account = [
+            *(f"{key}={attributes[key]}" for key in _SECRETS if key in attributes),
+            namespace,
+        ]
     return (",".join(account), ",".join(container))
 
 
 def _attributes(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    told = source.get("volumeAttributes")
-    return told if isinstance(told, Mapping) else {}
+    attributes = source.get("volumeAttributes")
+    return attributes if isinstance(attributes, Mapping) else {}

@@ -1,8 +1,9 @@
 """The local backend: runs an attempt as processes of this machine; the default of `ftctl run`.
 
-One process group a node: `python -P -m finetune_trainer CONFIG`, which starts and supervises the
-node's ranks. Everything that must outlive `ftctl` is in the attempt's folder (see `layout`), so a
-killed `ftctl` finds again what it started. This file only connects the verbs to their modules.
+Each node is a process group: `python -P -m finetune_trainer CONFIG` starts and supervises the
+node's ranks. Everything that must outlive `ftctl` is in the attempt's folder (see `layout`), so the
+next `ftctl` finds what a killed one has started. This file only connects the verbs to their
+modules.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ from finetune_trainer.config import Termination
 
 TRAINER = (sys.executable, "-P", "-m", "finetune_trainer")
 
-# Whoever may create a job would run programs as the operator, with its token.
+# Else everybody who may create a job could run programs as the operator, with its token.
 _IN_A_CLUSTER = (
     "local would run in the operator's own pod; use aks, or run the job on your machine with ftctl"
 )
@@ -76,7 +77,7 @@ class LocalBackend(Backend):
         self._gpus = gpus
 
     def folders(self, job: FineTuneJob) -> Folders:
-        """Return where the job's files are; for the store of `ftctl run`."""
+        """Return where the job's files are."""
         return layout.folders_of(job, self._context.manifest_dir)
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
@@ -91,7 +92,7 @@ class LocalBackend(Backend):
         return checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """List the run directory, and the folders that the job names besides."""
+        """List the run directory, and the folders that the job names."""
         return overlaps.written(job, self._context.manifest_dir)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
@@ -99,7 +100,7 @@ class LocalBackend(Backend):
         return render(plan, attempt, self._context, self._command, self._cores)
 
     async def submit(self, request: Request) -> Handle:
-        """Start what was never started of the attempt; what lives or has ended is adopted."""
+        """Start the nodes that were never started; adopt those that run or have ended."""
         folder = AttemptFolder(Path(request.name))
         uid = start(request, folder, passed_on(self._context.environ))
         return layout.handle_for(folder, uid, self._context.manifest_dir)
@@ -113,7 +114,7 @@ class LocalBackend(Backend):
         return Found(layout.handle_for(folder, record.uid, self._context.manifest_dir))
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Observe the attempt's processes and files; carries out a kill that is overdue."""
+        """Observe the attempt's processes and files, and carry out a kill that is overdue."""
         folder = self._folder(ref)
         with _usable(folder):
             return watch.observation_of(folder, ref.handle, self._now())
@@ -168,8 +169,8 @@ def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) 
         return
     there = records.read(folder.cancel, CancelRecord)
     if there is None:
-        # Told before it is written down: after a crash between the two it is told again.
-        watch.tell(record, watch.observe_nodes(folder, record), signal.SIGTERM)
+        # Signalled before it is written down: after a crash between the two, once more.
+        watch.send(record, watch.observe_nodes(folder, record), signal.SIGTERM)
     if there is None or deadline < there.deadline:
         wish = CancelRecord(deadline=deadline, grace_seconds=max(0.0, round(deadline - now)))
         records.write(folder.cancel, wish)
@@ -178,11 +179,7 @@ def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) 
 
 @contextmanager
 def _usable(folder: AttemptFolder) -> Iterator[None]:
-    """Say what is in the way where the attempt's files cannot be read or written.
-
-    Raises:
-        BackendError: they cannot.
-    """
+    """Raise a BackendError where the attempt's files cannot be read or written."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What this machine cannot do for a job, and what the job names that is not there.
+"""Check what a job needs of this machine.
 
-`unsupported` reads the spec alone; `missing` looks at the disk, before anything starts.
+`unsupported` reads only the spec; `missing` also checks the disk, before anything starts.
 """
 
 import os
@@ -33,9 +33,9 @@ _NO_EFFECT = (
 
 
 def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
-    """Return what the job names and this machine cannot be or have.
+    """Return what the job asks for that this machine can never offer.
 
-    What the API's own rules refuse, and what no backend acts on yet, is not repeated here.
+    The API's own rules, and what no backend acts on yet, are not checked again.
     """
     found = check_fields(job.to_object(), _NO_EFFECT, "has no effect on this machine")
     fields = (Problem(show_path(one.path), one.message) for one in found)
@@ -65,9 +65,9 @@ def missing(
     cores: int,
     gpus: Callable[[], int],
 ) -> list[Problem]:
-    """Return what the job names that is not there, cannot be written, or is too much.
+    """Return what the job names that is missing, cannot be written, or is too much.
 
-    Only for a job that `unsupported` has no errors for.
+    Only for a job for which `unsupported` found no errors.
     """
     return [
         *_platform(),
@@ -135,7 +135,7 @@ def _complaint_about_data(place: Path) -> str:
 
 
 def _start(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    """What training begins with: one checkpoint, or one adapter."""
+    """Check the checkpoint and the adapter that training starts from."""
     for path, uri in uris.starts_of(job).items():
         folder = layout.file_path(uri, manifest_dir)
         if path == "spec.checkpoint.resumeFrom":
@@ -160,14 +160,14 @@ def _folders(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
     refused: set[Path] = set()
     for path, folder in named.items():
         complaint = _complaint_about_folder(folder)
-        # The default folders are below the run directory: what is wrong there is said once.
+        # The default folders are below the run directory; its problem is reported once.
         if complaint and not refused & {folder, *folder.parents}:
             refused.add(folder)
             yield Problem(path, f"{folder} cannot be written: {complaint}; choose another folder")
 
 
 def _cache(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """The rows as tokens, which all jobs of a user share; no field of a job says where."""
+    """Check the token cache, which all jobs of a user share and no field of a job names."""
     folder = layout.cache_dir(environ)
     if complaint := _complaint_about_folder(folder):
         message = (
@@ -178,7 +178,7 @@ def _cache(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _complaint_about_folder(folder: Path) -> str:
-    """Try to write where the folder is, or where it would be made; leaves nothing behind."""
+    """Try to write where the folder is or would be created; leaves nothing behind."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
         return f"{there} is not a folder"

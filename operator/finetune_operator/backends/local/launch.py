@@ -1,7 +1,7 @@
-"""Become the main process of a node, after writing down who that is.
+"""Write the record of a node's main process, then become that process.
 
-`start` runs it as `python -P -m ...launch RECORD DIRECTORY COMMAND...`.
-The record is written by the process it is about: whoever started it may be killed at any moment.
+`start` runs it as `python -P -m ...launch RECORD DIRECTORY COMMAND...`. The process writes its own
+record, as the one that started it may be killed at any moment.
 """
 
 import json
@@ -12,7 +12,7 @@ from finetune_operator.backends.local import proc
 
 
 def main(arguments: list[str]) -> None:
-    """Write the record, then replace this program by COMMAND; pid and start time stay."""
+    """Write the record, then replace this program by COMMAND; pid and start time stay the same."""
     record, directory, *command = arguments
     me = proc.look_up(os.getpid())
     assert me is not None, "this process is alive"

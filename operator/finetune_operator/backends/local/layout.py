@@ -1,6 +1,6 @@
-"""Where everything of a run lies on this machine: URIs of a manifest become paths.
+"""Where the files of a run are on this machine: URIs of a manifest become paths.
 
-Pure: nothing here opens a file. DESIGN section 4 describes the run directory.
+Pure: it opens no file.
 """
 
 import os
@@ -21,7 +21,7 @@ class BadUriError(ValueError):
 def file_path(uri: str, manifest_dir: Path) -> Path:
     """Return the absolute path that a `file://` URI names; `file://./x` is beside the manifest.
 
-    The text is taken as it is: `%20` is three characters, a space is a space.
+    The text is not decoded: `%20` is three characters.
 
     Raises:
         BadUriError: not a `file://` URI, or one that names a host.
@@ -40,7 +40,7 @@ def file_path(uri: str, manifest_dir: Path) -> Path:
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """Return the folder of the token cache: it is keyed by content, so all jobs share it."""
+    """Return the folder of the token cache, which all jobs share, as it is keyed by content."""
     base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "~"), ".cache")
     return Path(base).expanduser() / "finetune-operator" / "tokens"
 
@@ -50,7 +50,7 @@ class Folders:
     """Folders of one job, absolute.
 
     Attributes:
-        run: Everything the run writes, unless one of the others is elsewhere.
+        run: Everything that the run writes, unless one of the others is elsewhere.
         checkpoint: Committed checkpoints.
         output: The trained model.
     """
@@ -80,7 +80,7 @@ def folders_of(job: FineTuneJob, manifest_dir: Path) -> Folders:
 
 @dataclass(frozen=True)
 class AttemptFolder:
-    """`attempts/N` of a run directory: what one attempt is started from and what it leaves."""
+    """`attempts/N` of a run directory: the files of one attempt."""
 
     path: Path
 
@@ -96,7 +96,7 @@ class AttemptFolder:
 
     @property
     def attempt(self) -> Path:
-        """Whose attempt this is; written before anything is started."""
+        """Record of the attempt; written before any process is started."""
         return self.path / "attempt.json"
 
     @property
@@ -106,12 +106,12 @@ class AttemptFolder:
 
     @property
     def cancel(self) -> Path:
-        """That the attempt was told to stop, and when it is killed."""
+        """Record of a cancel, with the time of the kill."""
         return self.path / "cancel.json"
 
     @property
     def lock(self) -> Path:
-        """Held by who is submitting the attempt."""
+        """Held by the process that submits the attempt."""
         return self.path / "submit.lock"
 
     def node(self, rank: int) -> Path:
@@ -119,7 +119,7 @@ class AttemptFolder:
         return self.path / f"node-{rank}.json"
 
     def exit(self, rank: int) -> Path:
-        """Exit code of a node's main process, once seen."""
+        """Record of the exit code of a node's main process."""
         return self.path / f"node-{rank}.exit.json"
 
     def node_lock(self, rank: int) -> Path:
@@ -141,7 +141,7 @@ def attempt_folder(run_dir: Path, number: int) -> AttemptFolder:
 
 
 def handle_for(folder: AttemptFolder, uid: str, manifest_dir: Path) -> Handle:
-    """Name an attempt so that the project's folder may be moved between two runs."""
+    """Return a handle that stays valid when the manifest's folder is moved between two runs."""
     path = folder.path
     name = path.relative_to(manifest_dir) if manifest_dir in path.parents else path
     return Handle(kind="ProcessGroup", name=str(name), uid=uid, url=f"{FILE}{folder.run_dir}")

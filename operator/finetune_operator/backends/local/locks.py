@@ -1,4 +1,4 @@
-"""Locks of the kernel on files: they go with the processes that hold them, however those end."""
+"""File locks of the kernel, which end with the processes that hold them, however those end."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def opened(path: Path) -> int:
-    """Return a descriptor of the lock file, which is made if need be."""
+    """Return a descriptor of the lock file, which is created if it is missing."""
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 

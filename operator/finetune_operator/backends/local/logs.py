@@ -1,7 +1,7 @@
-"""Read the log of one rank of an attempt, as lines for a person.
+"""Read the log of one rank of an attempt, as lines for people.
 
-A rank writes events as JSON, one a line, over all attempts; before it gets that far, and when it
-dies of a traceback, there is the output of its node.
+A rank appends events, one JSON line each, to one file for all attempts. Before its first event, and
+for a traceback that ends it, there is the output of its node.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Tail:
         self._offset = 0
 
     def lines(self, to_the_end: bool) -> Iterator[str]:
-        """Yield the new whole lines; `to_the_end` also the last one without its line end."""
+        """Yield the new lines; with `to_the_end` also a last one without a line end."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class Tail:
 
 
 def readable(line: str, attempt: int) -> str | None:
-    """Return an event as `TIME EVENT key=value ...`; None when it is of another attempt."""
+    """Return an event as `TIME EVENT key=value ...`; None for one of another attempt."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -1,8 +1,8 @@
-"""What a run has left in folders that lie outside its directory, and whose folders these are.
+"""Files of a run in folders outside of its directory, and whose folders these are.
 
-`RunFolder` asks, before it moves such things aside. A folder that a URI names may hold other
-things, too: the run's are its checkpoints, what its export wrote, and the claims that say who
-writes there. Nothing here changes a file.
+`RunFolder` moves such files aside. A folder that a URI names may hold other files, too: the run's
+are its checkpoints, its export, and the claims that say who writes there. Nothing here changes a
+file.
 """
 
 import json
@@ -16,7 +16,7 @@ from finetune_trainer.config import JobRef
 
 CLAIMS = ".finetune-claims"
 RECORD = "finetune-export.json"
-# A committed checkpoint, one being written, one that a run went back behind; by whichever claim.
+# A committed checkpoint, one being written, or one moved aside; with a claim's tag or without.
 _CHECKPOINT = re.compile(r"step-(\d+)(\.tmp|\.aside(-\d+)?|\.(\d+-\d+-\d+-[0-9a-z]+))?")
 _MANIFEST = "manifest.json"
 
@@ -24,8 +24,8 @@ _MANIFEST = "manifest.json"
 def newest_step(folder: Path) -> int | None:
     """Return the step of the newest committed checkpoint; its content is not read.
 
-    A folder with a claim in its name is written in place, and committed by its manifest. Without
-    one, it is of a trainer before claims, and got its name when it was whole.
+    A folder with a claim's tag in its name is written in place and committed by its manifest. One
+    without is of a trainer before claims, which renamed it when it was complete.
     """
     steps = []
     for path in folder.glob("step-*"):
@@ -36,21 +36,21 @@ def newest_step(folder: Path) -> int | None:
 
 
 def of_checkpoints(folder: Path) -> list[Path]:
-    """Return what of a run lies in its folder of checkpoints, the claims last."""
+    """Return the files of a run in its checkpoint folder, the claims last."""
     found = sorted(path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
     return [*found, *_claims(folder)]
 
 
 def of_output(folder: Path) -> list[Path]:
-    """Return what of a run lies in its output folder: its export, staged ones, and the claims."""
+    """Return the files of a run in its output folder: exported, staged, and the claims."""
     return [*_exported(folder), *sorted(folder.glob(".export-*")), *_claims(folder)]
 
 
 def owner(folder: Path) -> JobRef | None:
-    """Return the job that has the folder; None where nobody has, or none can say.
+    """Return the job that owns the folder; None where there is none, or it cannot be read.
 
-    Where nobody claimed it, what lies there says whose it is: trainers before claims made none. A
-    claim that is not held is of a job that was refused, or was killed before it had the folder.
+    Without claims, which older trainers did not make, the files there name the job. A claim that is
+    not held is of a job that was refused, or was killed before it owned the folder.
     """
     held = {path.name.partition(".")[0] for path in (folder / CLAIMS).glob("*.held.*")}
     for tag in sorted(held, key=_rank, reverse=True):

@@ -1,7 +1,7 @@
-"""Folders that a run writes; and against what it reads: none may be the other, or lie in it.
+"""The folders that a run writes, and whether they overlap with what it reads.
 
-A run replaces what it exported before, deletes old checkpoints and moves finished runs aside, so a
-folder that it shares with the base model, the rows or the manifest is a folder the user may lose.
+A run replaces earlier exports, deletes old checkpoints and moves finished runs aside: in a folder
+that it shares with the base model, the rows or the manifest, the user could lose these.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _RESUME = "spec.checkpoint.resumeFrom"
 
 
 def written(job: FineTuneJob, manifest_dir: Path) -> list[Written]:
-    """Return the folders that the run writes; those below its directory go without saying."""
+    """Return the folders that the run writes: its directory, and those that the job names."""
     try:
         folders = _resolved(job, manifest_dir)
     except layout.BadUriError:
@@ -30,7 +30,7 @@ def written(job: FineTuneJob, manifest_dir: Path) -> list[Written]:
 
 
 def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
-    """Yield one problem for each folder of the run that touches what is not the run's."""
+    """Yield one problem for each folder of the run that overlaps with files of others."""
     folders = _resolved(job, manifest_dir)
     read, base = _read(job, manifest_dir), manifest_dir.resolve()
     for field, folder in folders.items():
@@ -46,7 +46,7 @@ def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
 
 
 def _resolved(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
-    """Return every folder of the run; links are followed, as two names of one folder are one."""
+    """Return every folder of the run with links resolved, as a folder may have several names."""
     made = layout.folders_of(job, manifest_dir)
     folders = {_RUN: made.run, _CHECKPOINT: made.checkpoint, _OUTPUT: made.output}
     return {field: path.resolve() for field, path in folders.items()}
@@ -75,7 +75,7 @@ def _against_read(folder: Path, read: dict[str, Path], checkpoint: Path) -> str:
 
 
 def _against_own(field: str, folders: dict[str, Path]) -> str:
-    """Folders of one run may hold each other, but each has its own name for what it deletes."""
+    """Return a problem where one folder of the run would lose files to another one."""
     folder = folders[field]
     for other, place in folders.items():
         if other != field and folder == place:

@@ -1,7 +1,7 @@
-"""Processes as the kernel tells them: who lives, since when, of which attempt.
+"""Processes as the kernel reports them: which are alive, since when, of which attempt.
 
-A pid alone names nothing for long. A process is known by pid, start time and boot; the processes of
-an attempt by a variable in their environment, as torchrun gives every rank a session of its own.
+As pids are reused, a process is identified by pid, start time and boot, and the processes of an
+attempt by a variable in their environment, as torchrun gives every rank a session of its own.
 Standard library only: the launcher imports it before a node's main process exists.
 """
 
@@ -41,7 +41,7 @@ class Process:
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to this very process; return False when it is gone.
 
-        The descriptor is taken before the look, so a pid that is reused in between is never hit.
+        The descriptor is opened before the check, so a pid that is reused in between is never hit.
         """
         try:
             descriptor = os.pidfd_open(self.pid)
@@ -75,7 +75,7 @@ def look_up(pid: int) -> Process | None:
 
 
 def marked(variable: str, prefix: str) -> list[Process]:
-    """Return the living processes of this user whose environment sets `variable` to `prefix`...."""
+    """Return this user's living processes in whose environment `variable` starts with `prefix`."""
     wanted = f"{variable}={prefix}".encode()
     found = []
     for entry in _PROC.iterdir():
@@ -92,10 +92,9 @@ def marked(variable: str, prefix: str) -> list[Process]:
 
 
 def _environment(entry: Path) -> bytes:
-    """Return the environment of a process, which it seems to lack while it changes its program.
+    """Return the environment of a process, which reads as empty during an exec.
 
-    That takes microseconds and is waited for, as it may be one of those that are looked for; one
-    that takes a second is given up.
+    An exec takes microseconds, so this waits for its end, but at most a second.
     """
     end = time.monotonic() + _EXEC_SECONDS
     while not (settings := (entry / "environ").read_bytes()):

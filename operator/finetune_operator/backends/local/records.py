@@ -1,4 +1,4 @@
-"""What an attempt's folder says about its processes: small JSON files, replaced in one step."""
+"""Records of an attempt's processes in its folder: small JSON files, replaced in one step."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ class AttemptRecord(ContractModel):
 
 
 class NodeRecord(ContractModel):
-    """The main process of a node; the start time tells it from a later one of the same pid."""
+    """The main process of a node; the start time distinguishes it from a later one with its pid."""
 
     pid: int
     start_time: int
@@ -44,7 +44,7 @@ class CancelRecord(ContractModel):
     Attributes:
         deadline: Seconds since the epoch at which what is left of it is killed.
         grace_seconds: The grace that led to this deadline, for messages.
-        was_enforced: Something was killed; who was is a victim, not the cause.
+        was_enforced: Something was killed; such a node is a victim, not the root cause.
     """
 
     deadline: float
@@ -58,7 +58,7 @@ def write(path: Path, record: ContractModel) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file in one step and make it durable; a reader sees the old text or the new."""
+    """Replace the file in one step, durably; a reader sees the old text or the new."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -52,7 +52,7 @@ def render(
 
 
 def attempt_uid(job: FineTuneJob, attempt: Attempt) -> str:
-    """Return what tells the attempt from one of another job of the same name."""
+    """Return a uid that no attempt of another job of the same name has."""
     return f"{job.metadata.uid}-{attempt.number}"
 
 
@@ -68,7 +68,7 @@ def _process(
         ENV_TERMINATION_PATH: str(folder.termination(rank)),
     }
     if plan.device == "cuda" and plan.nodes > 1:
-        # Nodes of this machine share its GPUs: each sees its own part of those that we may use.
+        # Nodes of this machine share its GPUs: each sees its part of those that we may use.
         first = rank * plan.processes_per_node
         mine = range(first, first + plan.processes_per_node)
         visible = visible_gpus(context.environ)

@@ -1,7 +1,7 @@
-"""The run directory of a job: whose it is, one process at a time, and how it is moved aside.
+"""The run directory of a job: its owner, its lock, and how it is moved aside.
 
-`job.json` holds the job with its status; `ftctl run` keeps it there, `ftctl dev` writes down whose
-the folder is. The lock on `job.lock` goes with the process that holds it, however that one ends.
+`job.json` holds the job: with its current status under `ftctl run`, and to name the owner under
+`ftctl dev`. The lock on `job.lock` ends with the process that holds it, however that one ends.
 """
 
 import fcntl
@@ -25,14 +25,14 @@ class RunFolderError(FineTuneError):
 
 
 class RunFolderLockedError(RunFolderError):
-    """Another process uses it; the message names that one."""
+    """Another process uses the run directory; the message names that process."""
 
 
 class RunFolder:
     """The run directory of one job.
 
     Use it as a context manager around everything that changes the job: inside, no other process
-    can. `load` works without.
+    can. `load` works outside, too.
 
     Args:
         run_dir: Folder of everything the run writes.
@@ -55,7 +55,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """The log of the operator that `ftctl run` is."""
+        """The log of the operator in `ftctl run`."""
         return self.run_dir / "operator.log"
 
     def __enter__(self) -> Self:
@@ -112,7 +112,7 @@ class RunFolder:
         return outside.newest_step(self.checkpoints)
 
     def outside(self) -> list[Path]:
-        """Return what the run has left in folders that do not lie in its directory."""
+        """Return the files of the run in folders outside of its directory."""
         return [path for found in self._outside().values() for path in found]
 
     def _outside(self) -> dict[Path, list[Path]]:
@@ -126,25 +126,24 @@ class RunFolder:
     def move_aside(self, job: ObjectMeta) -> Path:
         """Rename the run directory to NAME.1, NAME.2, ... and start an empty one; keep the lock.
 
-        What lies outside of it (checkpoints, the exported model, the claims on their folders) goes
-        to folders with the same number. Nothing is deleted.
+        Files outside of it (checkpoints, the exported model, the claims on their folders) go to
+        folders with the same number. Nothing is deleted.
 
         Args:
-            job: Which job starts anew; what another one has claimed is not moved.
+            job: The job that starts now.
 
         Returns:
             Where the old run directory is now.
 
         Raises:
-            RunFolderError: a folder outside is another job's.
+            RunFolderError: a folder outside belongs to another job.
         """
         found, number = self._outside(), 1
         for folder in found:
             self._refuse_folder_of_others(folder, job)
         while any(_numbered(folder, number).exists() for folder in (self.run_dir, *found)):
             number += 1
-        # The run directory goes last: until it does, a crash leaves a job that runs again and
-        # moves the rest then.
+        # The run directory goes last: after a crash before that, the next run moves the rest.
         for folder, paths in found.items():
             for path in paths:
                 target = _numbered(folder, number) / path.relative_to(folder)
@@ -158,17 +157,17 @@ class RunFolder:
         return _numbered(self.run_dir, number)
 
     def make_way(self) -> None:
-        """Rename the folder of the attempts, and put there how far they came.
+        """Rename the folder of the attempts, with the last progress, for a job that takes over.
 
-        Who takes the run over goes on with the rest, from an attempt 1 of its own.
+        That job goes on with the other files, and has an attempt 1 of its own.
         """
         attempts, number = self.run_dir / "attempts", 1
         while _numbered(attempts, number).exists():
             number += 1
         if attempts.exists():
-            told = self.run_dir / "progress.json"
-            if told.exists():
-                told.rename(attempts / told.name)
+            progress = self.run_dir / "progress.json"
+            if progress.exists():
+                progress.rename(attempts / progress.name)
             attempts.rename(_numbered(attempts, number))
 
     def _refuse_folder_of_others(self, folder: Path, job: ObjectMeta) -> None:
@@ -182,7 +181,7 @@ class RunFolder:
         )
 
     def _acquire(self) -> int:
-        """Lock the file that is at the path now; an opened one may have been moved aside since."""
+        """Lock the file that is at the path now; one opened earlier may have been moved aside."""
         self._refuse_files_of_others()
         path = self.run_dir / "job.lock"
         while True:
@@ -202,7 +201,7 @@ class RunFolder:
             os.close(lock)
 
     def _refuse_files_of_others(self) -> None:
-        """A folder that no job was saved in is not ours to fill, and later to move."""
+        """Refuse a folder with files but no job, which we must not fill and later move aside."""
         if not self.run_dir.is_dir() or self.path.exists():
             return
         others = {path.name for path in self.run_dir.iterdir()} - _BEFORE_THE_FIRST_SAVE

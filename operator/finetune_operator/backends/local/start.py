@@ -1,4 +1,4 @@
-"""Start the nodes of an attempt, once, however often it is asked and whoever was killed meanwhile.
+"""Start each node of an attempt exactly once, however often it is called or killed.
 
 Called by `LocalBackend.submit`. The order is: record of the attempt, configuration, nodes. A node's
 lock is taken before its process exists and is held by that process until it dies, so at any moment
@@ -26,7 +26,7 @@ LAUNCHER = "finetune_operator.backends.local.launch"
 
 
 def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str]) -> str:
-    """Start what of `request` was never started, and return the attempt's uid.
+    """Start the nodes of `request` that were never started, and return the attempt's uid.
 
     Raises:
         AlreadyOwnedError: the folder holds another job's attempt; nothing is changed.
@@ -56,7 +56,7 @@ def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str
 
 
 def _claim(folder: AttemptFolder, wanted: AttemptRecord) -> AttemptRecord:
-    """Return the attempt's record: the one that is there, or `wanted`, now written."""
+    """Return the attempt's record, after writing `wanted` if there was none."""
     there = records.read(folder.attempt, AttemptRecord)
     if there is None:
         if wanted.nodes > 1:
@@ -75,7 +75,7 @@ def _claim(folder: AttemptFolder, wanted: AttemptRecord) -> AttemptRecord:
 def _complete(
     environment: Mapping[str, str], node: Mapping[str, Any], record: AttemptRecord
 ) -> dict[str, str]:
-    """Add to what the caller passes on what the request says, and the port chosen for it."""
+    """Add the request's variables and the rendezvous to the environment that the caller passes."""
     made = {**environment, **node["environment"], ENV_MARK: mark(record.uid, node["node"])}
     if record.rendezvous is not None:
         made[ENV_RDZV_ENDPOINT] = record.rendezvous
@@ -88,7 +88,7 @@ def _start_node(
     lock = locks.opened(folder.node_lock(rank))
     try:
         if not locks.take(lock):
-            return  # started by a process that was killed since; it is about to write its record
+            return  # it was started, and is about to write its record
         if folder.node(rank).exists():
             return  # it was, and has ended
         # Inherited by the launcher and kept over its exec; the ranks' launcher closes it.

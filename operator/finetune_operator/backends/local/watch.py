@@ -1,8 +1,8 @@
-"""See how an attempt's nodes are, and end those whose time is over.
+"""Observe an attempt's nodes, and kill those whose grace is over.
 
-Called by `LocalBackend.observe` and `cancel`. Nothing here waits. As this machine has no kubelet, a
-look also carries out what is overdue: the kill after the grace, and the end of whatever a node's
-main process left behind.
+Called by `LocalBackend.observe` and `cancel`; it never waits. As this machine has no kubelet, an
+observation also carries out what is overdue: the kill after the grace, and the kill of processes
+that outlived their node's main process.
 """
 
 import os
@@ -50,7 +50,7 @@ class Node:
 
     Attributes:
         rank: Its number, from 0.
-        process: Its main process; None before the record, and where there never was one.
+        process: Its main process; None before its record, and where there never was one.
         termination: How it ended, once it did.
         is_victim: It ended because we told it to.
     """
@@ -69,7 +69,7 @@ def owned(folder: AttemptFolder, handle: Handle) -> AttemptRecord | None:
 
 
 def observation_of(folder: AttemptFolder, handle: Handle, now: float) -> Observation:
-    """Return what is seen of the attempt at `now` (seconds since the epoch)."""
+    """Return the observation of the attempt at `now` (seconds since the epoch)."""
     record = owned(folder, handle)
     if record is None:
         alive = proc.marked(ENV_MARK, mark(handle.uid))
@@ -95,7 +95,7 @@ def observation_of(folder: AttemptFolder, handle: Handle, now: float) -> Observa
         progress=progress,
         node=f"node-{cause.rank}" if cause and failed else "",
         message=cause.termination.message if cause and cause.termination and failed else complaint,
-        requeue_seconds=_look_again(folder, nodes, progress),
+        requeue_seconds=_requeue_seconds(folder, nodes, progress),
     )
 
 
@@ -105,7 +105,7 @@ def observe_nodes(folder: AttemptFolder, record: AttemptRecord) -> list[Node]:
     return [_node(folder, rank, cancel) for rank in range(record.nodes)]
 
 
-def tell(record: AttemptRecord, nodes: Sequence[Node], number: signal.Signals) -> None:
+def send(record: AttemptRecord, nodes: Sequence[Node], number: signal.Signals) -> None:
     """Send a signal to the main process of every node that runs."""
     for node in nodes:
         if node.state is NodeState.ALIVE and node.process is not None:
@@ -116,20 +116,20 @@ def tell(record: AttemptRecord, nodes: Sequence[Node], number: signal.Signals) -
 
 
 def enforce(folder: AttemptFolder, record: AttemptRecord, now: float) -> None:
-    """Kill what still runs after the grace; the deadline is on disk, so it outlives a restart."""
+    """Kill what still runs after the grace; the deadline is on disk, so it survives a restart."""
     cancel = records.read(folder.cancel, CancelRecord)
     if cancel is None or now < cancel.deadline:
         return
     running = [node for node in observe_nodes(folder, record) if node.state is not NodeState.ENDED]
     if running:
         records.write(folder.cancel, cancel.model_copy(update={"was_enforced": True}))
-        tell(record, running, signal.SIGKILL)
+        send(record, running, signal.SIGKILL)
 
 
 def end_strays(record: AttemptRecord, node: Node) -> bool:
-    """Kill what the main process of an ended node left behind; say whether there was nothing.
+    """Kill processes that outlived their node's main process; return whether there were none.
 
-    Ranks ask the kernel to die with their parent, so there is something only when that failed.
+    The kernel kills ranks with their parent, so there are some only where that failed.
     """
     strays = proc.marked(ENV_MARK, mark(record.uid, node.rank))
     for process in strays:
@@ -142,8 +142,8 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
     if record is None:
         if _is_about_to_start(folder, rank):
             return Node(rank, NodeState.STARTING)
-        # The lock is held from before the process exists until it dies. It is free, so if there
-        # is no record now, there will never be one.
+        # The lock is held from before the process exists until it dies. It is free: without a
+        # record now, there will never be one.
         record = records.read(folder.node(rank), NodeRecord)
     if record is None:
         failure, code = FailureClass.ERROR, 1
@@ -163,7 +163,7 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
 
 
 def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
-    """Say whether the node's process exists, or may be made this very moment."""
+    """Say whether the node's process exists, or may be starting right now."""
     with locks.held(folder.lock) as nobody_submits:
         if not nobody_submits:
             return True
@@ -174,7 +174,7 @@ def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
 def _termination(
     folder: AttemptFolder, rank: int, pid: int, cancel: CancelRecord | None
 ) -> Termination:
-    """Join what the node said with the exit code that the kernel saw, where we saw it."""
+    """Combine the node's termination message with its exit code, where we know that."""
     said: Termination | None = None
     doubt = ""
     try:
@@ -199,9 +199,10 @@ def _termination(
 def _without_message(
     rank: int, code: int | None, doubt: str, folder: AttemptFolder, cancel: CancelRecord | None
 ) -> Termination:
-    """An orphan that left no message was killed: it would have written one otherwise.
+    """Return the termination of a node that left no message.
 
-    Also where it was told to stop: a fault of another node may have been why, and is then not lost.
+    Without an exit code it was killed, as it would have written a message otherwise; also after a
+    cancel, which the fault of another node may have caused.
     """
     code = ExitCode.KILLED if code is None else code
     if code in STOPPED_BY_SIGNAL:
@@ -224,7 +225,7 @@ def _without_message(
 def _exit_code(folder: AttemptFolder, rank: int, pid: int) -> int | None:
     """Return the exit code if we are the parent, or were when it ended; else None.
 
-    It is written down before the process is reaped, as nobody can ask for it twice.
+    It is written down before the process is reaped, as the kernel reports it only once.
     """
     seen = records.read(folder.exit(rank), ExitRecord)
     if seen is not None:
@@ -254,7 +255,7 @@ def _phase(nodes: Sequence[Node]) -> AttemptPhase:
 
 
 def _root_cause(ended: Sequence[Node]) -> Node | None:
-    """Return the node whose failure is the root cause; the first where none differs."""
+    """Return the node whose failure is the root cause; the first of equal ones."""
 
     def key(node: Node) -> int:
         code = node.termination.exit_code if node.termination else ExitCode.ERROR
@@ -275,8 +276,10 @@ def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:
     return (progress, "") if progress.attempt == folder.number else (None, "")
 
 
-def _look_again(folder: AttemptFolder, nodes: Sequence[Node], progress: Progress | None) -> float:
-    """Look often while something is about to change."""
+def _requeue_seconds(
+    folder: AttemptFolder, nodes: Sequence[Node], progress: Progress | None
+) -> float:
+    """Return a short time while something is about to change."""
     all_alive = all(node.state is NodeState.ALIVE for node in nodes)
     is_steady = progress is not None and progress.phase in _STEADY_PHASES
     if all_alive and is_steady and not folder.cancel.exists():
