@@ -65,7 +65,7 @@ def claims() -> dict[str, set[tuple[str, str]]]:
 def test_columns() -> None:
     (rows,) = tables("Columns")
     assert [(names(row[0]), row[1] == "yes") for row in rows] == [
-        ([one.name], one.wide) for one in COLUMNS
+        ([one["name"]], "priority" in one) for one in COLUMNS
     ]
 
 

@@ -4,7 +4,6 @@
 `const` of pydantic's `model_json_schema`; this file adds what is not in the models.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -25,48 +24,33 @@ from finetune_operator.api.v1alpha1 import (
 HEADER = "# Generated from the models: ftctl crd --write crds\n---\n"
 
 
-@dataclass(frozen=True)
-class PrinterColumn:
-    """One column of `kubectl get`.
-
-    Attributes:
-        type: OpenAPI type the API server reads the cell as.
-        wide: Shown only with `-o wide`.
-    """
-
-    name: str
-    path: str
-    type: str = "string"
-    wide: bool = False
-
-    def to_object(self) -> dict[str, Any]:
-        """Return the entry of `additionalPrinterColumns`."""
-        column: dict[str, Any] = {"name": self.name, "type": self.type, "jsonPath": self.path}
-        return column | {"priority": 1} if self.wide else column
+def _column(name: str, path: str, type_: str = "string", **more: int) -> dict[str, Any]:
+    return {"name": name, "type": type_, "jsonPath": path, **more}
 
 
 COLUMNS = (
-    PrinterColumn("Phase", ".status.phase"),
-    PrinterColumn("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
-    PrinterColumn("Step", ".status.progress.step", "integer"),
-    PrinterColumn("Steps", ".status.progress.totalSteps", "integer"),
-    PrinterColumn("Loss", ".status.progress.loss", "number"),
-    PrinterColumn("Nodes", ".status.nodes.ready", "integer"),
-    PrinterColumn("Restarts", ".status.restarts.counted", "integer"),
-    PrinterColumn("ETA-seconds", ".status.progress.etaSeconds", "number"),
-    PrinterColumn("Age", ".metadata.creationTimestamp", "date"),
-    PrinterColumn("Held-out-loss", ".status.progress.evalLoss", "number", wide=True),
-    PrinterColumn("Checkpoint", ".status.checkpoint.last.step", "integer", wide=True),
-    PrinterColumn("Strategy", ".status.plan.strategy", wide=True),
-    PrinterColumn("Backend", ".spec.backend.type", wide=True),
-    PrinterColumn("Queue", ".spec.queue.name", wide=True),
+    _column("Phase", ".status.phase"),
+    _column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
+    _column("Step", ".status.progress.step", "integer"),
+    _column("Steps", ".status.progress.totalSteps", "integer"),
+    _column("Loss", ".status.progress.loss", "number"),
+    _column("Nodes", ".status.nodes.ready", "integer"),
+    _column("Restarts", ".status.restarts.counted", "integer"),
+    _column("ETA-seconds", ".status.progress.etaSeconds", "number"),
+    _column("Age", ".metadata.creationTimestamp", "date"),
+    _column("Held-out-loss", ".status.progress.evalLoss", "number", priority=1),
+    _column("Checkpoint", ".status.checkpoint.last.step", "integer", priority=1),
+    _column("Strategy", ".status.plan.strategy", priority=1),
+    _column("Backend", ".spec.backend.type", priority=1),
+    _column("Queue", ".spec.queue.name", priority=1),
 )
+"""Columns of `kubectl get`; it shows those of priority 1 only with `-o wide`."""
 
 PROFILE_COLUMNS = (
-    PrinterColumn("Image", ".spec.image"),
-    PrinterColumn("Namespaces", ".spec.allow.namespaces"),
-    PrinterColumn("Max-nodes", ".spec.allow.maxNodes", "integer"),
-    PrinterColumn("Age", ".metadata.creationTimestamp", "date"),
+    _column("Image", ".spec.image"),
+    _column("Namespaces", ".spec.allow.namespaces"),
+    _column("Max-nodes", ".spec.allow.maxNodes", "integer"),
+    _column("Age", ".metadata.creationTimestamp", "date"),
 )
 
 _NAME: Schema = {"type": "string", "maxLength": 253}  # a bound on the cost of the rule about it
@@ -132,12 +116,12 @@ def profile_definition() -> dict[str, Any]:
     return _definition(names, "Cluster", _version(profile_schema(), PROFILE_COLUMNS))
 
 
-def _version(schema: Schema, columns: tuple[PrinterColumn, ...]) -> dict[str, Any]:
+def _version(schema: Schema, columns: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     return {
         "name": VERSION,
         "served": True,
         "storage": True,
-        "additionalPrinterColumns": [column.to_object() for column in columns],
+        "additionalPrinterColumns": list(columns),
         "schema": {"openAPIV3Schema": _without_details(schema)},
     }
 

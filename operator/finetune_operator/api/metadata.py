@@ -31,43 +31,36 @@ _TEXTS: Schema = {"type": "object", "additionalProperties": _TEXT}
 _ANY: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 
-def _objects(**properties: Schema) -> Schema:
+def _texts_named(names: str) -> dict[str, Schema]:
+    return dict.fromkeys(names.split(), _TEXT)
+
+
+def _objects(properties: dict[str, Schema]) -> Schema:
     return {"type": "array", "items": {"type": "object", "properties": properties}}
 
 
+_OWNER = {
+    **_texts_named("apiVersion kind name uid"),
+    "controller": _FLAG,
+    "blockOwnerDeletion": _FLAG,
+}
+_MANAGER = {
+    **_texts_named("manager operation apiVersion time fieldsType subresource"),
+    "fieldsV1": _ANY,
+}
 OBJECT_METADATA: Schema = {
     "type": "object",
     "required": ["name"],
     "properties": {
         "name": {**_TEXT, "description": "Name of the job.", "maxLength": _LONGEST_NAME},
-        "generateName": _TEXT,
-        "namespace": _TEXT,
+        **_texts_named("generateName namespace uid resourceVersion selfLink"),
+        **_texts_named("creationTimestamp deletionTimestamp"),
         "labels": _TEXTS,
         "annotations": _TEXTS,
         "finalizers": {"type": "array", "items": _TEXT},
-        "ownerReferences": _objects(
-            apiVersion=_TEXT,
-            kind=_TEXT,
-            name=_TEXT,
-            uid=_TEXT,
-            controller=_FLAG,
-            blockOwnerDeletion=_FLAG,
-        ),
-        "managedFields": _objects(
-            manager=_TEXT,
-            operation=_TEXT,
-            apiVersion=_TEXT,
-            time=_TEXT,
-            fieldsType=_TEXT,
-            fieldsV1=_ANY,
-            subresource=_TEXT,
-        ),
-        "uid": _TEXT,
-        "resourceVersion": _TEXT,
-        "selfLink": _TEXT,
+        "ownerReferences": _objects(_OWNER),
+        "managedFields": _objects(_MANAGER),
         "generation": _COUNT,
-        "creationTimestamp": _TEXT,
-        "deletionTimestamp": _TEXT,
         "deletionGracePeriodSeconds": _COUNT,
     },
 }

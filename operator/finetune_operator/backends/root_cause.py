@@ -19,6 +19,19 @@ def stopped_by_signal(node: str, exit_code: int) -> Termination:
     return Termination(failure_class=FailureClass.PREEMPTED, exit_code=exit_code, message=text)
 
 
+def with_seen_exit_code(node: str, said: Termination, exit_code: int) -> Termination:
+    """Return a node's own termination message with the exit code that was seen from outside."""
+    if said.exit_code == exit_code:
+        return said
+    is_completed = said.failure_class is FailureClass.COMPLETED
+    changed = {
+        "exit_code": exit_code,
+        "failure_class": FailureClass.ERROR if is_completed else said.failure_class,
+        "message": f"{node} ended with exit code {exit_code} after it said: {said.message}",
+    }
+    return said.model_copy(update=changed)
+
+
 def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
     """Return a node's place in the search for the root cause; the lowest one is it.
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated
 
@@ -103,14 +104,5 @@ def _print_text(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> N
 
 
 def _print_json(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> None:
-    entries = [
-        {
-            "file": problem.file,
-            "line": problem.line,
-            "path": problem.path,
-            "message": problem.message,
-            "severity": problem.severity.value,
-        }
-        for problem in problems
-    ]
+    entries = [asdict(problem) for problem in problems]
     typer.echo(json.dumps({"jobs": len(manifests), "problems": entries}, indent=2))

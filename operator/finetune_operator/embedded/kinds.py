@@ -11,21 +11,8 @@ from finetune_operator.api.metadata import OBJECT_METADATA
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding
 from finetune_operator.embedded.status_errors import invalid
-from finetune_operator.kube.resources import (
-    CONFIG_MAPS,
-    ENDPOINT_SLICES,
-    EVENTS,
-    JOBS,
-    LEASES,
-    NAMESPACES,
-    NETWORK_POLICIES,
-    NODES,
-    PODS,
-    SECRETS,
-    SERVICES,
-    Object,
-    Resource,
-)
+from finetune_operator.kube import resources
+from finetune_operator.kube.resources import Object, Resource
 
 CRDS = Resource(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
@@ -67,21 +54,21 @@ class Kind:
 
 # Short name, and the top-level fields.
 _BUILTIN = {
-    NAMESPACES: ("ns", "spec status"),
-    CONFIG_MAPS: ("cm", "data binaryData immutable"),
-    SECRETS: ("", "data stringData type immutable"),
-    EVENTS: (
+    resources.NAMESPACES: ("ns", "spec status"),
+    resources.CONFIG_MAPS: ("cm", "data binaryData immutable"),
+    resources.SECRETS: ("", "data stringData type immutable"),
+    resources.EVENTS: (
         "ev",
         "involvedObject reason message source firstTimestamp lastTimestamp count type eventTime "
         "series action related reportingComponent reportingInstance",
     ),
-    NODES: ("no", "spec status"),
-    PODS: ("po", "spec status"),
-    SERVICES: ("svc", "spec status"),
-    ENDPOINT_SLICES: ("", "addressType endpoints ports"),
-    NETWORK_POLICIES: ("netpol", "spec"),
-    JOBS: ("", "spec status"),
-    LEASES: ("", "spec"),
+    resources.NODES: ("no", "spec status"),
+    resources.PODS: ("po", "spec status"),
+    resources.SERVICES: ("svc", "spec status"),
+    resources.ENDPOINT_SLICES: ("", "addressType endpoints ports"),
+    resources.NETWORK_POLICIES: ("netpol", "spec"),
+    resources.JOBS: ("", "spec status"),
+    resources.LEASES: ("", "spec"),
     CRDS: ("crd", "spec status"),
 }
 _EVENT_COLUMNS = tuple(
@@ -104,7 +91,7 @@ def builtin_kinds() -> Iterator[Kind]:
         yield Kind(
             resource,
             _with_metadata({"type": "object", "properties": dict.fromkeys(listed, _ANY) | typed}),
-            columns=(*_EVENT_COLUMNS, _AGE) if resource == EVENTS else (_AGE,),
+            columns=(*_EVENT_COLUMNS, _AGE) if resource == resources.EVENTS else (_AGE,),
             short_names=(short,) if short else (),
             categories=("all",) if has_status and resource.namespaced else (),
             has_status=has_status,

@@ -12,17 +12,11 @@ from finetune_operator.api.paths import Finding
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.yaml_documents import read_yaml
 from finetune_operator.embedded import patches
+from finetune_operator.embedded import status_errors as errors
 from finetune_operator.embedded.admission import admit_change, admit_new, check_preconditions
 from finetune_operator.embedded.kinds import Kind
 from finetune_operator.embedded.selectors import selects
-from finetune_operator.embedded.status_errors import (
-    StatusError,
-    about,
-    bad_request,
-    expired,
-    invalid,
-    not_found,
-)
+from finetune_operator.embedded.status_errors import StatusError, bad_request
 from finetune_operator.embedded.store import Store, timestamp
 from finetune_operator.embedded.tables import find
 from finetune_operator.kube.cache import Key, key_of
@@ -124,7 +118,7 @@ def _list(store: Store, request: ApiRequest) -> Answer:
         except ValueError as error:
             raise bad_request("continue key is not valid") from error
         if version < store.oldest:
-            raise expired(version, store.oldest)
+            raise errors.expired(version, store.oldest)
         items = [one for one in items if key_of(one) > Key(*after)]
     metadata: Object = {"resourceVersion": str(version)}
     limit = request.number("limit")
@@ -147,17 +141,17 @@ def _created(store: Store, request: ApiRequest, body: Object) -> Answer:
     if resource.namespaced:
         home = store.get(store.kinds[str(NAMESPACES)], Key("", namespace))
         if home is None:
-            raise not_found(NAMESPACES, namespace)
+            raise errors.not_found(NAMESPACES, namespace)
         if "deletionTimestamp" in home["metadata"]:
             name = str(body["metadata"].get("name", ""))
             why = f"unable to create new content in namespace {namespace} because it is being"
             message = f'{resource} "{name}" is forbidden: {why} terminated'
-            raise StatusError(403, "Forbidden", message, about(resource, name))
+            raise StatusError(403, "Forbidden", message, errors.about(resource, name))
     made, warnings = admit_new(kind, body, namespace, request.key.name, request.validation)
     if store.get(kind, key_of(made)) is not None:
         name = made["metadata"]["name"]
         message = f'{resource} "{name}" already exists'
-        raise StatusError(409, "AlreadyExists", message, about(resource, name))
+        raise StatusError(409, "AlreadyExists", message, errors.about(resource, name))
     return Answer(made if "dryRun" in request.query else store.put(kind, made), 201, warnings)
 
 
@@ -165,7 +159,7 @@ def _update(store: Store, request: ApiRequest) -> Answer:
     before, body = _found(store, request), _read(request)
     if request.kind.is_custom and not body["metadata"].get("resourceVersion"):
         must = Finding(("metadata", "resourceVersion"), "must be specified for an update")
-        raise invalid(request.kind.resource, before, [must])
+        raise errors.invalid(request.kind.resource, before, [must])
     return _changed(store, request, before, body)
 
 
@@ -229,7 +223,7 @@ def _delete(store: Store, request: ApiRequest) -> Answer:
         left = store.delete(kind, made, is_foreground=policy == "Foreground")
         if left["metadata"]["finalizers"]:
             return Answer(left)
-    details = {**about(kind.resource, metadata["name"]), "uid": metadata["uid"]}
+    details = {**errors.about(kind.resource, metadata["name"]), "uid": metadata["uid"]}
     done = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
     return Answer({**done, "details": details})
 
@@ -248,7 +242,7 @@ VERBS: Mapping[str, Callable[[Store, ApiRequest], Answer]] = {
 def _found(store: Store, request: ApiRequest) -> Object:
     made = store.get(request.kind, request.key)
     if made is None:
-        raise not_found(request.kind.resource, request.key.name)
+        raise errors.not_found(request.kind.resource, request.key.name)
     return made
 
 

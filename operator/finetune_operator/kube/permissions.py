@@ -6,19 +6,8 @@ the kernel and the aks backend, so it grants exactly what they need.
 
 from dataclasses import dataclass
 
-from finetune_operator.kube.resources import (
-    ENDPOINT_SLICES,
-    EVENTS,
-    FINE_TUNE_JOBS,
-    FINE_TUNE_PROFILES,
-    JOBS,
-    LEASES,
-    NETWORK_POLICIES,
-    PODS,
-    SERVICES,
-    Object,
-    Resource,
-)
+from finetune_operator.kube import resources
+from finetune_operator.kube.resources import Object, Resource
 
 
 @dataclass(frozen=True)
@@ -45,25 +34,28 @@ class Permission:
 
 
 WHERE_JOBS_ARE = (
-    Permission(FINE_TUNE_JOBS, ("delete", "get", "list", "patch", "watch")),
-    Permission(FINE_TUNE_JOBS, ("patch",), "status"),
+    Permission(resources.FINE_TUNE_JOBS, ("delete", "get", "list", "patch", "watch")),
+    Permission(resources.FINE_TUNE_JOBS, ("patch",), "status"),
     # Children keep their job until they are gone (blockOwnerDeletion); clusters with the admission
     # plugin OwnerReferencesPermissionEnforcement ask for this right before they accept one.
-    Permission(FINE_TUNE_JOBS, ("update",), "finalizers"),
-    Permission(JOBS, ("create", "delete", "get", "list", "patch", "watch")),
-    Permission(JOBS, ("patch",), "status"),  # so that a suspended one never runs again
-    Permission(PODS, ("delete", "list", "watch")),
-    Permission(PODS, ("get",), "log"),
+    Permission(resources.FINE_TUNE_JOBS, ("update",), "finalizers"),
+    Permission(resources.JOBS, ("create", "delete", "get", "list", "patch", "watch")),
+    Permission(resources.JOBS, ("patch",), "status"),  # so that a suspended one never runs again
+    Permission(resources.PODS, ("delete", "list", "watch")),
+    Permission(resources.PODS, ("get",), "log"),
     # Watched, as they are restored when others delete or change them.
-    Permission(SERVICES, ("create", "get", "list", "patch", "watch")),
-    Permission(ENDPOINT_SLICES, ("create", "get", "list", "patch", "watch")),
-    Permission(NETWORK_POLICIES, ("create", "get", "list", "patch", "watch")),
-    Permission(EVENTS, ("create", "list")),
+    Permission(resources.SERVICES, ("create", "get", "list", "patch", "watch")),
+    Permission(resources.ENDPOINT_SLICES, ("create", "get", "list", "patch", "watch")),
+    Permission(resources.NETWORK_POLICIES, ("create", "get", "list", "patch", "watch")),
+    Permission(resources.EVENTS, ("create", "list")),
 )
 """In every namespace that is served."""
 
-CLUSTER_WIDE = (Permission(FINE_TUNE_PROFILES, ("list", "watch")),)
+CLUSTER_WIDE = (Permission(resources.FINE_TUNE_PROFILES, ("list", "watch")),)
 """Cluster-scoped kinds, needed also where only some namespaces are served."""
 
-FOR_THE_LEASE = (Permission(LEASES, ("create",)), Permission(LEASES, ("get", "update")))
+FOR_THE_LEASE = (
+    Permission(resources.LEASES, ("create",)),
+    Permission(resources.LEASES, ("get", "update")),
+)
 """In the operator's namespace; RBAC can limit only the second to the Lease's name."""

@@ -13,44 +13,19 @@ from typing import Any
 from finetune_operator.api.schema import ApiModel, Rule
 
 _ALWAYS_PRESENT = (
-    "model",
-    "dataset",
-    "method",
-    "strategy",
-    "training",
-    "topology.gpusPerNode",
-    "topology.rdma",
-    "topology.placement",
-    "capacity",
-    "checkpoint",
-    "takeOver",
-    "restartPolicy.restartsInPlace",
-    "restartPolicy.backoff",
-    "backend",
-)
+    "model", "dataset", "method", "strategy", "training", "topology.gpusPerNode", "topology.rdma",
+    "topology.placement", "capacity", "checkpoint", "takeOver", "restartPolicy.restartsInPlace",
+    "restartPolicy.backoff", "backend",
+)  # fmt: skip
 _OPTIONAL = (
-    "topology.minNodes",
-    "topology.maxNodes",
-    "topology.processesPerNode",
-    "topology.instanceType",
-    "output",
-    "restartPolicy.rules",
-    "queue",
-    "podTemplate",
-)
+    "topology.minNodes", "topology.maxNodes", "topology.processesPerNode", "topology.instanceType",
+    "output", "restartPolicy.rules", "queue", "podTemplate",
+)  # fmt: skip
 _FROZEN = (
-    "model",
-    "dataset",
-    "method",
-    "training.globalBatchSize",
-    "training.maxSeqLength",
-    "training.epochs",
-    "training.maxSteps",
-    "training.packing",
-    "training.seed",
-    "checkpoint.uri",
+    "model", "dataset", "method", "training.globalBatchSize", "training.maxSeqLength",
+    "training.epochs", "training.maxSteps", "training.packing", "training.seed", "checkpoint.uri",
     "checkpoint.resumeFrom",
-)
+)  # fmt: skip
 """Fields that decide what is learned in which order, and where what was learned is looked for; a
 checkpoint is of no use under others."""
 # A write of the status leaves the spec as it is. Comparing a spec costs the API server more than

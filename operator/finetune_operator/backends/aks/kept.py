@@ -31,9 +31,11 @@ def to_annotation(objects: Sequence[Mapping[str, Any]]) -> str:
     """Return the annotation for these children; empty where there are none."""
     if not objects:
         return ""
-    kept: _Json = {"metadata": _common(objects[0]["metadata"])}
+    first = objects[0]["metadata"]
+    kept: _Json = {"metadata": {key: first[key] for key in ("labels", "ownerReferences")}}
     for one in objects:
-        extra = _extra_labels(one["metadata"]["labels"], kept["metadata"]["labels"])
+        labels = one["metadata"]["labels"].items()
+        extra = {key: value for key, value in labels if key not in first["labels"]}
         rest = {key: value for key, value in one.items() if key not in _NAMED_ELSEWHERE}
         if one["kind"] == SERVICES.kind:
             # A selector that somebody adds would have controllers write endpoints.
@@ -100,14 +102,6 @@ def change(there: Object, child: Object) -> Object:
     references = owners if is_ours else [*others, ours]
     known["metadata"] = {**known["metadata"], "ownerReferences": references}
     return merge_patch(there, _overlaid(there, known))
-
-
-def _common(metadata: Mapping[str, Any]) -> _Json:
-    return {key: metadata[key] for key in ("labels", "ownerReferences")}
-
-
-def _extra_labels(labels: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in labels.items() if key not in common}
 
 
 def _overlaid(there: Any, ours: Any, field: str = "") -> Any:

@@ -32,14 +32,10 @@ LOG_TAIL_ANNOTATION = "finetune.dev/last-lines"
 """On a batch Job that failed: the end of the log of the pod that failed first."""
 
 OWNED_PREFIXES = (
-    "finetune.dev/",
-    "app.kubernetes.io/",
-    "azure.workload.identity/",
-    "batch.kubernetes.io/",
-    "cluster-autoscaler.kubernetes.io/safe-to-evict",
-    "karpenter.sh/do-not-disrupt",
+    "finetune.dev/", "app.kubernetes.io/", "azure.workload.identity/", "batch.kubernetes.io/",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt",
     "kueue.x-k8s.io/",
-)
+)  # fmt: skip
 """Labels and annotations that no podTemplate may set."""
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"

@@ -10,6 +10,7 @@ from finetune_operator.backends.root_cause import (
     STOPPED_BY_SIGNAL,
     root_cause_order,
     stopped_by_signal,
+    with_seen_exit_code,
 )
 from finetune_operator.kube.resources import Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
@@ -97,14 +98,7 @@ def _from_container(name: str, ended: Any) -> Termination:
     said = _parse(message)
     if said is None:
         return _without_message(name, code, str(ended.get("reason", "")), message)
-    if said.exit_code == code:
-        return said
-    failure = said.failure_class
-    if failure is FailureClass.COMPLETED:
-        failure = FailureClass.ERROR
-    text = f"pod {name} ended with exit code {code} after it said: {said.message}"
-    changed = {"exit_code": code, "message": text, "failure_class": failure}
-    return said.model_copy(update=changed)
+    return with_seen_exit_code(f"pod {name}", said, code)
 
 
 def _without_message(name: str, code: int, reason: str, tail: str) -> Termination:

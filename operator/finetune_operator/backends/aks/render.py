@@ -9,18 +9,9 @@ from typing import Any
 from finetune_operator.api.v1alpha1 import API_VERSION, KIND
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import RankZeroName
-from finetune_operator.backends.aks import network, volumes
+from finetune_operator.backends.aks import names, network, volumes
 from finetune_operator.backends.aks.kept import to_annotation
-from finetune_operator.backends.aks.names import (
-    BACKEND,
-    CHILDREN_ANNOTATION,
-    FACTS_ANNOTATION,
-    PROFILE_ANNOTATION,
-    QUEUE_LABEL,
-    AttemptFacts,
-    AttemptName,
-    child_name,
-)
+from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, child_name
 from finetune_operator.backends.aks.pod import PodInputs, pod
 from finetune_operator.backends.aks.pod_template import requested_cpu
 from finetune_operator.backends.aks.profiles import Snapshot
@@ -66,7 +57,7 @@ def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespac
         kept.append(network.rank_zero_slice(once, once["name"], name.host, ""))
     objects.append(_batch_job(plan, profile, name, to_annotation(kept)))
     return Request(
-        backend=BACKEND,
+        backend=names.BACKEND,
         job_uid=job.metadata.uid,
         attempt=attempt.number,
         name=str(name),
@@ -104,17 +95,17 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName, children: str) 
     metadata = _metadata(job, name.batch_job, name.number)
     labels = dict(metadata["labels"])  # without the queue's, which only the batch Job has
     if spec.queue is not None:
-        metadata["labels"] |= {QUEUE_LABEL: spec.queue.name}
+        metadata["labels"] |= {names.QUEUE_LABEL: spec.queue.name}
         if spec.queue.priority_class is not None:
             priority = spec.queue.priority_class
             metadata["labels"] |= {"kueue.x-k8s.io/priority-class": priority}
     places = _places(plan, profile)
     metadata["annotations"] = {
-        FACTS_ANNOTATION: _facts(plan, profile, places).model_dump_json(by_alias=True),
-        PROFILE_ANNOTATION: profile.to_annotation(),
+        names.FACTS_ANNOTATION: _facts(plan, profile, places).model_dump_json(by_alias=True),
+        names.PROFILE_ANNOTATION: profile.to_annotation(),
     }
     if children:
-        metadata["annotations"][CHILDREN_ANNOTATION] = children
+        metadata["annotations"][names.CHILDREN_ANNOTATION] = children
     host = network.rendezvous_host(name, child_name(name.job)) if plan.nodes > 1 else ""
     config = _config(plan, name, places)
     return {

@@ -3,17 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from finetune_operator.kube import resources
 from finetune_operator.kube.compact import compact
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
-from finetune_operator.kube.resources import (
-    ENDPOINT_SLICES,
-    FINE_TUNE_PROFILES,
-    JOBS,
-    NETWORK_POLICIES,
-    PODS,
-    SERVICES,
-    Object,
-)
+from finetune_operator.kube.resources import Object
 from finetune_operator.kube.watch import Watch
 
 _METADATA = (
@@ -54,13 +47,13 @@ def trim_job(made: Object) -> Object:
 
 
 WATCHES = (
-    Watch(JOBS, trim=trim_job),
-    Watch(PODS, trim=trim_pod),
-    Watch(FINE_TUNE_PROFILES, selector=None),
-    Watch(SERVICES, trim=compact, is_vital=False),
-    Watch(NETWORK_POLICIES, trim=compact, is_vital=False),
+    Watch(resources.JOBS, trim=trim_job),
+    Watch(resources.PODS, trim=trim_pod),
+    Watch(resources.FINE_TUNE_PROFILES, selector=None),
+    Watch(resources.SERVICES, trim=compact, is_vital=False),
+    Watch(resources.NETWORK_POLICIES, trim=compact, is_vital=False),
     Watch(
-        ENDPOINT_SLICES,
+        resources.ENDPOINT_SLICES,
         # Controllers copy a Service's labels to the slices that they write.
         selector=f"{JOB_UID_LABEL},endpointslice.kubernetes.io/managed-by=finetune.dev",
         trim=compact,

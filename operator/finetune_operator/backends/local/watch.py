@@ -28,6 +28,7 @@ from finetune_operator.backends.root_cause import (
     TERMINATED,
     root_cause_order,
     stopped_by_signal,
+    with_seen_exit_code,
 )
 from finetune_trainer.config import ExitCode, FailureClass, Phase, Progress, Termination
 
@@ -184,15 +185,8 @@ def _termination(
     except ValidationError as error:
         doubt = f"and its termination message cannot be read ({error.errors()[0]['msg']})"
     code = _exit_code(folder, rank, pid)
-    if said is not None and code in (None, said.exit_code):
-        return said
     if said is not None:
-        text = f"node {rank} ended with exit code {code} after it said: {said.message}"
-        failure = said.failure_class
-        if failure is FailureClass.COMPLETED:
-            failure = FailureClass.ERROR
-        changed = {"exit_code": code, "message": text, "failure_class": failure}
-        return said.model_copy(update=changed)
+        return said if code is None else with_seen_exit_code(f"node {rank}", said, code)
     return _without_message(rank, code, doubt, folder, cancel)
 
 
