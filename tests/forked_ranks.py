@@ -117,9 +117,9 @@ def _be_rank(text: str, rank: int, port: str, environ: dict[str, str]) -> None:
     os.environ.update(LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update(environ)
 
-    def tell(report: RankReport) -> None:
+    def report_end(report: RankReport) -> None:
         Path(f"{config.termination_path}.{rank}").write_text(report.termination.to_json())
 
-    report = run_rank(config, tell=tell)
-    tell(report)
+    report = run_rank(config, report_end=report_end)
+    report_end(report)
     leave(report.termination.exit_code)

@@ -147,7 +147,7 @@ def test_nf4_is_stored_as_floats_only_where_fsdp_has_to_shard_it(folder: Path) -
         ),
         pytest.param(
             {"method__quantization": "int8", "method__lora": {"r": 4, "dora": True}},
-            r"lora\.dora cannot be had with spec\.method\.quantization int8, whose layers",
+            r"lora\.dora is not possible with spec\.method\.quantization int8, whose layers",
             id="dora over int8",
         ),
     ],

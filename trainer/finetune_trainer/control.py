@@ -1,4 +1,4 @@
-"""How a rank learns that it shall stop, agrees on it with the others, and names its exit code.
+"""How a rank learns that it must stop, agrees on it with the others, and chooses its exit code.
 
 `worker` installs the signal handlers and wraps the rank's work in `guard`; the loop votes in an
 `Agreement` at every step boundary. Nothing else decides an exit code.
@@ -43,7 +43,7 @@ _OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "cuda out of memory")
 
 
 class BrokenOff(BaseException):
-    """A signal came where nothing needs to be saved; no `except Exception` may take it."""
+    """A signal came where nothing needs to be saved; no `except Exception` may catch it."""
 
 
 class StopSignal:
@@ -123,10 +123,10 @@ class StopSignal:
 
 
 class Agreed(NamedTuple):
-    """What the votes of all ranks at one boundary amount to; equal on every rank.
+    """The result of all ranks' votes at one boundary; equal on every rank.
 
     Attributes:
-        stop: some rank was told to stop: commit a checkpoint and leave.
+        stop: some rank was asked to stop: commit a checkpoint and leave.
         save: some rank wants a checkpoint now.
         is_overtaken: rank 0 has found a higher claim on a folder: leave at once.
     """
@@ -251,7 +251,7 @@ def judge(error: BaseException) -> Verdict:
         return Verdict(
             FailureClass.WORKER_LOST,
             ExitCode.ERROR,
-            f"lost the connection to another rank: {_sentence(error)}; look at that rank's log",
+            f"lost the connection to another rank: {_sentence(error)}; see that rank's log",
             is_collateral=True,
         )
     return Verdict(

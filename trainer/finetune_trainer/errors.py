@@ -4,14 +4,14 @@
     ├── DataError                    65    the data set cannot be trained on
     ├── ConfigError                  78    the configuration cannot work; never retried
     │   ├── FolderTakenError         78    another job has a folder the run must write into
-    │   └── OutputNotWritableError   78    a folder the run must write into refuses it
-    ├── Preempted                    75    told to stop; a checkpoint is committed
+    │   └── OutputNotWritableError   78    a folder the run must write into is not writable
+    ├── Preempted                    75    asked to stop; a checkpoint is committed
     ├── CheckpointError               1    a save or a restore failed
     ├── ClaimLostError                1    a folder was moved or emptied under the run
-    ├── OvertakenError               93    a later attempt writes here by now; never retried
-    ├── ExportError                  93    what was trained cannot be exported so; never retried
+    ├── OvertakenError               93    a later attempt writes here now; never retried
+    ├── ExportError                  93    the trained weights cannot be exported; never retried
     ├── WorldSizeError               93    the ranks that came up are not the ranks asked for
-    └── NonFiniteLossError           93    the loss is not a number; it would be so again
+    └── NonFiniteLossError           93    the loss is not a number, and would be again
 
 The message says what is wrong, with the value, and what to do. Only `control` turns an error into
 an exit code; nothing else calls `sys.exit`.
@@ -52,7 +52,7 @@ class OutputNotWritableError(ConfigError):
 
 
 class Preempted(TrainerError):  # noqa: N818 - the field's own word, and no fault of the job
-    """Told to stop, and every rank left at the same step after a committed checkpoint."""
+    """Asked to stop: every rank left at the same step after a committed checkpoint."""
 
     exit_code = ExitCode.PREEMPTED
     failure_class = FailureClass.PREEMPTED
@@ -63,18 +63,18 @@ class CheckpointError(TrainerError):
 
 
 class ClaimLostError(TrainerError):
-    """A claim is not in its folder any more; a restart claims the folder anew, if it may."""
+    """A claim is not in its folder any more; a restart claims the folder again, if it may."""
 
 
 class OvertakenError(TrainerError):
-    """A higher claim on one of the run's folders was found; whatever this run knows is old."""
+    """A higher claim on one of the run's folders was found; what this run knows is outdated."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.OVERTAKEN
 
 
 class ExportError(TrainerError):
-    """The trained weights, or their merge, are not what they must be; the same would come again."""
+    """The trained weights, or their merge, cannot be exported, and could not after a restart."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART

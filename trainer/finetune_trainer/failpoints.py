@@ -1,8 +1,8 @@
 """Named places where a test can kill or stop the process, to prove that nothing is lost there.
 
-Every part of the trainer calls `reach`; it costs one look into the environment and does nothing
-unless the environment names the place. It must stay free of torch, as the first places come
-before torch is imported.
+Every part of the trainer calls `reach`, which reads one variable of the environment and does
+nothing unless that names the place. It must stay free of torch, as the first places come before
+torch is imported.
 """
 
 import os
@@ -45,7 +45,7 @@ def reach(name: FailPoint, step: int = 0) -> None:
     """Kill this process with SIGKILL if the environment names this place, else do nothing.
 
     `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or
-    a rank, whoever comes first. `:SIGTERM` at the end tells the process to stop instead. Several
+    a rank, the first that comes. `:SIGTERM` at the end stops the process instead. Several
     places are separated by commas. When `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills
     once: a mark is made there before the kill, so the next attempt passes it.
 

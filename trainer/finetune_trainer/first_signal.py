@@ -1,15 +1,15 @@
-"""Remembers the SIGTERM or SIGINT that comes before anybody is there to act on it.
+"""Remembers a SIGTERM or SIGINT that comes before anything can act on it.
 
-`__main__` listens with its first statement, `control.StopSignal` asks when it takes over. It
-imports nothing but `signal`: until it listens a signal ends this process without a message, and is
-lost where this is PID 1 of a container.
+`__main__` listens with its first statement, and `control.StopSignal` reads it when it takes over.
+It imports nothing but `signal`: until it listens, a signal ends this process without a message, or
+is lost where this is PID 1 of a container.
 """
 
 import signal
 from types import FrameType
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-"""The signals that tell a process to stop."""
+"""The signals that ask a process to stop."""
 
 _came: list[str] = []  # a process has one set of handlers
 

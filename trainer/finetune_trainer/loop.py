@@ -64,8 +64,8 @@ def train(run: Run, first_step: int) -> int:
     At least one must be left to make.
 
     Raises:
-        Preempted: told to stop; every rank left after the same step with a committed checkpoint.
-        CheckpointError: told to stop, and the last checkpoint could not be committed.
+        Preempted: asked to stop; every rank left after the same step with a committed checkpoint.
+        CheckpointError: asked to stop, and the last checkpoint could not be committed.
         OvertakenError: a later attempt has one of the folders.
         NonFiniteLossError: the loss of a step is not a number; nothing was updated with it.
     """
@@ -154,7 +154,7 @@ def is_evaluation_due(run: Run, step: int) -> bool:
 
 
 def evaluate(run: Run, step: int) -> float | None:
-    """Return the held-out loss after `step` steps and report it; None when told to stop."""
+    """Return the held-out loss after `step` steps and report it; None when asked to stop."""
     assert run.evaluate is not None, "callers ask whether it is due"
     run.telemetry.phase(Phase.EVALUATING)
     reach("evaluating", step)
@@ -166,7 +166,7 @@ def evaluate(run: Run, step: int) -> float | None:
 
 
 def report_commit(run: Run, committed: CheckpointRef | None) -> None:
-    """Tell of a checkpoint that is committed now, and of the best one so far."""
+    """Report a checkpoint that has been committed, and the best one so far."""
     if committed is not None:
         run.telemetry.checkpointed(committed, best=run.store.best)
 

@@ -86,7 +86,7 @@ class LateNumbers:
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss of step {step.report.step} is {loss} ({self._origin(step, own)}); "
-                "nothing was updated with it; look at these rows, lower "
+                "nothing was updated with it; check these rows, lower "
                 "spec.training.learningRate or use another precision"
             )
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1

@@ -1,6 +1,6 @@
-"""Azure Scheduled Events: asks the metadata service whether this machine is about to go.
+"""Azure Scheduled Events: asks the metadata service whether this machine is about to be removed.
 
-Started by `rank` in one process of each node. A spot node is told at least 30 s ahead
+Started by `rank` in one process of each node. A spot node is warned at least 30 s ahead
 (learn.microsoft.com/azure/virtual-machines/linux/scheduled-events).
 """
 

@@ -67,7 +67,7 @@ def run(
     `fence` holds the claims on the folders; None on every rank but 0.
 
     Raises:
-        Preempted: told to stop; every rank leaves, at the same step once there are steps.
+        Preempted: asked to stop; every rank leaves, at the same step once there are steps.
         TrainerError: the run cannot go on; its class says which exit code that means.
     """
     agreement = Agreement(world)
@@ -301,7 +301,7 @@ def _finish_saving(run: Run) -> None:
     """Wait for the last checkpoint; when it failed, the trained model is exported all the same."""
     try:
         committed = run.store.wait()
-    except CheckpointError:  # the store has told it
+    except CheckpointError:  # the store has reported it
         run.telemetry.warn("the trained model is exported from memory, without a last checkpoint")
         return
     report_commit(run, committed)

@@ -1,7 +1,7 @@
-"""Ends a rank that hangs, after every rank has written where each of its threads stands.
+"""Ends a rank that hangs, after every rank has written the stacks of its threads.
 
-Started by `worker`. A rank that is stuck stops all others in their next collective, so all notice
-within the same seconds; the first must not be gone before the last has written its stacks.
+Started by `worker`. A stuck rank stops all others in their next collective, so all notice within
+the same seconds; none may end before the last has written its stacks.
 """
 
 import faulthandler
@@ -19,7 +19,7 @@ SECONDS_FOR_THE_OTHERS = 2.0
 def watch_progress(
     telemetry: Telemetry, hang_seconds: float, stacks: Path, end: Callable[[Termination], None]
 ) -> None:
-    """Look from a thread whether anything was reported within the last `hang_seconds`.
+    """Check from a thread whether anything was reported within the last `hang_seconds`.
 
     Where not, `stacks` receives the stacks of all threads, and `end` ends the process.
     """
@@ -46,7 +46,7 @@ def _termination(telemetry: Telemetry, hang_seconds: float, stacks: Path) -> Ter
         failure_class=FailureClass.HUNG,
         exit_code=ExitCode.ERROR,
         message=f"no progress for {hang_seconds:.0f} s in phase {progress.phase} after step "
-        f"{progress.step}; {stacks.parent}/rank-*.stacks.txt tell where each rank stands; raise "
+        f"{progress.step}; {stacks.parent}/rank-*.stacks.txt show where each rank is; raise "
         "spec.deadlines.hangSeconds if it was only slow",
         step=progress.step,
     )

@@ -31,7 +31,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 # Of one try to reach a store that was there a moment ago, as the library hears no signal meanwhile.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-_SECONDS_BETWEEN_LOOKS = 0.02
+_POLL_SECONDS = 0.02
 
 ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0's store
 ACCELERATE = "accelerate launch"  # by name, where it starts a single process
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process about its place.
+    """What a launcher says about the place of this process.
 
     `master_port` is 0 when the launcher named none; `open_world` then derives one from the job.
     """
@@ -320,7 +320,7 @@ def _store(
                 raise _stopped() from error
             if time.monotonic() >= deadline:
                 raise TrainerError(
-                    f"what answers at {address}:{port} is not rank 0 ({error}); look at whether "
+                    f"what answers at {address}:{port} is not rank 0 ({error}); check whether "
                     "another program has taken that port"
                 ) from error
     store.set_timeout(timeout)
@@ -352,18 +352,18 @@ def wait_for_rank_zero(
             if time.monotonic() >= deadline:
                 raise TrainerError(
                     f"rank 0 does not answer at {address}:{port} after {timeout_seconds:.0f} s "
-                    f"({error}); look at whether its node was started, and whether a network "
+                    f"({error}); check whether its node was started, and whether a network "
                     "policy is in the way"
                 ) from error
         if should_stop():
             raise _stopped()
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _meet(
     store: "Store", world_size: int, should_stop: Callable[[], bool], timeout: timedelta
 ) -> None:
-    """Wait until every rank has come, or agree that none begins: whoever writes first decides."""
+    """Wait until every rank has come, or agree that none begins: the first write decides."""
     if store.add("arrived", 1) == world_size:
         store.compare_set("start", "", "go")
     deadline = time.monotonic() + timeout.total_seconds()
@@ -373,9 +373,9 @@ def _meet(
         if time.monotonic() >= deadline:
             raise TrainerError(
                 f"{store.add('arrived', 0)} of {world_size} ranks came up within "
-                f"{timeout}; look at the logs of the others"
+                f"{timeout}; see the logs of the others"
             )
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
     if store.get("start") != b"go":
         raise _stopped()
 

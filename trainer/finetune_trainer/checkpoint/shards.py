@@ -59,7 +59,7 @@ class Snapshot:
     def reserve(self, state: State) -> None:
         """Make the buffers beside other work: a first copy into new memory takes ten times as long.
 
-        It may read tensors while they change, as nobody looks at what it copied.
+        It may read tensors while they change, as nobody reads what it copied.
         """
         import torch
 

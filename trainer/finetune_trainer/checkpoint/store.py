@@ -269,7 +269,7 @@ class CheckpointStore:
         def run() -> None:
             try:
                 future.set_result(write())
-            except Exception as error:  # it belongs to whoever asks for the result
+            except Exception as error:  # for the caller that asks for the result
                 future.set_exception(error)
 
         # A daemon: after the death of a peer it may wait in a collective for minutes, and the
@@ -395,4 +395,4 @@ def _bytes_of_checkpoints(root: Path) -> int:
 
 
 def _say_nothing(_: str) -> None:
-    """Ranks other than 0 see the same and leave the telling to rank 0."""
+    """Say nothing: ranks other than 0 see the same, and rank 0 reports it."""

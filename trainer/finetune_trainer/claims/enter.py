@@ -1,19 +1,19 @@
-"""How a process comes to have its folders: alone among all that want one, without any lock.
+"""How a process takes its folders: as the only one of those that want them, without any lock.
 
-`take` in `fence` calls it on rank 0, before anything else is written there. Only this is relied
-upon: a file that was written is in every listing made more than the layer's lag later, and in none
+`take` in `fence` calls it on rank 0, before anything else is written there. It relies only on this:
+a file that was written is in every listing made more than the layer's lag later, and in none
 before. No rename, no exclusive create, no clock but this process's own, and no wait on local disks.
 
 Between jobs: each of two that write `door`, wait, and then list sees the other's door, unless the
-other was so late that it sees this one's; whoever sees one goes back. So two are never past it,
-however slow they are. Whoever is past it writes `held`, which stays: the job has the folder from
-then on, and its next attempt needs no more than a higher claim. Only who comes first among
-newcomers is decided by waiting: the smallest uid goes ahead, and one that stands still is passed
-after a while.
+other was so late that it sees this one's; one that sees another's door goes back. So two are never
+past it, however slow they are. The one that is past it writes `held`, which stays: the job owns the
+folder from then on, and its next attempt needs only a higher claim. Waiting decides only which of
+several newcomers comes first: the smallest uid, and one that makes no progress is passed after a
+while.
 
-All folders of a run are gone into step by step together. One by one, or each for itself, two jobs
-that share two folders would come to have one each, and both be refused; and two starts of one
-attempt would each be the later one somewhere, and both leave.
+All folders of a run are taken together, step by step. If they were taken one by one, two jobs that
+share two folders could get one each, and both be refused; and two starts of one attempt could each
+be the later one somewhere, and both leave.
 """
 
 import os
@@ -46,7 +46,7 @@ class Pace:
     Attributes:
         lag_seconds: Longest time until a new file is in a listing; 0 on a local disk.
         settle_seconds: How long the first of two newcomers waits for one that has not seen it.
-        patience_seconds: How long a newcomer that does not get on is waited for.
+        patience_seconds: How long to wait for a newcomer that makes no progress.
         sleep: Waits so many seconds; may raise to break off.
         clock: Seconds of this process's own clock.
     """
@@ -180,11 +180,11 @@ class _Bid(NamedTuple):
             except FileNotFoundError:
                 raise gone(self.wanted.folder, self.claim) from None
 
-    def look(self) -> Listing:
+    def listing(self) -> Listing:
         """List the claims.
 
         Raises:
-            FolderTakenError: another job has the folder by now.
+            FolderTakenError: another job has taken the folder.
         """
         with _naming(self.wanted):
             seen = Listing.of(self.wanted.folder)
@@ -194,14 +194,14 @@ class _Bid(NamedTuple):
         return seen
 
     def unmark(self, mark: Mark) -> None:
-        """Take back what was written down; what cannot be taken back does not get on."""
+        """Remove a mark; a claim whose mark cannot be removed makes no progress."""
         with suppress(OSError):
             self.claim.path(self.wanted.folder, mark).unlink(missing_ok=True)
 
     def withdraw(self) -> None:
-        """Take back what the claim has come to, unless its job has the folder by it already.
+        """Remove the claim, unless its job owns the folder by it already.
 
-        A later attempt may have seen that, and would believe that the job has what it has not.
+        A later attempt may have seen that it does, and relies on it.
         """
         if not self.claim.path(self.wanted.folder, Mark.HELD).exists():
             self.unmark(Mark.DOOR)
@@ -231,11 +231,11 @@ class _Newcomer:
                 if not are_in:
                     for bid in bids:
                         bid.withdraw()
-            # Whoever had to go back comes again at another time than the one it met.
+            # After going back, come again at another time than the rival does.
             self._pace.sleep(random.uniform(0.1, 1.0) * self._pace.settle_seconds)
 
     def _bids(self) -> list[_Bid]:
-        """Look into every folder before anything is written into one, and say what to claim.
+        """List every folder before anything is written into one, and return what to claim.
 
         Generation and nonce are the same everywhere, so that of two starts of one attempt the same
         one is the later everywhere.
@@ -255,9 +255,9 @@ class _Newcomer:
         ]
 
     def _are_in(self, bids: list[_Bid]) -> bool:
-        """Go on as far as the claims come; False where they have to be made anew."""
+        """Go on as far as the claims come; False where they have to be made again."""
         self._pace.until_listed()
-        seen = [(bid, bid.look()) for bid in bids]
+        seen = [(bid, bid.listing()) for bid in bids]
         if any(_has_later_twin(claim, listing) for (_, claim), listing in seen):
             return False
         for (wanted, claim), listing in seen:
@@ -276,28 +276,28 @@ class _Newcomer:
             if not any(one.uid < bids[0].claim.uid for one in rivals):
                 break
             self._pace.sleep(min(0.05, self._pace.settle_seconds))
-        if rivals:  # who listed before our claims were there may be at a door by now
+        if rivals:  # one that listed before our claims were there may be at a door now
             self._pace.sleep(self._pace.settle_seconds)
             self._pace.until_listed()
 
     def _are_past_the_doors(self, bids: list[_Bid]) -> bool:
-        """Go through the doors and take the folders; False where another one did likewise."""
+        """Go through the doors and take the folders; False where another one did the same."""
         began = self._pace.clock()
         for bid in bids:
-            bid.look()
+            bid.listing()
         self._mark(bids, Mark.DOOR)
         if self._rivals(bids, Mark.DOOR):
             return False
         if self._pace.clock() - began > self._pace.patience_seconds / 2:
-            return False  # the others may have given this one up
+            return False  # the others may have given up on this one
         for bid in bids:  # whose folder it is must be known also after a power loss
             bid.make_durable()
         self._mark(bids, Mark.HELD)
         try:
             for bid in bids:
-                bid.look()
+                bid.listing()
                 bid.expect_claim()
-        except (FolderTakenError, ClaimLostError):  # it was given up all the same, and came back
+        except (FolderTakenError, ClaimLostError):  # others gave up on it, and went ahead
             for bid in bids:
                 bid.unmark(Mark.HELD)
             raise
@@ -309,10 +309,10 @@ class _Newcomer:
         self._pace.until_listed()
 
     def _rivals(self, bids: list[_Bid], mark: Mark) -> list[Claim]:
-        """Return those of other jobs for a same epoch that have not stood still for too long."""
+        """Return claims of other jobs of the same epoch that still make progress."""
         found = []
         for bid in bids:
-            seen = bid.look()
+            seen = bid.listing()
             now = self._pace.clock()
             for one in seen.doors if mark is Mark.DOOR else seen.present:
                 if one.uid == bid.claim.uid or one.epoch != bid.claim.epoch:

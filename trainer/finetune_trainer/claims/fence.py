@@ -128,9 +128,9 @@ def listing_lag_seconds(folder: Path) -> float:
 
 
 def _refresh(folder: Path, claim: Claim) -> None:
-    """Make and delete a file: a client of NFS lists a folder anew after it has changed it itself.
+    """Create and delete a file, as an NFS client lists a folder again after it has changed it.
 
-    Else it may show for a minute what it has listed before.
+    Otherwise it may return an old listing for a minute.
     """
     try:
         look = claim.path(folder, Mark.LOOK).with_suffix(f".{secrets.token_hex(4)}")

@@ -27,7 +27,7 @@ class Mark(StrEnum):
     DOOR = "door"
     HELD = "held"
     START = "start"
-    LOOK = "look"  # there for a moment only
+    LOOK = "look"  # written and deleted at once, so that a listing is fresh
 
 
 class Claim(NamedTuple):
@@ -37,7 +37,7 @@ class Claim(NamedTuple):
         epoch: How many jobs had the folder before this one.
         attempt: Of the job.
         generation: Which start of the attempt this is, from 1.
-        nonce: Tells apart what is equal in everything else.
+        nonce: Distinguishes claims that are equal in everything else.
         uid: Of the job.
     """
 

@@ -31,8 +31,8 @@ class FailureClass(StrEnum):
     WORKER_LOST = "WorkerLost"
     HUNG = "Hung"
     OVERTAKEN = "Overtaken"
-    SERVICE_FAILED = "ServiceFailed"  # the service that ran the attempt failed, told by a backend
-    UNKNOWN = "Unknown"  # nobody can say why; told by a backend
+    SERVICE_FAILED = "ServiceFailed"  # the service that ran the attempt failed, as its backend says
+    UNKNOWN = "Unknown"  # the cause is not known, as its backend says
     ERROR = "Error"
 
 

@@ -1,4 +1,4 @@
-"""`TrainConfig`: everything one attempt is told, with every choice already made."""
+"""`TrainConfig`: the whole configuration of one attempt, with every choice already made."""
 
 from typing import Annotated, Literal, Self
 
@@ -131,7 +131,7 @@ class StrategyConfig(ContractModel):
             )
         if self.offload == "optimizer" and self.type == "fsdp":
             raise ValueError(
-                "spec.strategy.offload optimizer cannot be had with fsdp, which moves parameters "
+                "spec.strategy.offload optimizer is not possible with fsdp, which moves parameters "
                 "and optimizer together; use offload cpu"
             )
         if self.type != "fsdp" and (self.replicas > 1 or self.reshard_after_forward is not None):
@@ -174,7 +174,7 @@ class TrainingConfig(ContractModel):
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = Field(
         "fp32",
         description="Number format of forward and backward; trained parameters are fp32 (fp64 with "
-        "fp64, which tells a wrong algorithm from rounding).",
+        "fp64, which shows whether a difference is more than rounding).",
     )
     compile: bool = Field(False, description="Compile each decoder layer with torch.compile.")
     liger: bool = Field(False, description="Use liger-kernel's Triton layers; GPU only.")
@@ -234,7 +234,7 @@ class OutputConfig(ContractModel):
 
 
 class TelemetryConfig(ContractModel):
-    """What the run tells while it trains."""
+    """What the run reports while it trains."""
 
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         9400, description="First port tried by rank 0; 0 serves nothing."

@@ -1,8 +1,8 @@
 """Turn packs into tensors for one forward pass.
 
-Called by the loop, a micro-batch at a time. Documents of one row are told apart by `position_ids`
-that restart at 0, and by them alone: the model must be called with `use_cache=False` and without
-an attention mask, as either one makes documents see each other, silently.
+Called by the loop, a micro-batch at a time. Documents of one row are distinguished by
+`position_ids` that restart at 0, and by them alone: the model must be called with `use_cache=False`
+and without an attention mask, as either one makes documents see each other, silently.
 """
 
 from collections.abc import Iterator, Sequence

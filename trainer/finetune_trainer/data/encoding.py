@@ -75,11 +75,11 @@ class RowEncoder:
         self._cutter = Cutter(tokenizer, config.max_seq_len) if is_truncated else None
 
     def encode(self, rows: Iterable[Row]) -> Iterator[EncodedRow]:
-        """Yield every row encoded, in order and longer than it may be where it is.
+        """Yield every row encoded, in order; rows that are too long stay so.
 
         Raises:
-            DataError: a row does not have the columns or the turns that the format needs, or what
-                is learned of it cannot be told.
+            DataError: a row does not have the columns or the turns that the format needs, or the
+                part that is learned cannot be determined.
         """
         remaining = iter(rows)
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
@@ -222,8 +222,8 @@ class RowEncoder:
         except ValueError as error:
             raise DataError(
                 f"{where}: its tokens cannot be those of inference, as the model's tokenizer "
-                f"cannot tell special tokens from text, or an answer from its prompt ({error}); "
-                "set spec.dataset.allowSpecialTokens, or correct or delete the row"
+                "cannot distinguish special tokens from text, or an answer from its prompt "
+                f"({error}); set spec.dataset.allowSpecialTokens, or correct or delete the row"
             ) from error
         is_whole = len(rows) == 0 or not rows[-1][2]
         if kept or not rows:

@@ -76,7 +76,7 @@ def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conve
 
 
 class _RowReader:
-    """Looks up columns of one row by their usual or configured name."""
+    """Reads columns of one row by their usual or configured name."""
 
     def __init__(self, row: Row, columns: ColumnMap) -> None:
         self._row = row
@@ -86,7 +86,7 @@ class _RowReader:
         return ", ".join(self._row.values) or "no column with a value"
 
     def has(self, *usual: str) -> bool:
-        """Tell whether a column is there; one that is configured but missing is an error."""
+        """Say whether a column is there; one that is configured but missing is an error."""
         return self._find(usual) is not None
 
     def system(self) -> tuple[Message, ...]:

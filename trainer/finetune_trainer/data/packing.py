@@ -2,7 +2,8 @@
 
 Called by the data plan alone. Best fit over the sequences in the order given: each goes into the
 open pack that it fills best. The order must be shuffled. Sorting by length first would fill the
-packs a little better, but makes packs of equally long, hence similar, rows, and that costs quality.
+packs a little better, but makes packs of equally long, and so similar, rows, and that costs
+quality.
 """
 
 from dataclasses import dataclass

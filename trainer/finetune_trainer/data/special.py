@@ -2,9 +2,9 @@
 
 Called by `turns` and `encoding`. A row that holds the text of a special token is rendered with that
 text broken by a private-use character (`shield`). What is still whole in the rendered text is the
-template's own: `rewrite` turns each into one private-use character and mends the broken ones, and
-`OwnTokenizer`, a copy of the model's tokenizer in which only these characters are special, gives
-the tokens.
+template's own: `rewrite` turns each into one private-use character and restores the broken ones,
+and `OwnTokenizer`, a copy of the model's tokenizer in which only these characters are special,
+gives the tokens.
 """
 
 import json
@@ -78,7 +78,7 @@ class ControlTokens:
         return text
 
     def rewrite(self, text: str) -> str:
-        """Replace every special token by its private-use character, and mend the broken ones."""
+        """Replace every special token by its private-use character, and restore the broken ones."""
         own = self._pattern.sub(lambda found: self._character[found[0]], text)
         return own.replace(SHIELD, "")
 

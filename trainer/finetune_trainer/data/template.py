@@ -16,7 +16,7 @@ from finetune_trainer.errors import ConfigError, DataError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# The date that templates which print today's use where they are not told it.
+# The date for templates that print today's, so that rows do not change with the day.
 FIXED_DATE = date(2024, 7, 26)
 # What the trainer itself gives to every template.
 OWN_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")

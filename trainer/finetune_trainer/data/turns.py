@@ -119,7 +119,7 @@ class _Finder:
                 self._tools = control.shield(self._tools)
             except DataError as error:
                 raise DataError(
-                    f"{where}: {error}, so it cannot be told from text; "
+                    f"{where}: {error}, so it cannot be distinguished from text; "
                     "set spec.dataset.allowSpecialTokens, or delete the row"
                 ) from error
         if self._tools:
@@ -135,11 +135,11 @@ class _Finder:
 
         text = rendered(messages, self._tools)
         if self.is_shielded and text.replace(SHIELD, "") != rendered(
-            _mended(messages), _mended(self._tools)
+            _restored(messages), _restored(self._tools)
         ):
             raise DataError(
                 f"{self._where} writes out special tokens of the model, and its chat template "
-                "acts on them, so that they cannot be told from text; "
+                "acts on them, so that they cannot be distinguished from text; "
                 "set spec.dataset.allowSpecialTokens, or delete the row"
             )
         return text
@@ -383,7 +383,7 @@ def _without(text: str, marks: list[str]) -> str:
     return text
 
 
-def _mended(value: Any) -> Any:
+def _restored(value: Any) -> Any:
     return map_texts(value, lambda text: text.replace(SHIELD, ""))
 
 

@@ -22,7 +22,7 @@ class Beside:
     Attributes:
         tokenizer: With the template and the tokens of the configuration.
         config: Of the run.
-        progress: What the card tells of.
+        progress: What the card reports.
         data_hash: Content hash of each training set; None when it is not known.
     """
 

@@ -36,7 +36,7 @@ MERGE_TOLERANCE = {
 # The same between the trained model where it is and its copy in fp32; the second where numbers of
 # fewer bits make the difference, of which a forward pass through many layers has much.
 COPY_TOLERANCE, NARROW_COPY_TOLERANCE = 1e-3, 0.3
-# Share of what the adapters do to the logits that rounding may lose before the user is told.
+# Share of what the adapters do to the logits that rounding may lose before the user is warned.
 LOST_EFFECT = 0.25
 
 
@@ -45,10 +45,10 @@ def merged_copy(model: "PeftModel", warn: Callable[[str], None]) -> "PreTrainedM
 
     W + BA is added up in fp32, then rounded once to the type of the base. The answers are
     compared in fp32 too: in bfloat16 the forward pass of a deep model is noisier than a small
-    adapter is strong, and nothing could be told from it. It takes 4 bytes of host memory for
+    adapter is strong, so that it would show nothing. It takes 4 bytes of host memory for
     each parameter.
 
-    `model` may be on any device and quantised. `warn` is told when the type of the base is too
+    `model` may be on any device and quantised. `warn` is called when the type of the base is too
     coarse for what the adapters learnt.
 
     Raises:

@@ -60,7 +60,7 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
 
 
 def notes(config: TrainConfig, kind: Kind) -> list[str]:
-    """Return what whoever loads this kind of export has to know, a sentence each."""
+    """Return what users of this kind of export must know, a sentence each."""
     method, said = config.method, []
     if method.quantization != "none" and kind == "model":
         said.append(

@@ -88,7 +88,7 @@ def export(
     takes a second copy of it.
 
     A whole model of more than `max_shard_bytes` is written as several files. `fence` has the output
-    folder. The card tells of `progress`; `warn` receives a sentence for what is worth knowing but
+    folder. The card reports `progress`; `warn` receives a sentence for what is worth knowing but
     no failure.
 
     Raises:

@@ -93,8 +93,8 @@ def publish(
 
     Of an older export nothing stays but what `beside` names, and files that are nobody's export do.
     Killed on the way, the folder holds files of both, which its record says: the next attempt
-    completes it. The record says so, too, until the last part of an export is there. Whoever may
-    read a file that this process makes may read these.
+    completes it. The record says so, too, until the last part of an export is there. They have the
+    mode of all files that this process creates.
 
     Raises:
         OvertakenError: `fence` says before one of the files that this process must leave.

@@ -60,7 +60,7 @@ def _be_a_rank(config: TrainConfig, entry: str) -> int:
 
     started = psutil.Process().create_time()  # about the same for all ranks of a launcher
 
-    def tell(report: RankReport) -> None:
+    def report_end(report: RankReport) -> None:
         said = Path(os.environ.get(ENV_TERMINATION_PATH) or config.termination_path)
         is_said = said.exists() and said.stat().st_mtime >= started
         is_to_blame = report.termination.rank is not None
@@ -69,8 +69,8 @@ def _be_a_rank(config: TrainConfig, entry: str) -> int:
         else:
             print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
 
-    report = run_rank(config, entry, tell=tell)
-    tell(report)
+    report = run_rank(config, entry, report_end=report_end)
+    report_end(report)
     return report.termination.exit_code
 
 

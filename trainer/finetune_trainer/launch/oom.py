@@ -1,7 +1,7 @@
 """How often the kernel's out-of-memory killer struck in this process's control group.
 
-The supervisor compares the count before and after a rank died of SIGKILL; nothing else tells an
-out-of-memory kill from any other.
+The supervisor compares the count before and after a rank died of SIGKILL; nothing else
+distinguishes an out-of-memory kill from another.
 """
 
 from pathlib import Path

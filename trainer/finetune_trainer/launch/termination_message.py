@@ -61,7 +61,7 @@ class RankExit:
 
     @property
     def is_preempted(self) -> bool:
-        """Told to stop: a signal ends a process that is too young to have taken it over."""
+        """Asked to stop; also by a signal that ended it before it could handle signals."""
         return self.outcome in (ExitCode.PREEMPTED, *(-number for number in first_signal.NUMBERS))
 
 
@@ -77,7 +77,7 @@ def agree(
 
     Args:
         exits: one for each rank of this node.
-        stop_reason: name of the signal the supervisor was told to stop with, if it was.
+        stop_reason: name of the signal that asked the supervisor to stop, if one did.
         is_out_of_memory: the kernel's out-of-memory killer struck here meanwhile.
     """
     faults = [(e, fault) for e in exits if (fault := _fault(e, is_out_of_memory)) is not None]
@@ -119,13 +119,13 @@ def write_termination(path: Path, termination: Termination) -> None:
 
 
 def with_published(termination: Termination, run_dir: Path, attempt: int) -> Termination:
-    """Add what rank 0 published, where it is missing: a rank that was killed could not say it."""
+    """Add what rank 0 published, where it is missing, as in the message of a killed rank."""
     if termination.progress is not None:
         return termination
     try:
         progress = Progress.read(run_dir / "progress.json")
     except (OSError, ValidationError):
-        return termination  # rank 0 may be on another node, or had nothing to tell yet
+        return termination  # rank 0 may be on another node, or had nothing to report yet
     return with_progress(termination, progress) if progress.attempt == attempt else termination
 
 
@@ -159,7 +159,7 @@ def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
         return _killed(exit_, is_out_of_memory)
     code = ExitCode(exit_.code) if exit_.code in list(ExitCode) else ExitCode.ERROR
     message = (
-        f"rank {exit_.rank} exited with {exit_.code} without a termination message; look at its log"
+        f"rank {exit_.rank} exited with {exit_.code} without a termination message; see its log"
     )
     return _termination(exit_.rank, code, message)
 
@@ -167,7 +167,7 @@ def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
 def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:
     name = signal.Signals(-exit_.code).name
     if exit_.code != -signal.SIGKILL:
-        message = f"rank {exit_.rank} died of {name}; look at its log"
+        message = f"rank {exit_.rank} died of {name}; see its log"
         return _termination(exit_.rank, ExitCode.ERROR, message)
     if not is_out_of_memory:
         message = f"rank {exit_.rank} was killed from outside ({name})"
@@ -185,7 +185,7 @@ def _lost_peers(exits: Sequence[RankExit]) -> Termination:
     first = min(exits, key=lambda e: (e.time, e.rank))
     if first.report is not None:
         return first.report.termination
-    message = f"rank {first.rank} ended early and nobody here is to blame; look at the other nodes"
+    message = f"rank {first.rank} ended early and nobody here is to blame; see the other nodes"
     lost = _termination(None, ExitCode.ERROR, message)
     return lost.model_copy(update={"failure_class": FailureClass.WORKER_LOST})
 

@@ -12,7 +12,7 @@ from finetune_trainer.config import TrainConfig
 
 
 def hide_unused(config: TrainConfig) -> None:
-    """Make the packages that this job does not need look as if they were not installed.
+    """Hide the packages that this job does not need, as if they were not installed.
 
     peft imports bitsandbytes, which imports torch's compiler; transformers imports torchao, and
     DeepSpeed when it saves a model. What is imported already stays.
@@ -23,7 +23,7 @@ def hide_unused(config: TrainConfig) -> None:
 
 def hide_torch() -> None:
     """Let transformers have tokenizers and settings alone, in a third of the time."""
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would tell of what is hidden
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn of what is hidden
     _hide("torch")
 
 
@@ -51,5 +51,5 @@ def _may_be_quantised(config: TrainConfig) -> bool:
     try:
         settings = (Path(config.model.path) / "config.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return True  # why it cannot be read is told where the model is loaded
+        return True  # loading the model reports why it cannot be read
     return '"quantization_config"' in settings

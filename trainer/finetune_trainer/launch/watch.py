@@ -26,9 +26,9 @@ Processes = Mapping[int, "subprocess.Popen[bytes]"]
 class Watch:
     """The end of one attempt's ranks on this node.
 
-    Told to stop, it passes SIGTERM on and gives the ranks the grace period to leave by
-    themselves. When one was told to stop by somebody else, so are the others. When one fails it
-    ends the others soon, as no step can be finished without it.
+    When it is asked to stop, it passes SIGTERM on and gives the ranks the grace period to leave by
+    themselves. When somebody else stopped one rank, it stops the others. When one fails, it ends
+    the others soon, as no step can be finished without it.
     """
 
     def __init__(self, reports: Path, stop: StopSignal, grace_seconds: float) -> None:

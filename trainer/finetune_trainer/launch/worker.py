@@ -57,9 +57,9 @@ def main() -> NoReturn:
     config_path, entry = sys.argv[1:]
     # Left behind it would go on writing to a checkpoint that the next attempt writes to as well.
     end_with_parent(int(os.environ[ENV_SUPERVISOR_PID]), signal.SIGKILL)
-    tell = partial(write_report, Path(os.environ[ENV_REPORT_DIR]))
-    report = run_rank(TrainConfig.read(Path(config_path)), entry, tell=tell)
-    tell(report)
+    report_end = partial(write_report, Path(os.environ[ENV_REPORT_DIR]))
+    report = run_rank(TrainConfig.read(Path(config_path)), entry, report_end=report_end)
+    report_end(report)
     leave(report.termination.exit_code)
 
 
@@ -68,14 +68,14 @@ def run_rank(
     entry: str = DEFAULT_ENTRY,
     environ: Mapping[str, str] = os.environ,
     *,
-    tell: Callable[[RankReport], None] = lambda report: None,
+    report_end: Callable[[RankReport], None] = lambda report: None,
 ) -> RankReport:
     """Do the work of the rank that the environment names, and return how it ended.
 
-    When it hangs, or is overtaken, the process ends here, and `tell` has received the report.
+    When it hangs, or is overtaken, the process ends here, and `report_end` has received the report.
     """
     hide_unused(config)
-    return _Rank(config, environ, tell).run(entry)
+    return _Rank(config, environ, report_end).run(entry)
 
 
 class _Rank:
@@ -85,11 +85,11 @@ class _Rank:
         self,
         config: TrainConfig,
         environ: Mapping[str, str],
-        tell: Callable[[RankReport], None],
+        report_end: Callable[[RankReport], None],
     ) -> None:
         self._config = config
         self._environ = environ
-        self._tell = tell
+        self._report_end = report_end
         self._stop = StopSignal()
         self._telemetry: Telemetry | None = None
         self._rank = 0
@@ -156,7 +156,7 @@ class _Rank:
     def _end(self, termination: Termination) -> NoReturn:
         assert self._telemetry is not None, "it is opened before anything can end this process"
         ended = _close(self._telemetry, termination)
-        self._tell(self._report(ended))
+        self._report_end(self._report(ended))
         leave(ended.exit_code)
 
     def _report(self, termination: Termination, *, is_collateral: bool = False) -> RankReport:

@@ -100,7 +100,7 @@ def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        # peft 0.21 asks transformers by a name that 5.23 calls deprecated; nobody can mend it.
+        # peft 0.21 asks transformers by a name that 5.23 calls deprecated; users cannot fix that.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # It sees for itself that Conv1D stores its weight the other way round, and says so.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)

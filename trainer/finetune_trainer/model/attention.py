@@ -45,7 +45,7 @@ def bounds_as_mask(cu_seq_lens: Tensor) -> Tensor:
 
 
 def _is_plain(base: Any) -> bool:
-    """Say whether all layers attend causally, fully or in a window that they tell."""
+    """Say whether all layers attend causally, fully or in a window that they name."""
     config = base.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     source = inspect.getsource(sys.modules[type(base).__module__])
@@ -87,7 +87,7 @@ def _attend(
         return output, None
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"attention with {name} cannot be told documents apart")
+            raise NotImplementedError(f"attention with {name} cannot keep documents apart")
     batch, _, length, _ = query.shape
     # Positions may have widened query and key alone, which kernels refuse. On a CPU torch's bf16
     # attention takes three times as long as its fp32 one (documents of 60 tokens, Zen 4).

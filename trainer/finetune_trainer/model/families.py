@@ -29,12 +29,12 @@ _NOT_TEXT_ALONE = {
     "reformer": "numbers tokens on a grid that each row must fill",
     "rwkv": "cannot be trained without a kernel of its own",
     "trocr": "reads images through an encoder that is another model",
-    "xmod": "must be told the language of each row",
+    "xmod": "needs the language of each row",
     "xlnet": "predicts tokens in any order, and sees both sides of each",
 }
 # Packages without which a family cannot be built.
 _PACKAGES = {"gemma3n": "timm"}
-# Families that look ahead unless their configuration says otherwise: bidirectional encoders.
+# Families that attend to later tokens unless their configuration says otherwise: encoders.
 ENCODERS = frozenset(
     {
         "bert",
@@ -54,7 +54,7 @@ ENCODERS = frozenset(
         "xlm-roberta-xl",
     }
 )
-# Layers that look at one token alone, or at tokens that a mask lets through. All others carry a
+# Layers that read one token alone, or the tokens that a mask lets through. All others carry a
 # state, choose among tokens or sum up several of them, past any document's end.
 _MASKED_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
@@ -90,9 +90,9 @@ def without_packing(config: TrainConfig, fault: str, warn: Callable[[str], None]
 
 
 def takes_positions(model_class: type) -> bool:
-    """Say whether a model's forward can be told where documents begin."""
+    """Say whether a model's forward takes positions, which mark where documents begin."""
     names = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
-    return "position_ids" in names or "input_ids" not in names  # it hands on whatever it is given
+    return "position_ids" in names or "input_ids" not in names  # it passes on all arguments
 
 
 def _class_of(settings: "PretrainedConfig") -> Any:
@@ -121,9 +121,9 @@ def _refuse(config: TrainConfig, settings: "PretrainedConfig") -> None:
     if kind in _PACKAGES and find_spec(_PACKAGES[kind]) is None:
         raise ConfigError(f"{field}, which needs the package {_PACKAGES[kind]}; install it")
     text = settings.get_text_config()
-    if looks := _looks_ahead(settings):
+    if setting := _attends_to_later(settings):
         raise ConfigError(
-            f"{field}, and its config.json has {looks}: every token sees those that it is to "
+            f"{field}, and its config.json has {setting}: every token sees those that it is to "
             "predict; use a decoder-only model, or a config.json of one"
         )
     if getattr(text, "output_router_logits", False):
@@ -134,7 +134,7 @@ def _refuse(config: TrainConfig, settings: "PretrainedConfig") -> None:
     _refuse_rotary(config, text)
 
 
-def _looks_ahead(settings: "PretrainedConfig") -> str:
+def _attends_to_later(settings: "PretrainedConfig") -> str:
     """Name the setting by which tokens see later ones; empty where there is none."""
     text = settings.get_text_config()
     if settings.model_type in ENCODERS and not settings.is_decoder:
@@ -157,7 +157,7 @@ def _packing_fault(config: TrainConfig, settings: "PretrainedConfig") -> str | N
         what = f"layers ({', '.join(sorted(kinds))})" if kinds else "layers"
         return f"{name} has {what} that reach past the end of a document"
     if not takes_positions(model_class):
-        return f"{name} cannot be told where documents begin"
+        return f"{name} takes no positions, which mark where documents begin"
     for form in _rotary(text):
         if form["rope_type"] == "longrope" and config.data.max_seq_len > _known(form, text):
             return (

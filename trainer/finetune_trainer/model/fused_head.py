@@ -219,7 +219,7 @@ def _around(base: Any, head_output: Tensor) -> Tensor:
 
 
 class _BodyOutput(tuple[Tensor]):
-    """Hidden states under either name, and nothing for whatever else a model may look for."""
+    """Hidden states under either name, and None for everything else that a model may ask for."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None

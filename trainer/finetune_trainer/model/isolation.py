@@ -2,7 +2,7 @@
 
 Called by `rank` once a strategy has wrapped the model, on every rank alike: two passes without
 gradients over a few dozen tokens. Whatever makes documents see each other (a mask made without
-positions, a state, a cache that a wrapper turned on) shows here, as only the result is looked at.
+positions, a state, a cache that a wrapper turned on) shows here, as only the result is measured.
 """
 
 import math
@@ -28,7 +28,7 @@ Evaluate = Callable[[dict[str, Tensor]], Tensor]
 """A forward pass without gradients: `Strategy.evaluate`."""
 
 Row = tuple[list[int], ...]
-"""Documents, as places in a list of tokens; the last one is looked at."""
+"""Documents, as places in a list of tokens; the last one is measured."""
 
 _NEIGHBOURS, _OTHERS, _LAST = ([0, 1, 2], [3, 4]), ([1, 2, 3, 4], [5]), [5, 6, 7, 8]
 _OTHER_START, _OTHER_END = [_LAST[0] + 1, *_LAST[1:]], [*_LAST[:-1], _LAST[-1] + 1]

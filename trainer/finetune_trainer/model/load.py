@@ -114,7 +114,7 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # one bar a rank would be interleaved with what the run tells
+    disable_progress_bar()  # one bar a rank would be interleaved with the run's own lines
     source, dtype = config.model, _base_dtype(config)
     quantization = quantization_config(config, dtype)
     settings = load_settings(source)
@@ -154,7 +154,7 @@ def _without_weights(settings: "PretrainedConfig", dtype: "torch.dtype") -> "Pre
 
 
 def base_name(config: ModelConfig) -> str | None:
-    """Return the name another machine can load the base by, or None when nothing tells it."""
+    """Return the name another machine can load the base by, or None when it is not known."""
     if config.base_name:
         return config.base_name
     folder = Path(config.path)
@@ -253,7 +253,7 @@ def explained(subject: str) -> Iterator[None]:
     """Turn whatever a library raises while it reads `subject` into a sentence.
 
     A damaged file shows as an error of any kind (of safetensors, a missing key, a wrong type), and
-    the next attempt would meet it again. Want of memory is another matter, and told as such.
+    the next attempt would meet it again. Running out of memory is reported as such.
     """
     try:
         yield

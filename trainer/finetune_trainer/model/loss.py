@@ -3,7 +3,7 @@
 Strategies wrap `CausalLoss` rather than the model, so that every parameter, the head's included,
 is touched inside the forward that the engine hooks. The sum is returned, not the mean: the loop
 divides by the label tokens of the whole optimizer step, which makes the result the same for every
-number of ranks and of accumulation steps (transformers #34191 tells what happens otherwise).
+number of ranks and of accumulation steps (transformers #34191 shows what happens otherwise).
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,9 @@ class CausalLoss(nn.Module):
     """Wrap a causal language model so that calling it returns the sum of its token losses.
 
     Attributes:
-        gives_positions: Whether the model is told where documents begin. Without it, it numbers
-            the tokens of each row as inference does, and a row must hold one document.
+        gives_positions: Whether the model gets positions, which mark where documents begin. Without
+            it, it numbers the tokens of each row as inference does, and a row must hold one
+            document.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,7 +118,7 @@ def base_of(model: nn.Module) -> Any:
 
 
 def loss_inputs(batch: "MicroBatch", device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments of `CausalLoss.forward`; what is looked for is found before the move.
+    """Return the arguments of `CausalLoss.forward`; all searches come before the move.
 
     On a GPU each search would wait for the device.
     """

@@ -19,7 +19,7 @@ def refuse_long_rows(base: Any, longest: int) -> str | None:
     `longest` is the number of tokens of the longest row, training and held-out ones together.
 
     Raises:
-        ConfigError: the model looks its positions up in a table that ends before the longest row.
+        ConfigError: the model reads its positions from a table that ends before the longest row.
     """
     known = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if known is None or longest <= known:

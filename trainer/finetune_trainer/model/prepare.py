@@ -76,7 +76,7 @@ def recompute(base: Any, how: str) -> None:
         return
     if not base.supports_gradient_checkpointing:
         raise ConfigError(
-            f"spec.strategy.activationCheckpointing {how} cannot be had with "
+            f"spec.strategy.activationCheckpointing {how} is not possible with "
             f"{type(base).__name__}; use none"
         )
     options: dict[str, Any] = {"use_reentrant": False}

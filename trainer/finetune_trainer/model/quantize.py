@@ -45,8 +45,8 @@ def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
         )
     if kind == "int8" and config.method.lora is not None and config.method.lora.dora:
         raise ConfigError(
-            "spec.method.lora.dora cannot be had with spec.method.quantization int8, whose layers "
-            "lose their scales when they are widened; use quantization nf4, or dora false"
+            "spec.method.lora.dora is not possible with spec.method.quantization int8, whose "
+            "layers lose their scales when they are widened; use quantization nf4, or dora false"
         )
     from transformers import BitsAndBytesConfig
 

@@ -40,11 +40,11 @@ def single_process_warning(config: TrainConfig) -> str | None:
 
 
 def emulation_warning(config: TrainConfig, features: Mapping[str, bool]) -> str | None:
-    """Say that a CPU computes bf16 by another format's arithmetic, which takes many times as long.
+    """Return a warning for a CPU that emulates bf16, which takes many times as long.
 
     Args:
         config: Asks for a precision and a device.
-        features: Of the CPU, as `torch.cpu.get_capabilities` names them; only those of x86 tell.
+        features: Of the CPU, as `torch.cpu.get_capabilities` names them; only x86 has them.
     """
     if config.training.precision != "bf16" or config.world.device != "cpu":
         return None

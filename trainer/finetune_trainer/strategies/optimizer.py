@@ -157,7 +157,7 @@ def make_adamw(trained: Mapping[str, nn.Parameter], training: TrainingConfig) ->
 def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
     """Say whether a parameter is a matrix of weights.
 
-    Experts stack their biases, which makes them two-dimensional: only the name tells.
+    Experts stack their biases, which makes them two-dimensional, so their name decides.
     """
     return parameter.ndim >= 2 and not name.endswith("bias")
 

@@ -1,7 +1,7 @@
 """ZeRO stages 1, 2 and 3 through DeepSpeed's engine (arXiv:1910.02054).
 
-The only file that starts the engine; `zero_state` reads and writes what the engine shards. Whoever
-configures the trainer says nothing to DeepSpeed itself: every setting follows from `TrainConfig`.
+The only file that starts the engine; `zero_state` reads and writes what the engine shards. Users
+configure nothing of DeepSpeed itself: every setting follows from `TrainConfig`.
 """
 
 import fcntl
@@ -80,7 +80,7 @@ class ZeroStrategy:
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
         """Clip and update; gradients that are not finite, on any rank, change nothing.
 
-        DeepSpeed looks at the norm on the host, once a step.
+        DeepSpeed reads the norm on the host, once a step.
         """
         optimizer = self._engine.optimizer
         optimizer.clip_grad = max_norm

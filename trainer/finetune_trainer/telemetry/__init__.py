@@ -1,4 +1,4 @@
-"""What a run tells while it trains: progress, logs, metrics, TensorBoard.
+"""What a run reports while it trains: progress, logs, metrics, TensorBoard.
 
 The loop talks to one `Telemetry`; the modules beside it are its outlets and know nothing of the
 loop. No module here imports torch.

@@ -11,19 +11,19 @@ class Narrator:
     """Prints what happens; of the steps only the first, the last, and one every ten seconds."""
 
     def __init__(self) -> None:
-        self._step_told_at = float("-inf")
+        self._step_printed_at = float("-inf")
 
-    def tell(self, sentence: str) -> None:
+    def line(self, sentence: str) -> None:
         """Print a line where it can be printed; a full disk or a lost reader ends no training."""
         with suppress(OSError):
             print(sentence, flush=True)
 
     def step(self, progress: Progress) -> None:
-        """Print where training is, unless it was told a moment ago."""
+        """Print where training is, unless a step was printed a moment ago."""
         is_last = progress.step == progress.total_steps
-        if progress.time - self._step_told_at < _SECONDS_BETWEEN_STEPS and not is_last:
+        if progress.time - self._step_printed_at < _SECONDS_BETWEEN_STEPS and not is_last:
             return
-        self._step_told_at = progress.time
+        self._step_printed_at = progress.time
         figures = {
             "loss": progress.loss,
             "grad norm": progress.grad_norm,
@@ -33,4 +33,4 @@ class Narrator:
         known = [f"{name} {value:.4g}" for name, value in figures.items() if value is not None]
         of_all = "" if progress.total_steps is None else f"/{progress.total_steps}"
         left = "" if progress.eta_seconds is None else f"{progress.eta_seconds:.0f}s left"
-        self.tell("  ".join([f"step {progress.step}{of_all}", *known, *([left] if left else [])]))
+        self.line("  ".join([f"step {progress.step}{of_all}", *known, *([left] if left else [])]))

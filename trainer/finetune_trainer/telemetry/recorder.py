@@ -92,7 +92,7 @@ class Telemetry:
 
     @property
     def artifact_paths(self) -> tuple[str, ...]:
-        """What `artifacts` was told, for the termination message."""
+        """The paths that `artifacts` got, for the termination message."""
         return self._artifacts
 
     def take_save_request(self) -> bool:
@@ -119,7 +119,7 @@ class Telemetry:
                 self._not_start_up_seconds += now - self._phase_since
             self._phase_since = now
             self.log("phase", phase=phase)
-            self._tell(phase.value)
+            self._print(phase.value)
             self._update(phase=phase)
 
     def resumed(
@@ -133,7 +133,7 @@ class Telemetry:
     ) -> None:
         """Say that training goes on after `step`, and what earlier attempts had found out."""
         self.log("resumed", step=step)
-        self._tell(f"goes on from step {step}")
+        self._print(f"goes on from step {step}")
         self._draw(lambda board: board.purge(step + 1))
         self._update(
             resumed_step=step,
@@ -198,7 +198,7 @@ class Telemetry:
     def evaluated(self, step: int, loss: float, seconds: float) -> None:
         """Report the held-out loss; the one of step 0 is also `eval_loss_before`."""
         self.log("evaluated", step=step, loss=loss, seconds=seconds)
-        self._tell(f"held-out loss {loss:.4g} at step {step}")
+        self._print(f"held-out loss {loss:.4g} at step {step}")
         before = self._progress.eval_loss_before
         if step == 0 and before is None:
             before = loss
@@ -210,7 +210,7 @@ class Telemetry:
     def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
         """Report a checkpoint that is committed, which is when it counts, and the best so far."""
         self.log("checkpointed", checkpoint=checkpoint, best=best)
-        self._tell(f"checkpoint of step {checkpoint.step} committed")
+        self._print(f"checkpoint of step {checkpoint.step} committed")
         self._update(checkpoint=checkpoint, best_checkpoint=best)
         if self._metrics is not None:
             self._metrics.checkpointed(checkpoint)
@@ -228,7 +228,7 @@ class Telemetry:
         self._update(samples=tuple(samples.values()))
 
     def warn(self, sentence: str) -> None:
-        """Tell the user something they should know, once each: log, progress and stderr."""
+        """Warn the user, once for each sentence: in log, progress and stderr."""
         with self._lock:
             if sentence in self._warned:
                 return
@@ -244,7 +244,7 @@ class Telemetry:
         self.log("exported", artifacts=self._artifacts)
 
     def alive(self) -> None:
-        """Say that the run is getting on, where there is nothing else to tell."""
+        """Note that the run makes progress, where there is nothing else to report."""
         self._alive_at = time.monotonic()
 
     @property
@@ -255,7 +255,7 @@ class Telemetry:
         return time.monotonic() - self._alive_at
 
     def let_go(self) -> None:
-        """Write no further into the run directory, which a later attempt has by now."""
+        """Write no further into the run directory, which a later attempt has now."""
         self._is_let_go = True
 
     def close(self) -> None:
@@ -270,9 +270,9 @@ class Telemetry:
             self._exporter.close()
             self._exporter = None
 
-    def _tell(self, sentence: str) -> None:
+    def _print(self, sentence: str) -> None:
         if self._narrator is not None:
-            self._narrator.tell(sentence)
+            self._narrator.line(sentence)
 
     def _update(self, *, urgent: bool = True, **changes: Any) -> None:
         with self._lock:
@@ -314,7 +314,7 @@ class Telemetry:
         except OSError as error:
             self.warn(
                 f"{self._run_dir} cannot be written ({error.strerror or error}); training goes on, "
-                "and what it tells is missing there until there is room"
+                "and its reports are missing there until there is room"
             )
             return False
         return True
@@ -326,8 +326,8 @@ class Telemetry:
 
         def request_checkpoint() -> Answer:
             self.request_save()
-            told = b'{"message": "a checkpoint will be saved at the next step boundary"}\n'
-            return HTTPStatus.ACCEPTED, JSON, told
+            accepted = b'{"message": "a checkpoint will be saved at the next step boundary"}\n'
+            return HTTPStatus.ACCEPTED, JSON, accepted
 
         routes = {
             "/metrics": ("GET", lambda: (HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics.render())),
