@@ -50,7 +50,7 @@ kill-series: install  ## Kill ranks at random and compare what is resumed (N=50,
 interleavings: install  ## Let two jobs and their attempts meet in one folder at random (COUNT=200, SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/writers.py "$(or $(SEED),0)" $(COUNT)
 
-fuzz: install  ## Look for tracebacks with random manifests, rows and templates (SECONDS=60, SEED=7)
+fuzz: install  ## Search for tracebacks with random manifests, rows and templates (SECONDS=60, SEED=7)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(SECONDS) --seed "$(or $(SEED),0)"
 
 parity-families: install  ## Train ten model families beside a plain loop (5 min; FAMILIES="llama gpt2")
@@ -67,7 +67,7 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	  { echo "crds/ is out of date; run: make crd"; exit 1; }
 	@$(BIN)/python charts/generate.py --check
 
-format: install  ## Format the code and mend what ruff can mend
+format: install  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
@@ -83,7 +83,7 @@ bench-trainer: install quickstart-assets  ## Measure the trainer beside HF Train
 	$(BIN)/python -m pip install -qq -e ".[bench]"
 	$(OFFLINE) $(BIN)/python tests/benchmarks/trainer.py $(BENCH_ARGS)
 
-# A folder of programs that make a Kubernetes control plane, where one lies beside the checkout.
+# A folder of programs that make a Kubernetes control plane, where one is beside the checkout.
 KUBE_KIT ?= $(patsubst %/up,%,$(firstword $(wildcard ../*/kube/up)))
 
 # Compares speeds, too. Another cluster is named by variables: tests/benchmarks/bench_cluster.py.

@@ -113,7 +113,7 @@ _COLUMNS_OF_FORMAT = (
 
 
 def _columns_of(format_: str, names: tuple[str, ...]) -> Rule:
-    """A column of another format is never read."""
+    """Return the rule that refuses columns of another format, which are never read."""
     unset = " && ".join(f"!has(self.columns.{name})" for name in names)
     return Rule(
         f"!has(self.columns) || self.format == '{format_}' || ({unset})",
@@ -128,7 +128,7 @@ class DatasetPart(ApiModel):
 
     source: Source = Field(description="Where the rows are, as in dataset.source.")
     split: SplitName = Field("train", description="Split of a hub data set; a file has only train.")
-    weight: Weight = Field(1.0, description="How often an epoch holds each row, as dataset.weight.")
+    weight: Weight = Field(1.0, description="How often an epoch has each row, as dataset.weight.")
 
     cel_rules = (_SPLIT_RULE,)
 
@@ -155,7 +155,7 @@ class DatasetSpec(ApiModel):
     )
     weight: Weight = Field(
         1.0,
-        description="How often an epoch holds each row of source. Of 0.25, each epoch draws the "
+        description="How often an epoch has each row of source. With 0.25, each epoch has the "
         "next quarter of them, so four epochs see every row once.",
     )
     also: Annotated[list[DatasetPart], Field(max_length=32)] = Field(

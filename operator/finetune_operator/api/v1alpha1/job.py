@@ -1,4 +1,4 @@
-"""`FineTuneJob` itself, and the rules that look at several parts of its spec."""
+"""`FineTuneJob` itself, and the rules that read several parts of its spec."""
 
 from typing import Annotated, Any, Literal
 
@@ -50,7 +50,7 @@ _LOCAL_ONLY = (
 
 
 def _local_only(field: str, *optional: str) -> Rule:
-    """A path of this machine means nothing on the nodes of a cluster."""
+    """Return the rule that refuses a path of this machine for a cluster."""
     absent = "".join(f"!has(self.{one}) || " for one in optional)
     return Rule(
         f"{absent}!self.{field}.startsWith('file://') || !{_ON_CLUSTER}", _LOCAL_ONLY, field=field
@@ -75,7 +75,7 @@ class FineTuneJobSpec(ApiModel):
     training: TrainingSpec = Field(description="Batch, steps, learning rate, precision.")
     topology: TopologySpec = Field(TopologySpec(), description="Nodes, GPUs and processes.")
     capacity: Capacity = Field(
-        Capacity.ON_DEMAND, description="onDemand, spot, or spotPreferred (spot while there is)."
+        Capacity.ON_DEMAND, description="onDemand, spot, or spotPreferred (spot if available)."
     )
     checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="Committed checkpoints.")
     output: OutputSpec = Field(OutputSpec(), description="The trained model.")
@@ -93,16 +93,16 @@ class FineTuneJobSpec(ApiModel):
     suspend: bool = Field(False, description="Stop with a checkpoint and wait; false goes on.")
     queue: QueueSpec | None = Field(None, description="Kueue queue and priority.")
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Delete the job so many seconds after it ended; absent keeps it."
+        None, description="Delete the job this many seconds after its end; absent keeps it."
     )
-    observability: Observability = Field(Observability(), description="What a run tells.")
+    observability: Observability = Field(Observability(), description="What a run reports.")
     pod_template: PodTemplate | None = Field(
         None, description="Additions to the pods, merged under the fields the operator owns."
     )
     managed_by: Annotated[str, Field(min_length=1, max_length=63), NEVER_CHANGES] = Field(
-        MANAGED_BY, description="Controller that acts on the job; another's is left alone."
+        MANAGED_BY, description="Controller that acts on the job; other controllers ignore it."
     )
-    backend: BackendSpec = Field(BackendSpec(), description="Who runs it.")
+    backend: BackendSpec = Field(BackendSpec(), description="What runs it.")
 
     cel_rules = (
         Rule(

@@ -1,4 +1,4 @@
-"""How a job lives: checkpoints, output, restarts, deadlines, queue, what it tells."""
+"""The life of a job: checkpoints, output, restarts, deadlines, queue, what it reports."""
 
 from enum import StrEnum
 from typing import Annotated, Any
@@ -100,7 +100,7 @@ class OutputSpec(ApiModel):
 
 
 class RestartAction(StrEnum):
-    """What a matching failure leads to."""
+    """What follows a matching failure."""
 
     FAIL = "Fail"
     RESTART = "Restart"
@@ -185,7 +185,8 @@ class Deadlines(ApiModel):
     hang_seconds: Seconds | None = Field(
         None,
         description="Longest time without progress before an attempt writes every rank's stack to "
-        "its log and fails; absent waits for ever. Longer than the slowest phase, such as loading.",
+        "its log and fails; absent means no limit. Must be longer than the slowest phase, such as "
+        "loading.",
     )
     termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
         120, description="Time between SIGTERM and SIGKILL; the checkpoint must fit into it."
@@ -204,7 +205,7 @@ class QueueSpec(ApiModel):
 
 
 class Observability(ApiModel):
-    """What a run tells."""
+    """What a run reports."""
 
     metrics_port: Annotated[int, Field(ge=1024, le=65_535)] = Field(
         9400, description="Port of rank 0's /metrics and /progress."

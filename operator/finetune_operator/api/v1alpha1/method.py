@@ -199,8 +199,8 @@ class StrategySpec(ApiModel):
         ),
         Rule(
             "self.offload != 'optimizer' || self.type != 'fsdp'",
-            "cannot be had with fsdp, which moves parameters and optimizer together; use offload "
-            "cpu",
+            "is not possible with fsdp, which moves parameters and optimizer together; use "
+            "offload cpu",
             field="offload",
         ),
         Rule(

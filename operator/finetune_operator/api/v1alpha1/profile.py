@@ -1,8 +1,8 @@
-"""`FineTuneProfile`: what a cluster's administrator settles for all jobs of the aks backend.
+"""`FineTuneProfile`: what a cluster's administrator decides for all jobs of the aks backend.
 
 Cluster-scoped. A job names a profile and gets its image, volumes and node pools; `allow` says who
-may do so and what such a job may name besides. Whoever may create a FineTuneJob but no Pod must
-not reach more through it, so everything that is not allowed here is refused.
+may do so, and what else such a job may name. Everything that it does not allow is refused, as users
+who may create FineTuneJobs but no pods must not gain rights through them.
 """
 
 from enum import StrEnum
@@ -35,7 +35,7 @@ UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
 class Toleration(ApiModel):
-    """A taint that the pods put up with, as in a PodSpec."""
+    """A toleration of the pods, as in a PodSpec."""
 
     key: LabelKey | None = Field(None, description="Key of the taint.")
     operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=16)] = Field(
@@ -162,8 +162,8 @@ class Allowances(ApiModel):
     )
     volumes: Patterns = Field(
         [],
-        description="Volumes of the profile that a job may name; it may read all of each, and "
-        "write all of one that is not readOnly.",
+        description="Volumes of the profile that a job may name, all of which it may read, and "
+        "write unless they are readOnly.",
     )
     images: Patterns = Field([], description="Images a job may choose, besides the profile's own.")
     priority_classes: Patterns = Field(
@@ -171,8 +171,8 @@ class Allowances(ApiModel):
     )
     env: Patterns = Field(
         [],
-        description="Variables that a job's podTemplate may set; with many a one code or a token "
-        "can be led astray, and those that the operator or the profile sets are refused anyway.",
+        description="Variables that a job's podTemplate may set. Some can load code or send a "
+        "token elsewhere; those that the operator or the profile sets are refused in any case.",
     )
     metadata: Patterns = Field(
         [],

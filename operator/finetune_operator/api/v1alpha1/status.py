@@ -41,7 +41,7 @@ class Condition(ApiModel):
 
 
 def _pending(type_: str, status: str) -> Condition:
-    """The epoch as time: nobody has set this yet, and a default cannot say when it was read."""
+    """Return a condition with the epoch as its time, as a default has no time of its own."""
     return Condition(
         type=type_,
         status=status,
@@ -52,7 +52,7 @@ def _pending(type_: str, status: str) -> Condition:
 
 
 FIRST_CONDITIONS = (_pending("Ready", "Unknown"), _pending("Reconciling", "True"))
-"""What a job has before its controller saw it; kstatus reads it as InProgress without a write."""
+"""A job's conditions before its controller has seen it; kstatus reads them as InProgress."""
 
 
 class Restarts(ApiModel):
@@ -119,7 +119,7 @@ class AttemptStatus(ApiModel):
     number: int = Field(description="Counts up over restarts and resumes.")
     start_time: Time | None = Field(None, description="When it was submitted.")
     stop_deadline: Time | None = Field(
-        None, description="When what is left of it is killed, once it was told to stop."
+        None, description="When what is left of it is killed, once it was asked to stop."
     )
     end_time: Time | None = Field(None, description="When its last process was gone.")
     failure_class: Annotated[str, Field(max_length=64)] | None = Field(
@@ -132,7 +132,7 @@ class AttemptStatus(ApiModel):
     exit_code: int | None = Field(None, description="Exit code of the main process.")
     resumed_step: int | None = Field(None, description="Step of the checkpoint it started from.")
     disruptions: int | None = Field(None, description="How often its service moved it.")
-    url: Uri | None = Field(None, description="Where it can be looked at, also after its end.")
+    url: Uri | None = Field(None, description="Its page, also after its end.")
     digest: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="SHA-256 of what later attempts keep of it, such as its profile."
     )
@@ -144,7 +144,7 @@ class BackendRef(ApiModel):
     kind: Text = Field(description="Kind of the thing.")
     name: Text = Field(description="Its name.")
     uid: Text = Field("", description="Its unique id.")
-    url: Uri = Field("", description="Where to look at it.")
+    url: Uri = Field("", description="Its page.")
 
 
 class FineTuneJobStatus(ApiModel):

@@ -23,14 +23,14 @@ class Rdma(StrEnum):
 
 
 class Placement(StrEnum):
-    """Where nodes are taken from."""
+    """How nodes are placed."""
 
     PACK = "pack"
     SPREAD = "spread"
 
 
 class Capacity(StrEnum):
-    """What kind of machine is paid for."""
+    """What kind of machines to use."""
 
     ON_DEMAND = "onDemand"
     SPOT = "spot"
@@ -143,7 +143,7 @@ class LocalSpec(ApiModel):
 
 
 class BackendSpec(ApiModel):
-    """Who runs it."""
+    """What runs it."""
 
     type: Annotated[
         str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63), NEVER_CHANGES

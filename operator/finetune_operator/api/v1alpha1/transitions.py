@@ -3,7 +3,7 @@
 Free at any time: suspend, deadlines, observability, ttlSecondsAfterFinished, topology.nodes,
 restartPolicy.maxRestarts and .maxDisruptions. Never: managedBy and backend.type. Everything else
 changes only while the job is suspended, so that no attempt runs another spec than the one shown.
-`ftctl run` asks here what a changed manifest means for a job that is not over.
+`ftctl run` uses it to apply a changed manifest to an unfinished job.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ _FROZEN = (
     "training.epochs", "training.maxSteps", "training.packing", "training.seed", "checkpoint.uri",
     "checkpoint.resumeFrom",
 )  # fmt: skip
-"""Fields that decide what is learned in which order, and where what was learned is looked for; a
-checkpoint is of no use under others."""
-# A write of the status leaves the spec as it is. Comparing a spec costs the API server more than
-# all else it does for such a write, and these tell most of them for almost nothing.
+"""Fields that decide what is learned in which order, and where checkpoints are: with others, a
+checkpoint cannot be used."""
+# A write of the status does not change the spec. Comparing specs costs the API server more than the
+# rest of such a write, and these conditions detect most of them at almost no cost.
 _WRITES_STATUS = (
     "self.status.phase != oldSelf.status.phase || "
     "(has(self.status.progress) && has(oldSelf.status.progress) && "
@@ -49,7 +49,7 @@ def _is_same(field: str) -> str:
 
 
 def changes_only_while_suspended() -> Rule:
-    """Return the rule on the whole object that guards every field an attempt is bound to."""
+    """Return the rule on the whole object that guards every field which an attempt depends on."""
     fields = (*_ALWAYS_PRESENT, *_OPTIONAL)
     same = " && ".join(_is_same(field) for field in fields)
     changed = " + ".join(f"({_is_same(field)} ? '' : ' spec.{field}')" for field in fields)
@@ -62,15 +62,12 @@ def changes_only_while_suspended() -> Rule:
 
 
 def changes_of_training(old: ApiModel, new: ApiModel) -> list[str]:
-    """Return what differs of that which an unfinished training is bound to, as the spec names it.
-
-    A checkpoint of `old` is of no use under `new` when there is something.
-    """
+    """Return the changed fields because of which a checkpoint of `old` cannot be used for `new`."""
     return _changed(old, new, _FROZEN)
 
 
 def changes_that_suspend(old: ApiModel, new: ApiModel) -> list[str]:
-    """Return which fields differ that the API takes only while a job is suspended."""
+    """Return the changed fields that the API accepts only while a job is suspended."""
     return _changed(old, new, (*_ALWAYS_PRESENT, *_OPTIONAL))
 
 

@@ -204,7 +204,7 @@ def _nodes(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
         yield Problem("spec.topology.instanceType", text)
     if topology.rdma is Rdma.REQUIRED:
         if profile.spec.resources.rdma is None:
-            text = f"required cannot be had, as profile {profile.name} has no InfiniBand; use auto"
+            text = f"required is impossible, as profile {profile.name} has no InfiniBand; use auto"
             yield Problem("spec.topology.rdma", text)
         elif topology.nodes == 1:
             text = "required has no effect with one node; use auto"
