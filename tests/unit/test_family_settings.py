@@ -97,7 +97,11 @@ def test_a_family_is_refused_before_rows_tokenizer_or_weights_are_looked_for(
             id="state",
         ),
         pytest.param({"model_type": "qwen3_next"}, r"\(linear_attention\) that reach", id="some"),
-        pytest.param({"model_type": "bloom"}, "BloomFor.* takes no positions, which mark where", id="no positions"),
+        pytest.param(
+            {"model_type": "bloom"},
+            "BloomFor.* takes no positions, which mark where",
+            id="no positions",
+        ),
         pytest.param(PHI3, "beyond 64 tokens the rotary scaling of Phi3", id="LongRoPE"),
     ],
 )
