@@ -88,15 +88,8 @@ def test_an_unbuilt_field_exists_and_its_default_is_built(entry: Any) -> None:
     [
         ({"strategy__tensorParallel": 2, "topology__nodes": 2}, "spec.strategy.tensorParallel"),
         ({"strategy__pipelineParallel": 2, "topology__nodes": 2}, "spec.strategy.pipelineParallel"),
-        ({"method__lora__startFrom": "hf://me/adapter"}, "spec.method.lora.startFrom"),
-        (
-            {"dataset__also": [{"source": "hf://a/b"}, {"source": "azureml://a/b"}]},
-            "spec.dataset.also[1].source",
-        ),
         ({"topology__maxNodes": 2}, "spec.topology.maxNodes"),
         ({"managedBy": "kueue.x-k8s.io/multikueue"}, "spec.managedBy"),
-        ({"model__source": "azureml://models/m"}, "spec.model.source"),
-        ({"output__uri": "hf://me/model"}, "spec.output.uri"),
         (
             {"restartPolicy__rules": [{"onClass": "Typo", "action": "Fail"}]},
             "spec.restartPolicy.rules[0].onClass",

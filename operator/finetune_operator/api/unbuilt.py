@@ -39,32 +39,17 @@ def unset(path: str, advice: str = "remove it") -> Unbuilt:
     return Unbuilt(path, lambda value: False, advice)
 
 
-def _starts(path: str, *starts: str) -> Unbuilt:
-    return Unbuilt(path, lambda value: str(value).startswith(starts), f"use {' or '.join(starts)}")
-
-
 _FAILURES = tuple(one.value for one in FailureClass if one is not FailureClass.COMPLETED)
 
-_FOLDERS = ("file://", "pvc://")
-_INPUTS = ("hf://", *_FOLDERS)
-
 UNBUILT = (
-    _starts("model.source", *_INPUTS),
-    _starts("dataset.source", *_INPUTS),
-    _starts("dataset.evalSource", *_INPUTS),
-    _starts("dataset.also[].source", *_INPUTS),
-    _starts("method.lora.startFrom", *_FOLDERS),
     only("strategy.tensorParallel", 1),
     only("strategy.pipelineParallel", 1),
     unset("topology.minNodes"),
     unset("topology.maxNodes"),
-    _starts("checkpoint.uri", *_FOLDERS),
-    _starts("checkpoint.resumeFrom", "auto", "none", *_FOLDERS),
-    _starts("output.uri", *_FOLDERS),
     only("restartPolicy.rules[].onClass", *_FAILURES),
     only("managedBy", MANAGED_BY),
 )
-"""What no backend acts on; each backend refuses what only it does not."""
+"""What no backend acts on; each refuses what only it does not, such as other URIs than its own."""
 
 
 def check_built(value: Any) -> Iterator[Finding]:
