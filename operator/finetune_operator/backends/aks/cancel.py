@@ -62,10 +62,10 @@ class Canceller:
             if ends.get(metadata["uid"], _own_end(metadata, now)) <= until + _TOLERANCE:
                 continue
             grace = max(MIN_GRACE_SECONDS, (until - now).total_seconds())
-            place = (PODS, metadata["name"], metadata["namespace"])
+            place = (metadata["name"], metadata["namespace"])
             try:
                 await children.cluster.client.delete(
-                    *place, uid=metadata["uid"], grace_seconds=grace
+                    PODS, *place, uid=metadata["uid"], grace_seconds=grace
                 )
             except (ConflictError, NotFoundError):
                 continue  # gone meanwhile
