@@ -42,7 +42,10 @@ ABOVE_ZERO = Rule("self > 0.0", "must be above 0")
 
 
 class ApiModel(BaseModel):
-    """A frozen part of the resource: camelCase in JSON, unknown fields refused, rules beside it."""
+    """A frozen part of the resource: camelCase in JSON, unknown fields refused, rules beside it.
+
+    The docstring below a field is its description in the CRD.
+    """
 
     model_config = ConfigDict(
         frozen=True,

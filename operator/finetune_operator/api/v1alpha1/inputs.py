@@ -30,52 +30,39 @@ _SPLIT_RULE = Rule(
 class SecretKeyRef(ApiModel):
     """One key of a Secret in the job's namespace."""
 
-    name: Annotated[str, Field(min_length=1, max_length=253)] = Field(
-        description="Name of the Secret."
-    )
-    key: Annotated[str, Field(min_length=1, max_length=253)] = Field(
-        description="Key within the Secret."
-    )
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    """Name of the Secret."""
+    key: Annotated[str, Field(min_length=1, max_length=253)]
+    """Key within the Secret."""
 
 
 class ModelSpec(ApiModel):
     """The base model."""
 
-    source: Source = Field(
-        description="Where the base model is: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, "
-        "https://…blob…, or file://PATH (file://./x is relative to the manifest; local backend)."
-    )
-    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="Branch, tag or commit of a hub model; absent means its default branch."
-    )
-    token_secret_ref: SecretKeyRef | None = Field(
-        None, description="Secret that holds the hub token; on this machine HF_TOKEN is used."
-    )
-    base_name: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
-        None,
-        description="Name the adapter records as its base, so that another machine finds it. "
-        "Absent means the hub name, or for a folder the name in its own config.json.",
-    )
-    chat_template: Annotated[str, Field(min_length=1, max_length=65_536)] | None = Field(
-        None,
-        description="Jinja text that takes the place of the tokenizer's chat template; rows are "
-        "written with it, and it is saved with the trained model.",
-    )
+    source: Source
+    """Where the base model is: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, https://…blob…, or
+    file://PATH (file://./x is relative to the manifest; local backend)."""
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Branch, tag or commit of a hub model; absent means its default branch."""
+    token_secret_ref: SecretKeyRef | None = None
+    """Secret that holds the hub token; on this machine HF_TOKEN is used."""
+    base_name: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Name the adapter records as its base, so that another machine finds it. Absent means the hub
+    name, or for a folder the name in its own config.json."""
+    chat_template: Annotated[str, Field(min_length=1, max_length=65_536)] | None = None
+    """Jinja text that takes the place of the tokenizer's chat template; rows are written with it,
+    and it is saved with the trained model."""
     chat_template_arguments: Annotated[
         dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=32)
-    ] = Field(
-        {},
-        description='Variables that the chat template reads, by name: enable_thinking: "false". '
-        "true, false and numbers are taken as such. Rows and sample prompts are written with them, "
-        "and the exported template has them as its defaults.",
-    )
+    ] = Field({})
+    """Variables that the chat template reads, by name: enable_thinking: "false". true, false and
+    numbers are taken as such. Rows and sample prompts are written with them, and the exported
+    template has them as its defaults."""
     add_tokens: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=256)
-    ] = Field(
-        [],
-        description="Special tokens added to the tokenizer; their embeddings are trained, and "
-        "exported with the model, whatever the method.",
-    )
+    ] = Field([])
+    """Special tokens added to the tokenizer; their embeddings are trained, and exported with the
+    model, whatever the method."""
 
     cel_rules = (
         Rule(
@@ -89,20 +76,22 @@ class ModelSpec(ApiModel):
 class DatasetColumns(ApiModel):
     """Column names of the data set where they differ from the usual ones."""
 
-    messages: ColumnName | None = Field(
-        None, description="Chat: list of messages. Default messages or conversations."
-    )
-    prompt: ColumnName | None = Field(None, description="Chat: user's turn. Default prompt.")
-    completion: ColumnName | None = Field(
-        None, description="Chat: assistant's turn. Default completion."
-    )
-    system: ColumnName | None = Field(None, description="Chat: system turn. Default system.")
-    instruction: ColumnName | None = Field(
-        None, description="Instruction: the task. Default instruction."
-    )
-    input: ColumnName | None = Field(None, description="Instruction: its input. Default input.")
-    output: ColumnName | None = Field(None, description="Instruction: the answer. Default output.")
-    text: ColumnName | None = Field(None, description="Text: the text. Default text.")
+    messages: ColumnName | None = None
+    """Chat: list of messages. Default messages or conversations."""
+    prompt: ColumnName | None = None
+    """Chat: user's turn. Default prompt."""
+    completion: ColumnName | None = None
+    """Chat: assistant's turn. Default completion."""
+    system: ColumnName | None = None
+    """Chat: system turn. Default system."""
+    instruction: ColumnName | None = None
+    """Instruction: the task. Default instruction."""
+    input: ColumnName | None = None
+    """Instruction: its input. Default input."""
+    output: ColumnName | None = None
+    """Instruction: the answer. Default output."""
+    text: ColumnName | None = None
+    """Text: the text. Default text."""
 
 
 _COLUMNS_OF_FORMAT = (
@@ -126,9 +115,12 @@ def _columns_of(format_: str, names: tuple[str, ...]) -> Rule:
 class DatasetPart(ApiModel):
     """Further rows to train on."""
 
-    source: Source = Field(description="Where the rows are, as in dataset.source.")
-    split: SplitName = Field("train", description="Split of a hub data set; a file has only train.")
-    weight: Weight = Field(1.0, description="How often an epoch has each row, as dataset.weight.")
+    source: Source
+    """Where the rows are, as in dataset.source."""
+    split: SplitName = "train"
+    """Split of a hub data set; a file has only train."""
+    weight: Weight = 1.0
+    """How often an epoch has each row, as dataset.weight."""
 
     cel_rules = (_SPLIT_RULE,)
 
@@ -140,49 +132,34 @@ _EVAL_SPLIT = "(has(self.evalSplit) ? self.evalSplit : 'train')"
 class DatasetSpec(ApiModel):
     """The rows to train and to evaluate on."""
 
-    source: Source = Field(
-        description="Training rows: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, https://…blob…, "
-        "or file://PATH of a .jsonl, .json or .csv file, perhaps compressed (.gz, .zst), of a "
-        ".parquet file, or of a folder of them."
-    )
-    format: DataFormat = Field(
-        DataFormat.CHAT,
-        description="What a row holds: chat (messages, conversations, or prompt and completion), "
-        "instruction (instruction, input, output) or text.",
-    )
-    split: SplitName = Field(
-        "train", description="Split of a hub data set to train on; a file has only train."
-    )
-    weight: Weight = Field(
-        1.0,
-        description="How often an epoch has each row of source. With 0.25, each epoch has the "
-        "next quarter of them, so four epochs see every row once.",
-    )
-    also: Annotated[list[DatasetPart], Field(max_length=32)] = Field(
-        [],
-        description="Further data sets to train on, of the same format and columns, mixed with "
-        "source by weight.",
-    )
-    eval_source: Source | None = Field(
-        None, description="Held-out rows; absent means evalSplit of source, or no evaluation."
-    )
-    eval_split: SplitName | None = Field(
-        None, description="Split to evaluate on, of evalSource or else of source."
-    )
-    columns: DatasetColumns = Field(
-        DatasetColumns(), description="Column names where they differ from the usual ones."
-    )
-    long_rows: LongRows = Field(
-        LongRows.TRUNCATE,
-        description="A row longer than training.maxSeqLength is cut (truncate) or becomes several "
-        "sequences (split); both are counted and reported.",
-    )
-    allow_special_tokens: bool = Field(
-        False,
-        description="Special tokens that a row writes out, such as </s>, are special. Without it "
-        "they are text to the model, so that no row can forge a turn; in format text set it where "
-        "rows were written with a chat template. Those of model.addTokens are special anyway.",
-    )
+    source: Source
+    """Training rows: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, https://…blob…, or file://PATH
+    of a .jsonl, .json or .csv file, perhaps compressed (.gz, .zst), of a .parquet file, or of a
+    folder of them."""
+    format: DataFormat = DataFormat.CHAT
+    """What a row holds: chat (messages, conversations, or prompt and completion), instruction
+    (instruction, input, output) or text."""
+    split: SplitName = "train"
+    """Split of a hub data set to train on; a file has only train."""
+    weight: Weight = 1.0
+    """How often an epoch has each row of source. With 0.25, each epoch has the next quarter of
+    them, so four epochs see every row once."""
+    also: Annotated[list[DatasetPart], Field(max_length=32)] = Field([])
+    """Further data sets to train on, of the same format and columns, mixed with source by
+    weight."""
+    eval_source: Source | None = None
+    """Held-out rows; absent means evalSplit of source, or no evaluation."""
+    eval_split: SplitName | None = None
+    """Split to evaluate on, of evalSource or else of source."""
+    columns: DatasetColumns = DatasetColumns()
+    """Column names where they differ from the usual ones."""
+    long_rows: LongRows = LongRows.TRUNCATE
+    """A row longer than training.maxSeqLength is cut (truncate) or becomes several sequences
+    (split); both are counted and reported."""
+    allow_special_tokens: bool = False
+    """Special tokens that a row writes out, such as </s>, are special. Without it they are text to
+    the model, so that no row can forge a turn; in format text set it where rows were written with a
+    chat template. Those of model.addTokens are special anyway."""
 
     cel_rules = (
         *(_columns_of(format_, names) for format_, names in _COLUMNS_OF_FORMAT),

@@ -68,41 +68,46 @@ def _needs_gpu(field: str) -> Rule:
 class FineTuneJobSpec(ApiModel):
     """What to fine-tune, on what, how, and where."""
 
-    model: ModelSpec = Field(description="The base model.")
-    dataset: DatasetSpec = Field(description="The rows to train and to evaluate on.")
-    method: MethodSpec = Field(MethodSpec(), description="Full fine-tuning, LoRA or QLoRA.")
-    strategy: StrategySpec = Field(StrategySpec(), description="How the ranks share the model.")
-    training: TrainingSpec = Field(description="Batch, steps, learning rate, precision.")
-    topology: TopologySpec = Field(TopologySpec(), description="Nodes, GPUs and processes.")
-    capacity: Capacity = Field(
-        Capacity.ON_DEMAND, description="onDemand, spot, or spotPreferred (spot if available)."
-    )
-    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="Committed checkpoints.")
-    output: OutputSpec = Field(OutputSpec(), description="The trained model.")
-    restart_policy: RestartPolicy = Field(
-        RestartPolicy(), description="How often a failed attempt is followed by another."
-    )
-    deadlines: Deadlines = Field(Deadlines(), description="Limits in seconds.")
-    take_over: bool = Field(
-        False,
-        description="Go on in the folders of the job of this namespace and name that was deleted, "
-        "from its newest checkpoint (with checkpoint.resumeFrom none from the start); false "
-        "refuses folders in which another job has written. No attempt starts while a pod of that "
-        "job lives.",
-    )
-    suspend: bool = Field(False, description="Stop with a checkpoint and wait; false goes on.")
-    queue: QueueSpec | None = Field(None, description="Kueue queue and priority.")
-    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Delete the job this many seconds after its end; absent keeps it."
-    )
-    observability: Observability = Field(Observability(), description="What a run reports.")
-    pod_template: PodTemplate | None = Field(
-        None, description="Additions to the pods, merged under the fields the operator owns."
-    )
-    managed_by: Annotated[str, Field(min_length=1, max_length=63), NEVER_CHANGES] = Field(
-        MANAGED_BY, description="Controller that acts on the job; other controllers ignore it."
-    )
-    backend: BackendSpec = Field(BackendSpec(), description="What runs it.")
+    model: ModelSpec
+    """The base model."""
+    dataset: DatasetSpec
+    """The rows to train and to evaluate on."""
+    method: MethodSpec = MethodSpec()
+    """Full fine-tuning, LoRA or QLoRA."""
+    strategy: StrategySpec = StrategySpec()
+    """How the ranks share the model."""
+    training: TrainingSpec
+    """Batch, steps, learning rate, precision."""
+    topology: TopologySpec = TopologySpec()
+    """Nodes, GPUs and processes."""
+    capacity: Capacity = Capacity.ON_DEMAND
+    """onDemand, spot, or spotPreferred (spot if available)."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Committed checkpoints."""
+    output: OutputSpec = OutputSpec()
+    """The trained model."""
+    restart_policy: RestartPolicy = RestartPolicy()
+    """How often a failed attempt is followed by another."""
+    deadlines: Deadlines = Deadlines()
+    """Limits in seconds."""
+    take_over: bool = False
+    """Go on in the folders of the job of this namespace and name that was deleted, from its newest
+    checkpoint (with checkpoint.resumeFrom none from the start); false refuses folders in which
+    another job has written. No attempt starts while a pod of that job lives."""
+    suspend: bool = False
+    """Stop with a checkpoint and wait; false goes on."""
+    queue: QueueSpec | None = None
+    """Kueue queue and priority."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Delete the job this many seconds after its end; absent keeps it."""
+    observability: Observability = Observability()
+    """What a run reports."""
+    pod_template: PodTemplate | None = None
+    """Additions to the pods, merged under the fields the operator owns."""
+    managed_by: Annotated[str, Field(min_length=1, max_length=63), NEVER_CHANGES] = MANAGED_BY
+    """Controller that acts on the job; other controllers ignore it."""
+    backend: BackendSpec = BackendSpec()
+    """What runs it."""
 
     cel_rules = (
         Rule(

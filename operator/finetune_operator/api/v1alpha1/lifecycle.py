@@ -18,30 +18,21 @@ AnnotationValue = Annotated[str, Field(max_length=4096)]
 class CheckpointSpec(ApiModel):
     """Committed checkpoints: where, how often, how many, and which one to start from."""
 
-    uri: Source | None = Field(
-        None,
-        description="Folder of the checkpoints, of this job alone; the local backend has a "
-        "default. {namespace} and {name} stand for the job's own, in every URI: "
-        "pvc://checkpoints/{name}.",
-    )
-    every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None,
-        description="Save every so many optimizer steps; without everySteps and everySeconds the "
-        "interval follows from meanTimeBetweenFailures. The last step, and a stop of the job, make "
-        "a checkpoint in any case.",
-    )
-    every_seconds: Seconds | None = Field(
-        None, description="Save when so many seconds have passed since the last one."
-    )
-    mean_time_between_failures: Seconds | None = Field(
-        None,
-        description="Seconds an attempt lasts on average until it is lost; with the measured cost "
-        "of a save it makes the interval that loses the least time (Young, Daly). Absent means "
-        "7200 for capacity spot and spotPreferred, else 86400.",
-    )
-    keep: Annotated[int, Field(ge=1, le=1000)] = Field(
-        2, description="Newest committed checkpoints that are kept."
-    )
+    uri: Source | None = None
+    """Folder of the checkpoints, of this job alone; the local backend has a default. {namespace}
+    and {name} stand for the job's own, in every URI: pvc://checkpoints/{name}."""
+    every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Save every so many optimizer steps; without everySteps and everySeconds the interval follows
+    from meanTimeBetweenFailures. The last step, and a stop of the job, make a checkpoint in any
+    case."""
+    every_seconds: Seconds | None = None
+    """Save when so many seconds have passed since the last one."""
+    mean_time_between_failures: Seconds | None = None
+    """Seconds an attempt lasts on average until it is lost; with the measured cost of a save it
+    makes the interval that loses the least time (Young, Daly). Absent means 7200 for capacity spot
+    and spotPreferred, else 86400."""
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Newest committed checkpoints that are kept."""
     resume_from: Annotated[
         Uri,
         Rule(
@@ -49,16 +40,12 @@ class CheckpointSpec(ApiModel):
             "must be auto, none or the URI of a checkpoint",
         ),
         ONLY_KNOWN,
-    ] = Field(
-        "auto",
-        description="auto (newest committed checkpoint), none, or the URI of one checkpoint.",
-    )
-    allow_foreign: bool = Field(
-        False,
-        description="Load the checkpoint that resumeFrom names though another job has written it; "
-        "the job that takeOver goes on with is no other one. In a cluster the profile's "
-        "allow.foreignCheckpoints has to allow it, and is enough.",
-    )
+    ] = "auto"
+    """auto (newest committed checkpoint), none, or the URI of one checkpoint."""
+    allow_foreign: bool = False
+    """Load the checkpoint that resumeFrom names though another job has written it; the job that
+    takeOver goes on with is no other one. In a cluster the profile's allow.foreignCheckpoints has
+    to allow it, and is enough."""
 
     cel_rules = (
         Rule(
@@ -87,16 +74,12 @@ class OutputFormat(StrEnum):
 class OutputSpec(ApiModel):
     """The trained model."""
 
-    uri: Source | None = Field(
-        None,
-        description="Folder of the trained model, of this job alone; the local backend has a "
-        "default. {namespace} and {name} stand for the job's own.",
-    )
-    format: OutputFormat | None = Field(
-        None,
-        description="adapter, merged (adapter folded into the base), or both; absent means adapter "
-        "for lora and qlora, the whole model for full.",
-    )
+    uri: Source | None = None
+    """Folder of the trained model, of this job alone; the local backend has a default. {namespace}
+    and {name} stand for the job's own."""
+    format: OutputFormat | None = None
+    """adapter, merged (adapter folded into the base), or both; absent means adapter for lora and
+    qlora, the whole model for full."""
 
 
 class RestartAction(StrEnum):
@@ -110,13 +93,14 @@ class RestartAction(StrEnum):
 class RestartRule(ApiModel):
     """One rule; the first that matches decides."""
 
-    on_class: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        None, description="Failure class, such as OutOfMemory."
-    )
+    on_class: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """Failure class, such as OutOfMemory."""
     on_exit_codes: (
         Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(max_length=32)] | None
-    ) = Field(None, description="Exit codes of the main process.")
-    action: RestartAction = Field(description="Fail, Restart (counted) or RestartFree.")
+    ) = None
+    """Exit codes of the main process."""
+    action: RestartAction
+    """Fail, Restart (counted) or RestartFree."""
 
     cel_rules = (
         Rule(
@@ -135,12 +119,10 @@ class RestartRule(ApiModel):
 class RestartBackoff(ApiModel):
     """Wait before a counted restart: base, doubled each time, at most max."""
 
-    base_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
-        0, description="Wait before the first counted restart, in seconds."
-    )
-    max_seconds: Annotated[int, Field(ge=0, le=86_400)] = Field(
-        300, description="Longest wait, in seconds."
-    )
+    base_seconds: Annotated[int, Field(ge=0, le=86_400)] = 0
+    """Wait before the first counted restart, in seconds."""
+    max_seconds: Annotated[int, Field(ge=0, le=86_400)] = 300
+    """Longest wait, in seconds."""
 
     cel_rules = (
         Rule(
@@ -154,89 +136,70 @@ class RestartBackoff(ApiModel):
 class RestartPolicy(ApiModel):
     """How often a failed attempt is followed by another."""
 
-    max_restarts: Annotated[int, Field(ge=0, le=10_000)] = Field(
-        3, description="Restarts after faults; preemptions do not count."
-    )
-    max_disruptions: Annotated[int, Field(ge=0, le=10_000)] | None = Field(
-        None, description="Restarts after preemptions; absent means without limit."
-    )
-    restarts_in_place: Annotated[int, Field(ge=0, le=1000)] = Field(
-        0,
-        description="How often an attempt of one node starts its ranks again after a fault of one "
-        "of them, without counting, before the attempt fails.",
-    )
-    rules: Annotated[list[RestartRule], Field(max_length=20)] = Field(
-        [], description="Exceptions by failure class or exit code; first match wins."
-    )
-    backoff: RestartBackoff = Field(RestartBackoff(), description="Wait before a counted restart.")
+    max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 3
+    """Restarts after faults; preemptions do not count."""
+    max_disruptions: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    """Restarts after preemptions; absent means without limit."""
+    restarts_in_place: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How often an attempt of one node starts its ranks again after a fault of one of them, without
+    counting, before the attempt fails."""
+    rules: Annotated[list[RestartRule], Field(max_length=20)] = Field([])
+    """Exceptions by failure class or exit code; first match wins."""
+    backoff: RestartBackoff = RestartBackoff()
+    """Wait before a counted restart."""
 
 
 class Deadlines(ApiModel):
     """Limits in seconds."""
 
-    pending_seconds: Seconds | None = Field(
-        None,
-        description="Longest wait for resources before the job fails; time in a queue does not "
-        "count.",
-    )
-    active_seconds: Seconds | None = Field(
-        None, description="Longest life of the job over all attempts."
-    )
-    hang_seconds: Seconds | None = Field(
-        None,
-        description="Longest time without progress before an attempt writes every rank's stack to "
-        "its log and fails; absent means no limit. Must be longer than the slowest phase, such as "
-        "loading.",
-    )
-    termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
-        120, description="Time between SIGTERM and SIGKILL; the checkpoint must fit into it."
-    )
+    pending_seconds: Seconds | None = None
+    """Longest wait for resources before the job fails; time in a queue does not count."""
+    active_seconds: Seconds | None = None
+    """Longest life of the job over all attempts."""
+    hang_seconds: Seconds | None = None
+    """Longest time without progress before an attempt writes every rank's stack to its log and
+    fails; absent means no limit. Must be longer than the slowest phase, such as loading."""
+    termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = 120
+    """Time between SIGTERM and SIGKILL; the checkpoint must fit into it."""
 
 
 class QueueSpec(ApiModel):
     """Kueue queue and priority."""
 
-    name: Annotated[str, Field(min_length=1, max_length=63)] = Field(
-        description="Local queue the job waits in."
-    )
-    priority_class: Annotated[str, Field(min_length=1, max_length=253)] | None = Field(
-        None, description="Kueue's WorkloadPriorityClass."
-    )
+    name: Annotated[str, Field(min_length=1, max_length=63)]
+    """Local queue the job waits in."""
+    priority_class: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    """Kueue's WorkloadPriorityClass."""
 
 
 class Observability(ApiModel):
     """What a run reports."""
 
-    metrics_port: Annotated[int, Field(ge=1024, le=65_535)] = Field(
-        9400, description="Port of rank 0's /metrics and /progress."
-    )
-    status_interval_seconds: Annotated[int, Field(ge=5, le=3600)] = Field(
-        15, description="Shortest time between two writes of progress to the status."
-    )
+    metrics_port: Annotated[int, Field(ge=1024, le=65_535)] = 9400
+    """Port of rank 0's /metrics and /progress."""
+    status_interval_seconds: Annotated[int, Field(ge=5, le=3600)] = 15
+    """Shortest time between two writes of progress to the status."""
     sample_prompts: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=4)
-    ] = Field([], description="Questions the model answers before and after training.")
+    ] = Field([])
+    """Questions the model answers before and after training."""
 
 
 class PodTemplateMetadata(ApiModel):
     """Labels and annotations added to every pod."""
 
-    labels: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field(
-        {}, description="Labels added to every pod."
-    )
-    annotations: Annotated[dict[str, AnnotationValue], Field(max_length=64)] = Field(
-        {}, description="Annotations added to every pod."
-    )
+    labels: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field({})
+    """Labels added to every pod."""
+    annotations: Annotated[dict[str, AnnotationValue], Field(max_length=64)] = Field({})
+    """Annotations added to every pod."""
 
 
 class PodTemplate(ApiModel):
     """Merged under the fields the operator owns."""
 
-    metadata: PodTemplateMetadata = Field(
-        PodTemplateMetadata(), description="Labels and annotations of the pods."
-    )
+    metadata: PodTemplateMetadata = PodTemplateMetadata()
+    """Labels and annotations of the pods."""
     spec: Annotated[dict[str, Any], Field(max_length=64)] = Field(
-        {},
-        description="Parts of a PodSpec.",
-        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+        {}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
     )
+    """Parts of a PodSpec."""

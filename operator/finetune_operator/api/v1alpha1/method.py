@@ -31,61 +31,44 @@ _NAME_ENDING = r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$"  # of a module; a pattern wo
 class LoraSpec(ApiModel):
     """Low-rank adapters (arXiv:2106.09685)."""
 
-    r: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="Rank of the adapters.")
-    alpha: Annotated[float, Field(ge=0, le=65536), ABOVE_ZERO] = Field(
-        32, description="Scale; the adapter adds alpha / r times its product."
-    )
-    dropout: Annotated[float, Field(ge=0, le=0.9)] = Field(
-        0.0, description="Dropout probability on the adapters' input."
-    )
+    r: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(ge=0, le=65536), ABOVE_ZERO] = 32
+    """Scale; the adapter adds alpha / r times its product."""
+    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0
+    """Dropout probability on the adapters' input."""
     target_modules: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256, pattern=_NAME_ENDING)]],
         Field(max_length=64),
-    ] = Field(
-        [],
-        description="Module name endings to adapt, such as q_proj or mlp.down_proj, no patterns; "
-        "empty means every linear layer but the head.",
-    )
-    rslora: bool = Field(
-        False,
-        description="Scale by alpha / sqrt(r) instead of alpha / r, which keeps high ranks from "
-        "learning slowly (arXiv:2312.03732).",
-    )
-    dora: bool = Field(
-        False,
-        description="Train each weight's magnitude apart from its direction (arXiv:2402.09353); "
-        "slower, often better at low ranks.",
-    )
-    start_from: Source | None = Field(
-        None,
-        description="URI of the folder of an adapter whose weights training begins with; absent "
-        "begins with an adapter that changes nothing.",
-    )
+    ] = Field([])
+    """Module name endings to adapt, such as q_proj or mlp.down_proj, no patterns; empty means every
+    linear layer but the head."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) instead of alpha / r, which keeps high ranks from learning slowly
+    (arXiv:2312.03732)."""
+    dora: bool = False
+    """Train each weight's magnitude apart from its direction (arXiv:2402.09353); slower, often
+    better at low ranks."""
+    start_from: Source | None = None
+    """URI of the folder of an adapter whose weights training begins with; absent begins with an
+    adapter that changes nothing."""
 
 
 class MethodSpec(ApiModel):
     """Full fine-tuning, LoRA or QLoRA."""
 
-    type: MethodType = Field(
-        MethodType.LORA,
-        description="full trains every parameter, lora trains adapters, qlora adapters over a "
-        "quantized base.",
-    )
-    lora: LoraSpec | None = Field(
-        None, description="Adapter settings of lora and qlora; absent means the defaults."
-    )
-    quantization: Quantization | None = Field(
-        None,
-        description="Storage of the frozen base: nf4 is 4-bit with double quantisation "
-        "(arXiv:2305.14314), int8 8-bit; absent means nf4 for qlora, else none.",
-    )
+    type: MethodType = MethodType.LORA
+    """full trains every parameter, lora trains adapters, qlora adapters over a quantized base."""
+    lora: LoraSpec | None = None
+    """Adapter settings of lora and qlora; absent means the defaults."""
+    quantization: Quantization | None = None
+    """Storage of the frozen base: nf4 is 4-bit with double quantisation (arXiv:2305.14314), int8
+    8-bit; absent means nf4 for qlora, else none."""
     freeze: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=64)
-    ] = Field(
-        [],
-        description="Shell patterns of parameter names that full fine-tuning leaves as they are, "
-        "such as model.embed_tokens.*.",
-    )
+    ] = Field([])
+    """Shell patterns of parameter names that full fine-tuning leaves as they are, such as
+    model.embed_tokens.*."""
 
     cel_rules = (
         Rule(
@@ -144,40 +127,27 @@ _ABSOLUTE = Rule(
 class StrategySpec(ApiModel):
     """The parallel strategy."""
 
-    type: StrategyType = Field(
-        StrategyType.AUTO,
-        description="auto lets the planner choose; ddp replicates, fsdp shards (FSDP2), zero1 to "
-        "zero3 are DeepSpeed's stages.",
-    )
-    offload: Offload = Field(
-        Offload.NONE,
-        description="Optimizer state (optimizer), parameters as well (cpu), or both on disk "
-        "(nvme, zero3 only). zero1 and zero2 take optimizer, fsdp takes cpu, zero3 takes any.",
-    )
-    nvme_path: Annotated[str, Field(min_length=1, max_length=4096), _ABSOLUTE] | None = Field(
-        None, description="Folder on each node's fast disk for the files of offload nvme."
-    )
-    replicas: Annotated[int, Field(ge=1, le=4096)] = Field(
-        1,
-        description="HSDP, fsdp only: so many groups of ranks each hold the whole model, and shard "
-        "it within the group; usually the number of nodes.",
-    )
-    reshard_after_forward: bool | None = Field(
-        None,
-        description="fsdp only: free a layer's gathered parameters between forward and backward; "
-        "absent decides by free memory.",
-    )
-    activation_checkpointing: ActivationCheckpointing = Field(
-        ActivationCheckpointing.AUTO,
-        description="Recompute activations to save memory: none, selective (keeps what is slow to "
-        "compute), full, or auto.",
-    )
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="GPUs that share each layer."
-    )
-    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="Stages the layers are divided into."
-    )
+    type: StrategyType = StrategyType.AUTO
+    """auto lets the planner choose; ddp replicates, fsdp shards (FSDP2), zero1 to zero3 are
+    DeepSpeed's stages."""
+    offload: Offload = Offload.NONE
+    """Optimizer state (optimizer), parameters as well (cpu), or both on disk (nvme, zero3 only).
+    zero1 and zero2 take optimizer, fsdp takes cpu, zero3 takes any."""
+    nvme_path: Annotated[str, Field(min_length=1, max_length=4096), _ABSOLUTE] | None = None
+    """Folder on each node's fast disk for the files of offload nvme."""
+    replicas: Annotated[int, Field(ge=1, le=4096)] = 1
+    """HSDP, fsdp only: so many groups of ranks each hold the whole model, and shard it within the
+    group; usually the number of nodes."""
+    reshard_after_forward: bool | None = None
+    """fsdp only: free a layer's gathered parameters between forward and backward; absent decides by
+    free memory."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.AUTO
+    """Recompute activations to save memory: none, selective (keeps what is slow to compute), full,
+    or auto."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that share each layer."""
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Stages the layers are divided into."""
 
     cel_rules = (
         Rule(

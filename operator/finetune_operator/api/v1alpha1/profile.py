@@ -37,107 +37,103 @@ UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]
 class Toleration(ApiModel):
     """A toleration of the pods, as in a PodSpec."""
 
-    key: LabelKey | None = Field(None, description="Key of the taint.")
-    operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=16)] = Field(
-        "Equal", description="Equal compares value, Exists takes any."
-    )
-    value: LabelValue | None = Field(None, description="Value of the taint.")
-    effect: Annotated[str, Field(pattern="^No(Schedule|Execute)$", max_length=16)] | None = Field(
-        None, description="NoSchedule or NoExecute; absent means both."
-    )
+    key: LabelKey | None = None
+    """Key of the taint."""
+    operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=16)] = "Equal"
+    """Equal compares value, Exists takes any."""
+    value: LabelValue | None = None
+    """Value of the taint."""
+    effect: Annotated[str, Field(pattern="^No(Schedule|Execute)$", max_length=16)] | None = None
+    """NoSchedule or NoExecute; absent means both."""
 
 
 class NodeSettings(ApiModel):
     """Which nodes the pods are for."""
 
-    agent_pools: Annotated[list[Name], Field(max_length=64)] = Field(
-        [], description="AKS node pools, by name; empty means any."
-    )
-    instance_types: Annotated[list[Name], Field(max_length=64)] = Field(
-        [], description="VM sizes; a job may name one of them. Empty means any."
-    )
-    selector: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field(
-        {}, description="Labels that a node must have."
-    )
-    tolerations: Annotated[list[Toleration], Field(max_length=64)] = Field(
-        [],
-        description="Taints the pods tolerate, besides those of spot pools and, with GPUs, "
-        "sku=gpu and nvidia.com/gpu.",
-    )
-    topology_key: LabelKey = Field(
-        "topology.kubernetes.io/zone",
-        description="Label whose value the nodes of one job share under placement pack: zone, or "
-        "proximity placement group. Empty leaves it to the scheduler.",
-    )
+    agent_pools: Annotated[list[Name], Field(max_length=64)] = Field([])
+    """AKS node pools, by name; empty means any."""
+    instance_types: Annotated[list[Name], Field(max_length=64)] = Field([])
+    """VM sizes; a job may name one of them. Empty means any."""
+    selector: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field({})
+    """Labels that a node must have."""
+    tolerations: Annotated[list[Toleration], Field(max_length=64)] = Field([])
+    """Taints the pods tolerate, besides those of spot pools and, with GPUs, sku=gpu and
+    nvidia.com/gpu."""
+    topology_key: LabelKey = "topology.kubernetes.io/zone"
+    """Label whose value the nodes of one job share under placement pack: zone, or proximity
+    placement group. Empty leaves it to the scheduler."""
 
 
 class RdmaResource(ApiModel):
     """The resource by which a pod gets InfiniBand; its name differs by how the plugin is set up."""
 
-    name: ResourceName = Field("rdma/ib", description="Name, such as rdma/ib or rdma/shared_ib.")
-    count: Annotated[int, Field(ge=1, le=64)] = Field(1, description="How many each pod asks for.")
+    name: ResourceName = "rdma/ib"
+    """Name, such as rdma/ib or rdma/shared_ib."""
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many each pod asks for."""
 
 
 class ResourceSettings(ApiModel):
     """What each pod asks of its node."""
 
-    cpu: Quantity | None = Field(None, description="CPU request, such as 8 or 500m.")
-    memory: Quantity | None = Field(
-        None, description="Memory request and limit; shared memory counts against it."
-    )
-    shared_memory: Quantity | None = Field(
-        None, description="Size of /dev/shm; absent takes no more than the memory limit."
-    )
-    gpu: ResourceName = Field("nvidia.com/gpu", description="Resource name of a GPU.")
-    rdma: RdmaResource | None = Field(
-        None, description="InfiniBand; absent means that these nodes have none."
-    )
-    other: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(
-        {}, description="Further resources by name, requested and limited."
-    )
+    cpu: Quantity | None = None
+    """CPU request, such as 8 or 500m."""
+    memory: Quantity | None = None
+    """Memory request and limit; shared memory counts against it."""
+    shared_memory: Quantity | None = None
+    """Size of /dev/shm; absent takes no more than the memory limit."""
+    gpu: ResourceName = "nvidia.com/gpu"
+    """Resource name of a GPU."""
+    rdma: RdmaResource | None = None
+    """InfiniBand; absent means that these nodes have none."""
+    other: Annotated[dict[str, Quantity], Field(max_length=16)] = Field({})
+    """Further resources by name, requested and limited."""
 
 
 class ProfileVolume(ApiModel):
     """A volume that every pod gets, and that a job may name where `allow.volumes` lists it."""
 
-    name: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=50)] = Field(
-        description="Its name; pvc://NAME/PATH in a job is a path on it."
-    )
-    mount_path: Path = Field(description="Where it is mounted.")
-    read_only: bool = Field(False, description="Mount it read-only.")
+    name: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=50)]
+    """Its name; pvc://NAME/PATH in a job is a path on it."""
+    mount_path: Path
+    """Where it is mounted."""
+    read_only: bool = False
+    """Mount it read-only."""
     source: Annotated[dict[str, Any], Field(max_length=1)] = Field(
-        description="The volume's source as in a PodSpec: persistentVolumeClaim, csi, hostPath, …",
-        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
     )
+    """The volume's source as in a PodSpec: persistentVolumeClaim, csi, hostPath, …"""
 
 
 class SecuritySettings(ApiModel):
     """As whom the containers run; root never."""
 
-    run_as_user: UserId = Field(1000, description="User id.")
-    run_as_group: UserId = Field(1000, description="Group id.")
-    fs_group: UserId = Field(1000, description="Group that owns mounted volumes.")
+    run_as_user: UserId = 1000
+    """User id."""
+    run_as_group: UserId = 1000
+    """Group id."""
+    fs_group: UserId = 1000
+    """Group that owns mounted volumes."""
 
 
 class MetricsReader(ApiModel):
     """Pods that may read the metrics of training pods."""
 
-    namespace: Annotated[str, Field(min_length=1, max_length=63)] = Field(
-        description="Their namespace."
-    )
-    labels: Annotated[dict[str, LabelValue], Field(max_length=16)] = Field(
-        {}, description="Labels they have; empty means all of the namespace."
-    )
+    namespace: Annotated[str, Field(min_length=1, max_length=63)]
+    """Their namespace."""
+    labels: Annotated[dict[str, LabelValue], Field(max_length=16)] = Field({})
+    """Labels they have; empty means all of the namespace."""
 
 
 class NetworkSettings(ApiModel):
     """Who may connect to training pods, besides those of the same job and the operator."""
 
-    policy: bool = Field(True, description="Make a NetworkPolicy for each job.")
+    policy: bool = True
+    """Make a NetworkPolicy for each job."""
     metrics_readers: Annotated[list[MetricsReader], Field(max_length=16)] = Field(
-        [MetricsReader(namespace="monitoring")],
-        description="Pods that may read metrics, such as Prometheus.",
+        [MetricsReader(namespace="monitoring")]
     )
+    """Pods that may read metrics, such as Prometheus."""
 
 
 class RankZeroName(StrEnum):
@@ -150,112 +146,90 @@ class RankZeroName(StrEnum):
 class Allowances(ApiModel):
     """Who may use the profile, and what their jobs may name. `*` and `?` stand for any text."""
 
-    namespaces: Patterns = Field([], description="Namespaces whose jobs may use the profile.")
-    service_accounts: Patterns = Field(
-        [], description="Service accounts a job may choose, besides the profile's own."
-    )
-    secrets: Patterns = Field(
-        [], description="Secrets a job may name, for the hub token, for env or to pull its image."
-    )
-    claims: Patterns = Field(
-        [], description="PersistentVolumeClaims of its namespace that a job may name."
-    )
-    volumes: Patterns = Field(
-        [],
-        description="Volumes of the profile that a job may name, all of which it may read, and "
-        "write unless they are readOnly.",
-    )
-    images: Patterns = Field([], description="Images a job may choose, besides the profile's own.")
-    priority_classes: Patterns = Field(
-        [], description="Kueue's WorkloadPriorityClasses a job may wait with."
-    )
-    env: Patterns = Field(
-        [],
-        description="Variables that a job's podTemplate may set. Some can load code or send a "
-        "token elsewhere; those that the operator or the profile sets are refused in any case.",
-    )
-    metadata: Patterns = Field(
-        [],
-        description="Keys of labels and annotations that a job's podTemplate may set; Services, "
-        "policies and injectors of others may act on them.",
-    )
-    max_nodes: NumNodes = Field(1, description="Most nodes of a job.")
-    max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
-        8, description="Most GPUs of each node."
-    )
-    max_resources: Annotated[dict[str, Quantity], Field(max_length=3)] = Field(
-        {},
-        description="Most cpu, memory and ephemeral-storage that a job's podTemplate may ask for "
-        "in each pod; what is not listed it may not ask for, nor what the profile sets itself.",
-    )
-    foreign_checkpoints: bool = Field(
-        False,
-        description="Whether checkpoint.resumeFrom may name a checkpoint that another job has "
-        "written, as far as its volume may be named; else such a job ends with exit code 78.",
-    )
-    scheduling: bool = Field(
-        False,
-        description="Whether a job's podTemplate may set nodeSelector, tolerations and affinity.",
-    )
+    namespaces: Patterns = Field([])
+    """Namespaces whose jobs may use the profile."""
+    service_accounts: Patterns = Field([])
+    """Service accounts a job may choose, besides the profile's own."""
+    secrets: Patterns = Field([])
+    """Secrets a job may name, for the hub token, for env or to pull its image."""
+    claims: Patterns = Field([])
+    """PersistentVolumeClaims of its namespace that a job may name."""
+    volumes: Patterns = Field([])
+    """Volumes of the profile that a job may name, all of which it may read, and write unless they
+    are readOnly."""
+    images: Patterns = Field([])
+    """Images a job may choose, besides the profile's own."""
+    priority_classes: Patterns = Field([])
+    """Kueue's WorkloadPriorityClasses a job may wait with."""
+    env: Patterns = Field([])
+    """Variables that a job's podTemplate may set. Some can load code or send a token elsewhere;
+    those that the operator or the profile sets are refused in any case."""
+    metadata: Patterns = Field([])
+    """Keys of labels and annotations that a job's podTemplate may set; Services, policies and
+    injectors of others may act on them."""
+    max_nodes: NumNodes = 1
+    """Most nodes of a job."""
+    max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 8
+    """Most GPUs of each node."""
+    max_resources: Annotated[dict[str, Quantity], Field(max_length=3)] = Field({})
+    """Most cpu, memory and ephemeral-storage that a job's podTemplate may ask for in each pod; what
+    is not listed it may not ask for, nor what the profile sets itself."""
+    foreign_checkpoints: bool = False
+    """Whether checkpoint.resumeFrom may name a checkpoint that another job has written, as far as
+    its volume may be named; else such a job ends with exit code 78."""
+    scheduling: bool = False
+    """Whether a job's podTemplate may set nodeSelector, tolerations and affinity."""
 
 
 class FineTuneProfileSpec(ApiModel):
     """What every job that names the profile gets, and what it may ask for besides."""
 
-    image: Image = Field(description="Image of the trainer.")
+    image: Image
+    """Image of the trainer."""
     command: Annotated[list[Text], Field(min_length=1, max_length=64)] = Field(
-        ["python", "-m", "finetune_trainer"],
-        description="What a pod runs; the path of its configuration is appended.",
+        ["python", "-m", "finetune_trainer"]
     )
-    init: Annotated[list[Text], Field(max_length=16)] | None = Field(
-        None,
-        description="What starts the command, passes signals on to it and returns its exit code, "
-        "such as [tini, --]. Absent means some lines of sh, which the image must have then; an "
-        "empty list means nothing: the command is PID 1, and a stop in its first moments is lost.",
-    )
-    env: Annotated[dict[str, Text], Field(max_length=256)] = Field(
-        {}, description="Environment variables of every pod."
-    )
-    image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = Field(
-        [], description="Secrets of the job's namespace to pull the image with."
-    )
-    service_account_name: Name | None = Field(
-        None, description="Service account of the pods; absent means the namespace's default."
-    )
-    workload_identity: bool = Field(
-        False, description="Let the pods log in to Azure as their service account's identity."
-    )
-    priority_class_name: Name | None = Field(None, description="PriorityClass of the pods.")
-    runtime_class_name: Name | None = Field(None, description="RuntimeClass of the pods.")
-    scheduler_name: Name | None = Field(None, description="Scheduler; absent means the default.")
-    nodes: NodeSettings = Field(NodeSettings(), description="Which nodes the pods are for.")
-    resources: ResourceSettings = Field(
-        ResourceSettings(), description="What each pod asks of its node."
-    )
-    volumes: Annotated[list[ProfileVolume], Field(max_length=32)] = Field(
-        [], description="Volumes that every pod gets, and that every job may name."
-    )
-    cache_directory: Path = Field(
-        "/scratch/cache",
-        description="Folder of downloaded models and tokenized data; below a volume's mountPath "
-        "jobs share it, else each pod has its own.",
-    )
-    listing_lag_seconds: Annotated[float, Field(ge=0, le=300)] | None = Field(
-        None,
-        description="How long a new file may be missing from a listing of its folder on what jobs "
-        "write to: attempts wait so long before they trust that nobody else writes there. Absent "
-        "means 0 on a local disk and 2 on any other file system.",
-    )
-    security: SecuritySettings = Field(SecuritySettings(), description="As whom the pods run.")
-    network: NetworkSettings = Field(NetworkSettings(), description="Who may connect to the pods.")
-    rank_zero_name: RankZeroName = Field(
-        RankZeroName.ENDPOINT_SLICE,
-        description="How several nodes find rank 0: by an EndpointSlice that the operator writes "
-        "(cheapest), or by a Service that selects the pod, where the operator may not write those.",
-    )
-    allow: Allowances = Field(
-        Allowances(), description="Who may use the profile, and what their jobs may name."
-    )
+    """What a pod runs; the path of its configuration is appended."""
+    init: Annotated[list[Text], Field(max_length=16)] | None = None
+    """What starts the command, passes signals on to it and returns its exit code, such as [tini,
+    --]. Absent means some lines of sh, which the image must have then; an empty list means nothing:
+    the command is PID 1, and a stop in its first moments is lost."""
+    env: Annotated[dict[str, Text], Field(max_length=256)] = Field({})
+    """Environment variables of every pod."""
+    image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = Field([])
+    """Secrets of the job's namespace to pull the image with."""
+    service_account_name: Name | None = None
+    """Service account of the pods; absent means the namespace's default."""
+    workload_identity: bool = False
+    """Let the pods log in to Azure as their service account's identity."""
+    priority_class_name: Name | None = None
+    """PriorityClass of the pods."""
+    runtime_class_name: Name | None = None
+    """RuntimeClass of the pods."""
+    scheduler_name: Name | None = None
+    """Scheduler; absent means the default."""
+    nodes: NodeSettings = NodeSettings()
+    """Which nodes the pods are for."""
+    resources: ResourceSettings = ResourceSettings()
+    """What each pod asks of its node."""
+    volumes: Annotated[list[ProfileVolume], Field(max_length=32)] = Field([])
+    """Volumes that every pod gets, and that every job may name."""
+    cache_directory: Path = "/scratch/cache"
+    """Folder of downloaded models and tokenized data; below a volume's mountPath jobs share it,
+    else each pod has its own."""
+    listing_lag_seconds: Annotated[float, Field(ge=0, le=300)] | None = None
+    """How long a new file may be missing from a listing of its folder on what jobs write to:
+    attempts wait so long before they trust that nobody else writes there. Absent means 0 on a local
+    disk and 2 on any other file system."""
+    security: SecuritySettings = SecuritySettings()
+    """As whom the pods run."""
+    network: NetworkSettings = NetworkSettings()
+    """Who may connect to the pods."""
+    rank_zero_name: RankZeroName = RankZeroName.ENDPOINT_SLICE
+    """How several nodes find rank 0: by an EndpointSlice that the operator writes (cheapest), or by
+    a Service that selects the pod, where the operator may not write those."""
+    allow: Allowances = Allowances()
+    """Who may use the profile, and what their jobs may name."""
 
 
 class FineTuneProfile(ApiModel):

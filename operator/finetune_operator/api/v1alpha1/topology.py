@@ -40,26 +40,23 @@ class Capacity(StrEnum):
 class TopologySpec(ApiModel):
     """Nodes, GPUs and processes; world size = nodes x processesPerNode."""
 
-    nodes: NumNodes = Field(1, description="Nodes that train together.")
-    min_nodes: NumNodes | None = Field(
-        None, description="Fewest nodes an elastic job goes on with."
-    )
-    max_nodes: NumNodes | None = Field(None, description="Most nodes an elastic job grows to.")
-    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
-        1, description="GPUs of each node; 0 trains on the CPU."
-    )
-    processes_per_node: Annotated[int, Field(ge=1, le=256)] | None = Field(
-        None,
-        description="Ranks of each node; absent means gpusPerNode, or 1 on the CPU. May differ "
-        "from gpusPerNode only on the CPU.",
-    )
-    instance_type: Name | None = Field(
-        None, description="Azure VM size, such as Standard_ND96isr_H100_v5."
-    )
-    rdma: Rdma = Field(Rdma.AUTO, description="InfiniBand between nodes: none, auto or required.")
-    placement: Placement = Field(
-        Placement.PACK, description="pack keeps nodes close to each other, spread apart."
-    )
+    nodes: NumNodes = 1
+    """Nodes that train together."""
+    min_nodes: NumNodes | None = None
+    """Fewest nodes an elastic job goes on with."""
+    max_nodes: NumNodes | None = None
+    """Most nodes an elastic job grows to."""
+    gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 1
+    """GPUs of each node; 0 trains on the CPU."""
+    processes_per_node: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Ranks of each node; absent means gpusPerNode, or 1 on the CPU. May differ from gpusPerNode
+    only on the CPU."""
+    instance_type: Name | None = None
+    """Azure VM size, such as Standard_ND96isr_H100_v5."""
+    rdma: Rdma = Rdma.AUTO
+    """InfiniBand between nodes: none, auto or required."""
+    placement: Placement = Placement.PACK
+    """pack keeps nodes close to each other, spread apart."""
 
     cel_rules = (
         Rule(
@@ -84,41 +81,29 @@ class TopologySpec(ApiModel):
 class AksSpec(ApiModel):
     """Settings of the aks backend."""
 
-    profile: Name = Field(
-        "default",
-        description="FineTuneProfile that says which image, volumes and node pools to use.",
-    )
-    service_account_name: Name | None = Field(
-        None,
-        description="Service account of the pods, of those that the profile allows; absent means "
-        "the profile's.",
-    )
-    image: Image | None = Field(
-        None,
-        description="Image of the trainer, of those that the profile allows; absent means the "
-        "profile's.",
-    )
+    profile: Name = "default"
+    """FineTuneProfile that says which image, volumes and node pools to use."""
+    service_account_name: Name | None = None
+    """Service account of the pods, of those that the profile allows; absent means the profile's."""
+    image: Image | None = None
+    """Image of the trainer, of those that the profile allows; absent means the profile's."""
 
 
 class AzureMLSpec(ApiModel):
     """Settings of the azureml backend."""
 
-    subscription_id: Annotated[str, Field(min_length=1, max_length=64)] = Field(
-        description="Azure subscription."
-    )
-    resource_group: Annotated[str, Field(min_length=1, max_length=90)] = Field(
-        description="Resource group of the workspace."
-    )
-    workspace: Annotated[str, Field(min_length=1, max_length=260)] = Field(
-        description="Azure ML workspace."
-    )
-    compute: Name = Field(description="Compute target that runs the job.")
-    environment: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
-        None, description="Environment, azureml:NAME:VERSION."
-    )
-    experiment: Name | None = Field(
-        None, description="Experiment the job is listed under; absent means the job's namespace."
-    )
+    subscription_id: Annotated[str, Field(min_length=1, max_length=64)]
+    """Azure subscription."""
+    resource_group: Annotated[str, Field(min_length=1, max_length=90)]
+    """Resource group of the workspace."""
+    workspace: Annotated[str, Field(min_length=1, max_length=260)]
+    """Azure ML workspace."""
+    compute: Name
+    """Compute target that runs the job."""
+    environment: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Environment, azureml:NAME:VERSION."""
+    experiment: Name | None = None
+    """Experiment the job is listed under; absent means the job's namespace."""
 
 
 class LocalSpec(ApiModel):
@@ -132,14 +117,11 @@ class LocalSpec(ApiModel):
             ONLY_KNOWN,
         ]
         | None
-    ) = Field(
-        None,
-        description="Folder of everything the run writes; relative to the manifest. Absent means "
-        "runs/NAMESPACE/NAME beside the manifest. {namespace} and {name} stand for the job's own.",
-    )
-    threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None, description="CPU threads of each rank; absent shares the machine's cores evenly."
-    )
+    ) = None
+    """Folder of everything the run writes; relative to the manifest. Absent means
+    runs/NAMESPACE/NAME beside the manifest. {namespace} and {name} stand for the job's own."""
+    threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads of each rank; absent shares the machine's cores evenly."""
 
 
 class BackendSpec(ApiModel):
@@ -147,10 +129,14 @@ class BackendSpec(ApiModel):
 
     type: Annotated[
         str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63), NEVER_CHANGES
-    ] = Field("aks", description="aks, azureml, local, or the name of an installed plugin.")
-    aks: AksSpec | None = Field(None, description="Settings of the aks backend.")
-    azureml: AzureMLSpec | None = Field(None, description="Settings of the azureml backend.")
-    local: LocalSpec | None = Field(None, description="Settings of the local backend.")
+    ] = "aks"
+    """aks, azureml, local, or the name of an installed plugin."""
+    aks: AksSpec | None = None
+    """Settings of the aks backend."""
+    azureml: AzureMLSpec | None = None
+    """Settings of the azureml backend."""
+    local: LocalSpec | None = None
+    """Settings of the local backend."""
 
     cel_rules = (
         *(

@@ -30,39 +30,32 @@ class Precision(StrEnum):
 class EarlyStopping(ApiModel):
     """Stop when the held-out loss no longer falls."""
 
-    patience: Annotated[int, Field(ge=1, le=1000)] = Field(
-        3, description="Evaluations without improvement before training stops."
-    )
-    min_delta: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Fall of the held-out loss that counts as an improvement."
-    )
+    patience: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Evaluations without improvement before training stops."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """Fall of the held-out loss that counts as an improvement."""
 
 
 class TrainingSpec(ApiModel):
     """Batch, steps, learning rate, precision."""
 
-    global_batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
-        description="Sequences (packs, when packing) an optimizer step averages over, all ranks."
-    )
+    global_batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
+    """Sequences (packs, when packing) an optimizer step averages over, all ranks."""
     micro_batch_size: Annotated[
         Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"],
         Rule("type(self) == int || self == 'auto'", "must be a whole number or auto"),
-    ] = Field("auto", description="Sequences of one forward pass on one rank, or auto.")
-    max_seq_length: Annotated[int, Field(ge=8, le=1_048_576)] = Field(
-        2048, description="Longest sequence, in tokens; also the length of a pack."
-    )
-    epochs: Annotated[float, Field(le=10_000), ABOVE_ZERO] | None = Field(
-        None, description="Passes over the data set; exactly one of epochs and maxSteps."
-    )
-    max_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Optimizer steps; exactly one of epochs and maxSteps."
-    )
-    learning_rate: Annotated[float, Field(le=10), ABOVE_ZERO] = Field(
-        description="Peak learning rate, a number such as 2e-4."
-    )
-    schedule: Schedule = Field(
-        Schedule.COSINE, description="Learning rate after warm-up: constant, linear or cosine to 0."
-    )
+    ] = "auto"
+    """Sequences of one forward pass on one rank, or auto."""
+    max_seq_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
+    """Longest sequence, in tokens; also the length of a pack."""
+    epochs: Annotated[float, Field(le=10_000), ABOVE_ZERO] | None = None
+    """Passes over the data set; exactly one of epochs and maxSteps."""
+    max_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Optimizer steps; exactly one of epochs and maxSteps."""
+    learning_rate: Annotated[float, Field(le=10), ABOVE_ZERO]
+    """Peak learning rate, a number such as 2e-4."""
+    schedule: Schedule = Schedule.COSINE
+    """Learning rate after warm-up: constant, linear or cosine to 0."""
     warmup: Annotated[
         float,
         Field(ge=0, le=INT32_MAX),
@@ -70,48 +63,33 @@ class TrainingSpec(ApiModel):
             "self < 1.0 || double(int(self)) == self",
             "must be a whole number of steps, or a share of all steps below 1",
         ),
-    ] = Field(0.0, description="Share of all steps when below 1, else a count of steps.")
-    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
-        0.0, description="Decoupled weight decay of AdamW (arXiv:1711.05101)."
-    )
-    dropout: Annotated[float, Field(ge=0, le=0.9)] | None = Field(
-        None, description="Dropout of the model's own layers; absent keeps the model's setting."
-    )
-    max_grad_norm: Annotated[float, Field(ge=0, le=1e9)] = Field(
-        1.0, description="Gradients are scaled down to this global norm; 0 turns it off."
-    )
-    precision: Precision = Field(
-        Precision.AUTO,
-        description="bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or "
-        "fp32; auto is bf16 on a GPU and fp32 on a CPU.",
-    )
-    compile: bool = Field(
-        False,
-        description="Compile each decoder layer with torch.compile: a minute or more at the start, "
-        "faster steps after it.",
-    )
-    liger: bool = Field(
-        False, description="Use the fused Triton layers of liger-kernel; GPUs only."
-    )
-    float8: bool = Field(
-        False,
-        description="float8 matrix products (torchao); full fine-tuning on Hopper or newer GPUs "
-        "only.",
-    )
-    seed: Annotated[int, Field(ge=0, le=INT32_MAX)] = Field(
-        42, description="Seed of order, initialisation and dropout."
-    )
-    packing: bool | None = Field(
-        None,
-        description="Put several rows into one sequence, isolated from each other; absent does so "
-        "where the model keeps them apart, true refuses a model that does not.",
-    )
-    eval_every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Evaluate every so many steps; absent means before and after training."
-    )
-    early_stopping: EarlyStopping | None = Field(
-        None, description="Stop when the held-out loss no longer falls."
-    )
+    ] = 0.0
+    """Share of all steps when below 1, else a count of steps."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Decoupled weight decay of AdamW (arXiv:1711.05101)."""
+    dropout: Annotated[float, Field(ge=0, le=0.9)] | None = None
+    """Dropout of the model's own layers; absent keeps the model's setting."""
+    max_grad_norm: Annotated[float, Field(ge=0, le=1e9)] = 1.0
+    """Gradients are scaled down to this global norm; 0 turns it off."""
+    precision: Precision = Precision.AUTO
+    """bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or fp32; auto is
+    bf16 on a GPU and fp32 on a CPU."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile: a minute or more at the start, faster steps
+    after it."""
+    liger: bool = False
+    """Use the fused Triton layers of liger-kernel; GPUs only."""
+    float8: bool = False
+    """float8 matrix products (torchao); full fine-tuning on Hopper or newer GPUs only."""
+    seed: Annotated[int, Field(ge=0, le=INT32_MAX)] = 42
+    """Seed of order, initialisation and dropout."""
+    packing: bool | None = None
+    """Put several rows into one sequence, isolated from each other; absent does so where the model
+    keeps them apart, true refuses a model that does not."""
+    eval_every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Evaluate every so many steps; absent means before and after training."""
+    early_stopping: EarlyStopping | None = None
+    """Stop when the held-out loss no longer falls."""
 
     cel_rules = (
         Rule(
