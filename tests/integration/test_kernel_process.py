@@ -10,7 +10,6 @@ import pytest
 from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from finetune_operator.kube.watch import Watch
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
@@ -279,9 +278,9 @@ def test_an_operator_that_a_fault_ends_gives_its_lease_back(api: Api) -> None:
             health_host="127.0.0.1",
             health_port=0,
         )
-        surroundings = Surroundings(backends={"faulty": FaultyBackend()})
+        backends = {"faulty": FaultyBackend()}
         with pytest.raises(RuntimeError, match="a fault that ends the operator"):
-            asyncio.run(operate(settings, asyncio.Event(), surroundings))
+            asyncio.run(operate(settings, asyncio.Event(), backends=backends))
         lease = api.get(LEASES, namespace, settings.lease_name)
         assert lease is not None
         assert lease["spec"]["holderIdentity"] == ""

@@ -34,7 +34,6 @@ from finetune_operator.backends.hosting import START_AGAIN_SECONDS, HostedBacken
 from finetune_operator.errors import BrokenBackendError, TransientError
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
-from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.client import ClientOptions
 from finetune_operator.kube.errors import NotLeadingError
@@ -157,8 +156,7 @@ async def operated(
     api = FakeApi()
     api.now = _time
     settings = SETTINGS.model_copy(update={"backends": points})
-    surroundings = Surroundings(backends=given)
-    term = LeaderTerm(api, settings, surroundings, listen=FollowedJobs, now=_time)
+    term = LeaderTerm(api, settings, backends=given, listen=FollowedJobs, now=_time)
     made = Operated(api, term, asyncio.create_task(term.run()))
     try:
         yield made

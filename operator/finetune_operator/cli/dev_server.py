@@ -20,7 +20,6 @@ from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
 
@@ -51,7 +50,7 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
     signals, stop = StopSignals(), asyncio.Event()
     context = BackendContext(folder.base, dict(os.environ))
     backend = FolderBackend(context, is_forced=signals.forced.is_set, command=command)
-    surroundings = Surroundings(folder.base, {backend.name: backend})
+    backends = {backend.name: backend}
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.held())
         await stack.enter_async_context(_api(folder, port))
@@ -59,7 +58,8 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
         await stack.enter_async_context(client)
         signals.listen()
         stack.callback(backend.release_all)
-        operator = asyncio.create_task(operate(_settings(folder), stop, surroundings))
+        work = operate(_settings(folder), stop, backends=backends, folder=folder.base)
+        operator = asyncio.create_task(work)
         try:
             print(folder.export, flush=True)  # where it cannot be, no job is resumed
             await resume_all(client)

@@ -22,7 +22,6 @@ from finetune_operator.errors import FineTuneError, TransientError
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, Object
@@ -101,11 +100,16 @@ class _Operator:
         is_forced = stop.forced.is_set
         self._backend = FolderBackend(context, is_forced=is_forced, command=command, held=folder)
         self._client = EmbeddedClient(_store_of(job), self._save)
-        surroundings = Surroundings(context.manifest_dir, {self._backend.name: self._backend})
         settings = Settings(
             workers=1, leader_election=False, identity="ftctl-run", lease_namespace=""
         )
-        self._term = LeaderTerm(self._client, settings, surroundings, listen=FollowedJobs)
+        self._term = LeaderTerm(
+            self._client,
+            settings,
+            backends={self._backend.name: self._backend},
+            folder=context.manifest_dir,
+            listen=FollowedJobs,
+        )
         self._work = asyncio.create_task(self._term.run())
         self._is_saved = True
         self._seen: Observation | None = None

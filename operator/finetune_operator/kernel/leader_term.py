@@ -6,12 +6,13 @@ Everything is made anew for each term, so nothing that was true in an earlier on
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.backoff import Backoff
@@ -25,7 +26,6 @@ from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.resync import Resync
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
@@ -61,7 +61,8 @@ class LeaderTerm:
     Args:
         client: Access to the cluster.
         settings: Settings of the process.
-        surroundings: Where it runs.
+        backends: By name, in place of those of installed packages; None for those.
+        folder: What `file://./x` in a manifest is relative to; the current one by default.
         listen: Makes what tells of FineTuneJobs; each serves until it ends.
         now: The time, with a zone.
     """
@@ -70,16 +71,15 @@ class LeaderTerm:
         self,
         client: KubeClient,
         settings: Settings,
-        surroundings: Surroundings | None = None,
         *,
+        backends: Mapping[str, Backend] | None = None,
+        folder: Path | None = None,
         listen: Callable[[KubeClient, ListenOptions, OnEvent], JobEvents] = listen_by_kopf,
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
         self._client = client
         self._settings = settings
-        self._surroundings = surroundings or Surroundings()
         self._listen = listen
-        self._now = now
         self._caches: dict[Resource, ObjectCache] = {}
         self._jobs = self._cache(FINE_TUNE_JOBS)
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
@@ -91,9 +91,8 @@ class LeaderTerm:
             share=lambda: self._num_workers,
         )
         self._cluster = Cluster(client, self._cache, settings.namespaces)
-        self._backends = Backends(
-            self._context(), _points(settings), self._surroundings.backends, wake=self._queue.add
-        )
+        context = BackendContext(folder or Path.cwd(), dict(os.environ), self._cluster, now=now)
+        self._backends = Backends(context, _points(settings), backends, wake=self._queue.add)
         self._resync = Resync(
             client,
             self._jobs,
@@ -263,11 +262,6 @@ class LeaderTerm:
             on_missed_events=self._resync.missed_events.set,
             namespace=place,
             backoff=_WATCH_BACKOFF,
-        )
-
-    def _context(self) -> BackendContext:
-        return BackendContext(
-            self._surroundings.folder, dict(os.environ), self._cluster, now=self._now
         )
 
     def _cache(self, resource: Resource) -> ObjectCache:

@@ -9,11 +9,14 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from finetune_operator import __version__
+from finetune_operator.backends.base import Backend
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.election import Election, LeaseOptions
 from finetune_operator.kernel.health import Health, HealthServer
@@ -21,7 +24,6 @@ from finetune_operator.kernel.kopf_events import join_threads
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.logs import set_up
 from finetune_operator.kernel.settings import Settings, read_settings
-from finetune_operator.kernel.surroundings import Surroundings
 from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
 from finetune_operator.kube.config import load_access
 from finetune_operator.kube.http import HttpClient
@@ -60,20 +62,26 @@ async def _operate_until_told(settings: Settings) -> None:
 
 
 async def operate(
-    settings: Settings, stop: asyncio.Event, surroundings: Surroundings | None = None
+    settings: Settings,
+    stop: asyncio.Event,
+    *,
+    backends: Mapping[str, Backend] | None = None,
+    folder: Path | None = None,
 ) -> None:
     """Run the operator until `stop` is set; attempts run on.
 
     Args:
         settings: Settings of the operator.
         stop: Set it to end.
-        surroundings: Where it runs; by default a process of its own, in a cluster.
+        backends: By name, in place of those of installed packages; None for those.
+        folder: What `file://./x` in a manifest is relative to; the current one by default.
 
     Raises:
         KubeConfigError: no cluster is configured.
         OSError: the health port is taken.
     """
-    process = _Process(settings, surroundings or Surroundings())
+    make_term = partial(LeaderTerm, settings=settings, backends=backends, folder=folder)
+    process = _Process(settings, make_term)
     client = HttpClient(await load_access(settings.kubeconfig), process.client_options())
     async with client, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
@@ -86,9 +94,9 @@ async def operate(
 class _Process:
     """What outlives a term: the election, and what the health pages show."""
 
-    def __init__(self, settings: Settings, surroundings: Surroundings) -> None:
+    def __init__(self, settings: Settings, make_term: Callable[[KubeClient], LeaderTerm]) -> None:
         self._settings = settings
-        self._surroundings = surroundings
+        self._make_term = make_term
         self._election: Election | None = None
         self._term: LeaderTerm | None = None
         self._calls = CallCounts()
@@ -124,7 +132,7 @@ class _Process:
             await election.release()  # also by a fault of ours, so that a standby need not wait
 
     async def _lead(self, client: KubeClient) -> None:
-        self._term = LeaderTerm(client, self._settings, self._surroundings)
+        self._term = self._make_term(client)
         try:
             await self._term.run()
         finally:
