@@ -820,11 +820,11 @@ ENDS: list[Any] = [
     ),
     pytest.param(ended(0, 137), 137, "WorkerLost", "was killed (SIGKILL)", id="killed"),
     pytest.param(
-        ended(0, 143), 143, "Preempted", "pod tiny-1-0-x was told to stop (SIGTERM) before",
+        ended(0, 143), 143, "Preempted", "pod tiny-1-0-x was asked to stop (SIGTERM) before",
         id="too young to say a word",
     ),
     pytest.param(
-        ended(0, 130, "the log's end"), 130, "Preempted", "told to stop (SIGINT) before",
+        ended(0, 130, "the log's end"), 130, "Preempted", "asked to stop (SIGINT) before",
         id="too young, by another signal",
     ),
     pytest.param(

@@ -243,14 +243,14 @@ def test_a_backend_is_started_once_by_its_first_jobs_and_closed_at_the_end_of_th
         ),
         pytest.param(
             refuse(RuntimeError("no account")),
-            "spec.backend.type plugin cannot be started (RuntimeError: no account); mend that, or "
+            "spec.backend.type plugin cannot be started (RuntimeError: no account); fix that, or "
             "use another backend",
             id="broken",
         ),
         pytest.param(
             refuse(ModuleNotFoundError("No module named 'sdk'", name="sdk")),
             "spec.backend.type plugin cannot be started (ModuleNotFoundError: No module named "
-            "'sdk'; pip install the package that has it); mend that, or use another backend",
+            "'sdk'; pip install the package that has it); fix that, or use another backend",
             id="library is missing",
         ),
         pytest.param(

@@ -7,7 +7,7 @@ import pytest
 from decisions import START, Life
 from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Observation, Obstacle
-from finetune_operator.kernel.status_writer import NO_DELAY, Delay, Reports
+from finetune_operator.kernel.status_writer import NO_DELAY, Delay, WriteDelays
 from finetune_operator.kube.cache import Key
 from finetune_operator.reconcile.decide import Rejection, unreconcilable
 
@@ -21,12 +21,12 @@ def delay_of(
     new: FineTuneJobStatus,
     now: datetime,
     *,
-    reports: Reports | None = None,
+    reports: WriteDelays | None = None,
     created: datetime = START,
     with_handle: bool = False,
     is_busy: bool = False,
 ) -> Delay:
-    return (reports or Reports()).delay(
+    return (reports or WriteDelays()).delay(
         KEY, saved, new, now, created=created, with_handle=with_handle, is_busy=is_busy
     )
 
@@ -70,7 +70,7 @@ def test_an_attempt_that_is_opened_late_is_told_of_after_three_seconds() -> None
 def test_a_start_with_nothing_in_its_way_is_told_when_it_is_quiet_or_after_twenty_seconds(
     is_opened: bool,
 ) -> None:
-    life, reports = Life(), Reports()
+    life, reports = Life(), WriteDelays()
     saved = life.status
     life.see()
     if is_opened:
@@ -88,7 +88,7 @@ def test_a_start_with_nothing_in_its_way_is_told_when_it_is_quiet_or_after_twent
 
 
 def test_the_time_that_a_report_waits_counts_anew_once_it_was_written() -> None:
-    life, reports = Life(), Reports()
+    life, reports = Life(), WriteDelays()
     saved = life.status
     life.see()
     later = life.now + timedelta(seconds=20)
@@ -113,7 +113,7 @@ def test_what_keeps_an_attempt_from_running_is_told_at_once_however_busy_and_so_
 
 
 def test_new_words_wait_but_a_handle_that_comes_with_them_does_not() -> None:
-    life, reports = Life(), Reports()
+    life, reports = Life(), WriteDelays()
     life.see()
     for message in ("0/1 nodes", "0/2 nodes"):
         saved = life.status

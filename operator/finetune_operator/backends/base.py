@@ -82,7 +82,7 @@ class Handle:
         kind: Kind of the thing, such as `Job` or `Process`.
         name: Its name within the backend.
         uid: Its unique id, so that a later thing of the same name is not mistaken for it.
-        url: Where a person can look at it; may be empty.
+        url: Page about it for people; may be empty.
         digest: Of what the backend keeps beside the attempt for those after it, which others could
             change there; in `job.status.attempts` when the next one is rendered. Empty for nothing.
     """
@@ -100,7 +100,7 @@ class AttemptRef:
 
     Attributes:
         job: Its job.
-        job_uid: What tells that job from another one of its name.
+        job_uid: Uid of that job, which another one of its name does not have.
         number: Of the attempt.
         handle: As `submit` or `find` returned it.
         spec: Of the job; None where it cannot be read.
@@ -119,7 +119,7 @@ class Found:
 
     Attributes:
         handle: As `submit` returned it.
-        since: When it was created, with a zone; None where nothing tells.
+        since: When it was created, with a zone; None where that is not known.
     """
 
     handle: Handle
@@ -133,15 +133,15 @@ class AttemptPhase(StrEnum):
     RUNNING = "Running"  # at least one of its processes runs
     SUCCEEDED = "Succeeded"  # it ended, with exit code 0
     FAILED = "Failed"  # it ended or lost a worker; see termination and all_gone
-    UNKNOWN = "Unknown"  # nothing of it can be found; unless all is gone, nobody could look
+    UNKNOWN = "Unknown"  # nothing of it can be found; unless all is gone, nobody could observe it
 
 
 class Effect(StrEnum):
     """What an obstacle does to a job; the obstacle's reason stays an open word."""
 
-    NONE = "None"  # the attempt only takes its time: told with the next write
+    NONE = "None"  # the attempt only takes its time: reported with the next write
     QUEUED = "Queued"  # it waits for admission, and deadlines.pendingSeconds does not run
-    DELAYED = "Delayed"  # told within seconds; may pass by itself
+    DELAYED = "Delayed"  # reported within seconds; may pass by itself
     STALLED = "Stalled"  # somebody must fix the cause; also of an attempt that trains or ends
 
 
@@ -174,7 +174,7 @@ class Observation:
         node: Node of the rank whose failure is the root cause, if known.
         disruptions: How often the service has moved it, while the attempt goes on.
         failure_class: Why it ended, where no process has left a termination; None: a lost worker.
-        is_training: Whether it has begun to train, where the backend knows; None: `progress` tells.
+        is_training: Whether it trains, where the backend knows; None: `progress` decides.
         obstacle: What is in its way, in every phase; None while nothing is.
         message: One sentence for the conditions; empty when there is nothing to say.
         warning: One sentence for people that decides nothing, such as what others do to the
@@ -343,7 +343,7 @@ class Backend(ABC):
         """Return the job's own attempt where it exists, however little of it; creates nothing.
 
         For a caller that died before it could write down what `submit` returned. Of an attempt
-        that `job.status` tells of, None must be sure: its job may be told to be suspended.
+        that `job.status` has, None must be sure: its job may be reported as suspended.
         """
 
     @abstractmethod

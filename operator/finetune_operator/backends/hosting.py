@@ -102,7 +102,7 @@ class HostedBackend:
         return await self._call("find", limit, lambda: self.backend.find(job, attempt))
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Look at the attempt."""
+        """Observe the attempt."""
         limit = self.backend.limits.observe
         return await self._call("observe", limit, lambda: self.backend.observe(ref))
 
@@ -136,7 +136,7 @@ class HostedBackend:
 
         Raises:
             TransientError: it took too long, or the backend cannot be started now.
-            BrokenBackendError: the backend cannot be started until somebody mends it.
+            BrokenBackendError: the backend cannot be started until somebody fixes it.
         """
         await self._start()
         return await self._within(verb, limit, call)
@@ -184,7 +184,7 @@ class HostedBackend:
         except Exception as error:
             fault = BrokenBackendError(
                 f"{self._title} cannot be started ({cause_of(error, type(backend).__module__)}); "
-                "mend that, or use another backend"
+                "fix that, or use another backend"
             )
             fault.__cause__ = error
         if fault is None:

@@ -55,7 +55,7 @@ class Backends:
         self._broken: dict[str, FineTuneError] = {}
 
     async def load_all(self) -> dict[str, Backend]:
-        """Return every backend that can be used, by its name; the log tells why one cannot.
+        """Return every backend that can be used, by its name; the log says why one cannot.
 
         Each is imported in a thread of its own. Caches are shared by kind: a plugin that keeps
         other fields of a kind than those before it is left out; those of this package come first.
@@ -157,7 +157,7 @@ class Backends:
         except Exception as error:
             raise BrokenBackendError(
                 f"spec.backend.type {name} cannot be used here "
-                f"({type(error).__name__}: {error}); mend that, or use another backend"
+                f"({type(error).__name__}: {error}); fix that, or use another backend"
             ) from error
 
     def _conflict(self, name: str, kept: dict[Resource, tuple[Watch, str]]) -> FineTuneError | None:

@@ -20,7 +20,7 @@ def available(points: Iterable[EntryPoint] | None = None) -> tuple[str, ...]:
     """Return the names of all registered backends, sorted; imports none of them.
 
     Args:
-        points: Entry points to look at; by default those that are installed.
+        points: Entry points to search; by default those that are installed.
     """
     return tuple(sorted({point.name for point in _points(points)}))
 

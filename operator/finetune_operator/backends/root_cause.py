@@ -15,7 +15,7 @@ _SECONDARY = frozenset({ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 def stopped_by_signal(node: str, exit_code: int) -> Termination:
     """Return the termination of a node that a signal ended before it could write a message."""
     name = signal.Signals(exit_code - 128).name
-    text = f"{node} was told to stop ({name}) before it could save or say anything"
+    text = f"{node} was asked to stop ({name}) before it could save or say anything"
     return Termination(failure_class=FailureClass.PREEMPTED, exit_code=exit_code, message=text)
 
 

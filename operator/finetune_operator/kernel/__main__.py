@@ -1,4 +1,4 @@
-"""`finetune-operator`, or `python -m finetune_operator.kernel`: ends when told to, from the start.
+"""`finetune-operator`, or `python -m finetune_operator.kernel`, which a signal ends from the start.
 
 As PID 1 of a container a process without handlers is deaf: Linux drops the signal, and the pod is
 killed only at the end of its grace. So they come before the imports, which take a second.
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Run the operator until it is told to end; exit code 1 if it cannot start."""
+    """Run the operator until SIGTERM or SIGINT; exit code 1 if it cannot start."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     from finetune_operator.kernel.run import main as run

@@ -1,6 +1,6 @@
 """What was decided about an attempt, carried out by its backend.
 
-What fails for longer than a moment is told in the status, and tried again.
+What fails for longer than a moment is reported in the status, and tried again.
 """
 
 from collections.abc import Awaitable, Callable
@@ -63,12 +63,12 @@ class Actions:
         return await backend.submit(backend.render(replace(plan, job=view.job), Attempt(number)))
 
     def obstruct(self, key: Key, what: str, error: FineTuneError) -> bool:
-        """Note what fails for a job; return whether that is to be told by now."""
-        is_told = bool(self._failing.note(key)) or not error.retryable
-        if is_told:
+        """Note what fails for a job; return whether to report that by now."""
+        is_due = bool(self._failing.note(key)) or not error.retryable
+        if is_due:
             message = f"{what}: {error}"
             self._obstacles[key] = Obstacle(Reason.BACKEND_FAILED, message, Effect.STALLED)
-        return is_told
+        return is_due
 
     def hinder(self, view: JobView, seen: Observation | None) -> Observation | None:
         """Add what fails for a job to what is seen of its attempt."""
@@ -85,21 +85,21 @@ class Actions:
         if ref is None or seen is None or decision.action(Collect) is None:
             return status
         asked = self._backends.of(view.job).collect(ref)
-        found = await self._told(view, seen, "what it exported cannot be collected", asked)
+        found = await self._reported(view, seen, "what it exported cannot be collected", asked)
         return status.model_copy(update={"artifacts": list(found)[:_MAX_ARTIFACTS]})
 
     async def cancel(self, view: JobView, decision: Decision, seen: Observation | None) -> bool:
         """Cancel the attempt where that was decided; return whether nothing of it is left by now.
 
-        Nobody else would tell: what a backend's own answers have put into its cache is not new
-        any more when the watch brings it.
+        No event would say so: what a backend's own answers have put into its cache is not new any
+        more when the watch brings it.
         """
         ref, order = view.ref, decision.action(Cancel)
         if ref is None or seen is None or order is None:
             return False
         backend = self._backends.of(view.job)
         what = f"attempt {ref.number} cannot be told to stop, and runs on"
-        await self._told(view, seen, what, backend.cancel(ref, order.until))
+        await self._reported(view, seen, what, backend.cancel(ref, order.until))
         return (await backend.observe(ref)).all_gone
 
     def forget(self, key: Key) -> None:
@@ -107,8 +107,10 @@ class Actions:
         self._failing.forget(key)
         self._obstacles.pop(key, None)
 
-    async def _told(self, view: JobView, seen: Observation, what: str, asked: Awaitable[T]) -> T:
-        """Return the answer; where there has been none for a while, say so in the status.
+    async def _reported(
+        self, view: JobView, seen: Observation, what: str, asked: Awaitable[T]
+    ) -> T:
+        """Return the answer; where there is none for a while, the status says so.
 
         Raises:
             FineTuneError: there is no answer.

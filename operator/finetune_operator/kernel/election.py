@@ -23,7 +23,7 @@ from finetune_operator.kube.resources import LEASES, Object
 log = logging.getLogger(__name__)
 
 _STANDBY_SECONDS = 1.0
-"""How often a standby looks; a takeover comes at most so long after the Lease has run out."""
+"""How often a standby reads the Lease; it takes over at most so long after that has expired."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Kubernetes Events: what happened to a job, each told at most once.
+"""Kubernetes Events: what happened to a job, each posted at most once.
 
 They are for people (`kubectl describe`); no decision reads them, and a failure to post one is
 logged and forgotten. One that a dying operator could not post is not posted later: the status,
@@ -48,7 +48,7 @@ class EventType(StrEnum):
 
 @dataclass(frozen=True)
 class JobEvent:
-    """One thing to tell.
+    """One Event.
 
     Attributes:
         reason: One CamelCase word.
@@ -61,18 +61,18 @@ class JobEvent:
 
 
 def warning(text: str) -> JobEvent:
-    """Return what is to be told of an `Observation.warning`."""
+    """Return the Event of an `Observation.warning`."""
     return JobEvent(EventType.WARNING, "AttemptDisturbed", text)
 
 
 def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
-    """Return what is to be told about a status that followed another: what became true."""
-    told: list[JobEvent] = []
+    """Return the Events of a status that followed another: what became true."""
+    events: list[JobEvent] = []
     ended = {one.number for one in new.attempts if one.end_time} - {
         one.number for one in old.attempts if one.end_time
     }
     if not is_finished(new):
-        told += [
+        events += [
             JobEvent(
                 EventType.WARNING,
                 one.failure_class or "AttemptEnded",
@@ -84,8 +84,8 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
     created = new.backend_ref
     if created is not None and created != old.backend_ref:
         said = f"attempt {new.attempt} is {created.kind} {created.name}"
-        told.append(JobEvent(EventType.NORMAL, "AttemptCreated", said))
-    told += _overruling(old, new)
+        events.append(JobEvent(EventType.NORMAL, "AttemptCreated", said))
+    events += _overruling(old, new)
     for kind in _TOLD:
         found = find(new, kind)
         if found is None or not is_true(new, kind):
@@ -95,8 +95,8 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
         if is_same or (kind is ConditionType.STALLED and is_true(new, ConditionType.FAILED)):
             continue
         type_ = EventType.WARNING if kind in _BAD else EventType.NORMAL
-        told.append(JobEvent(type_, found.reason, found.message))
-    return told
+        events.append(JobEvent(type_, found.reason, found.message))
+    return events
 
 
 def _overruling(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
@@ -138,7 +138,7 @@ class EventPoster:
         try:
             await self._client.create(EVENTS, body, metadata.namespace)
         except AlreadyExistsError:
-            pass  # told by the process before this one
+            pass  # posted by the process before this one
         except (ApiError, NotLeadingError) as error:
             extra = {"job": f"{metadata.namespace}/{metadata.name}", "error": str(error)}
             log.warning("event not posted", extra=extra)

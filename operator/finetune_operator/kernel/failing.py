@@ -1,4 +1,4 @@
-"""Since when something fails for a job: what may pass by itself is not told at once."""
+"""Since when something fails for a job: what may pass by itself is not reported at once."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta

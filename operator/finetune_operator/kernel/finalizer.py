@@ -1,7 +1,7 @@
 """How a job goes: what is deleted stays until its attempt has ended, what is over for long goes.
 
 `Reconciler` calls it. A job whose attempts outlive it has our finalizer, as nothing would collect
-them; a job that goes without us is only told of while something else keeps it.
+them; the status of a job that goes without us is written only while something else keeps it.
 """
 
 import logging
@@ -34,11 +34,11 @@ class Finalizer:
     """Lets jobs go.
 
     Args:
-        writer: For finalizers and deletions, and for what is told meanwhile.
+        writer: For finalizers and deletions, and for the status meanwhile.
         backends: Who ends attempts.
         observer: Who looks for attempts that may exist though nobody wrote that down.
         actions: Who knows what has failed before.
-        events: Who tells people.
+        events: Posts Events.
         now: The time, with a zone.
     """
 

@@ -141,7 +141,7 @@ class FolderBook:
         """Say whether something of a job that was deleted still runs.
 
         Raises:
-            FineTuneError: nobody can tell; ask again.
+            FineTuneError: that is not known now; ask again.
         """
         entry = self._entries.get(key)
         if entry is None or not entry.is_gone:
@@ -244,7 +244,7 @@ class FolderBook:
         return self._pending.opened(entry.view)
 
     def _may_run_on(self, key: Key, entry: _Entry) -> bool:
-        """Say whether the attempt of a job that is gone has not ended, as far as was told."""
+        """Say whether the attempt of a job that is gone has not ended, as far as is known."""
         is_free = self._backends.finds_from_cache(entry.view.backend)
         is_open = attempts.current(self._status(key, entry)) is not None
         return bool(entry.has_opened and entry.folders and is_free and is_open)
@@ -255,24 +255,24 @@ class FolderBook:
         try:
             return tuple(self._backends.get(view.backend).writes(view.job))
         except FineTuneError:
-            return ()  # told when the job is reconciled
+            return ()  # reported when the job is reconciled
         except Exception:
             # A plugin's fault must not end the reconcile of another job.
-            log.exception("backend cannot tell folders", extra={"job": view.metadata.name})
+            log.exception("backend cannot name folders", extra={"job": view.metadata.name})
             return ()
 
     def _why(self, mine: Written, theirs: Written, other: Key) -> str:
-        told = sentence(mine, theirs, f"the job {other}")
+        said = sentence(mine, theirs, f"the job {other}")
         if self._entries[other].is_gone:
-            return f"{told}, which was deleted and still runs; this job goes on once that has ended"
+            return f"{said}, which was deleted and still runs; this job goes on once that has ended"
         return (
-            f"{told}, and a folder has one writer for good, also when that one is deleted; use "
+            f"{said}, and a folder has one writer for good, also when that one is deleted; use "
             "another, such as one with {namespace} and {name} in it"
         )
 
 
 def _spec_of(view: JobView) -> tuple[str, int]:
-    """Return what tells a spec from every other."""
+    """Return what is different for each spec."""
     return (view.uid, view.raw["metadata"].get("generation", 1))
 
 

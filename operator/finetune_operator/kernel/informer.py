@@ -197,7 +197,7 @@ class Informer:
 def _is_same(before: Object, after: Object) -> bool:
     """Say whether an object was changed in nothing that is kept of it."""
     if version_of(before) > version_of(after):
-        return False  # an answer to a write of ours, which nobody was told of
+        return False  # an answer to a write of ours, for which there was no event
     old, new = ({**one["metadata"], "resourceVersion": ""} for one in (before, after))
     return {**before, "metadata": old} == {**after, "metadata": new}
 

@@ -1,6 +1,6 @@
-"""What tells a term of FineTuneJobs, and the plain way of telling: a list, then a watch.
+"""Where a term gets events of FineTuneJobs from, and the plain way: a list, then a watch.
 
-kopf tells the operator in a cluster (`handlers.py`). `FollowedJobs` asks by the operator's own
+In a cluster they come from kopf (`kopf_events.py`). `FollowedJobs` asks by the operator's own
 client and needs no thread, no second loop and no import of kopf; `ftctl run` listens by it.
 """
 
@@ -36,13 +36,13 @@ class ListenOptions:
 
 
 class JobEvents(Protocol):
-    """What tells of FineTuneJobs: first all there are, then each change."""
+    """Events of FineTuneJobs: first one for each that exists, then one for each change."""
 
     def start(self) -> None:
-        """Start to tell."""
+        """Start to send events."""
 
     async def ended(self) -> None:
-        """Return when it tells no more, whether it says so or not."""
+        """Return when no more events come, whether it says so or not."""
 
     def stop(self) -> None:
         """Tell no more."""

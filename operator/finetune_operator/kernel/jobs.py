@@ -92,7 +92,7 @@ class JobView:
 
     @property
     def uid(self) -> str:
-        """What tells it from another job of its name."""
+        """Its uid, which another job of its name does not have."""
         return str(self.raw["metadata"]["uid"])
 
     @property
@@ -102,7 +102,7 @@ class JobView:
 
     @property
     def backend(self) -> str:
-        """Name of its backend; empty where the spec does not tell."""
+        """Name of its backend; empty where the spec does not name it."""
         return backend_of(self.raw)
 
     @property
@@ -112,7 +112,7 @@ class JobView:
 
     @property
     def is_or_was_suspended(self) -> bool:
-        """Whether it is told to be suspended, or was when it was written about last."""
+        """Whether its spec or its last written status says that it is suspended."""
         return self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
 
     @property
@@ -134,7 +134,7 @@ class JobView:
 
 
 def backend_of(raw: Object) -> str:
-    """Return the name of a job's backend; empty where its spec does not tell."""
+    """Return the name of a job's backend; empty where its spec does not name it."""
     return str((raw["spec"].get("backend") or {}).get("type", ""))
 
 
@@ -178,7 +178,7 @@ class PendingStatuses:
         self._opened[view.key] = (view.uid, status)
 
     def note_written(self, key: Key) -> None:
-        """Drop the opening: the status tells of the attempt now, or that there is none."""
+        """Drop the opening: the status has the attempt now, or says that there is none."""
         self._opened.pop(key, None)
 
     def note_handle(self, view: JobView, number: int, handle: Handle) -> None:
@@ -240,7 +240,7 @@ class JobIndex:
         return self._pending.added_to(there)
 
     def is_new(self, key: Key) -> bool:
-        """Say whether nothing was told about the job, and no attempt of it opened."""
+        """Say whether nothing was written about the job, and no attempt of it opened."""
         raw = self._find(key)
         if raw is None or key in self._pending:
             return False

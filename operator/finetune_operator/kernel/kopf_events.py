@@ -34,7 +34,7 @@ class KopfThread:
 
     Args:
         access: Cluster and credentials.
-        options: What kopf is told.
+        options: Options for kopf.
         on_event: Called on the event loop that made this object.
     """
 
@@ -60,7 +60,7 @@ class KopfThread:
     async def ended(self) -> None:
         """Return when kopf has ended or given up, hangs, or has not found the kind.
 
-        For the kind it looks when it starts, and never again.
+        It searches for the kind when it starts, and never again.
         """
         while not self._ended.is_set():
             if self._is_lost():

@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 0.25
 _SPARE_WORKERS = 4  # for other backends than the one that keeps all of its own busy
-_LASTING_SECONDS = 60.0  # what tells of jobs for so long has not failed at its start
+_LASTING_SECONDS = 60.0  # whatever runs for so long has not failed at its start
 # The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
 
 
 def listen_by_kopf(client: KubeClient, options: ListenOptions, on_event: OnEvent) -> JobEvents:
-    """Return what tells of FineTuneJobs, by kopf."""
+    """Return events of FineTuneJobs that come from kopf."""
     from finetune_operator.kernel.kopf_events import KopfThread  # only who listens by it needs kopf
     from finetune_operator.kube.http import HttpClient
 
@@ -63,7 +63,7 @@ class LeaderTerm:
         settings: Settings of the process.
         backends: By name, in place of those of installed packages; None for those.
         folder: What `file://./x` in a manifest is relative to; the current one by default.
-        listen: Makes what tells of FineTuneJobs; each serves until it ends.
+        listen: Makes a source of events of FineTuneJobs, which serves until it ends.
         now: The time, with a zone.
     """
 
@@ -157,7 +157,7 @@ class LeaderTerm:
         )
 
     def _silence_of_jobs(self) -> float:
-        """Return for how long nothing has asked for FineTuneJobs to be told of each change.
+        """Return for how long no watch or list of FineTuneJobs has been asked for.
 
         What follows an end begins with the silence before it. A kind that is not served is asked
         for by the lists alone.
@@ -211,11 +211,11 @@ class LeaderTerm:
             failures = 1 if self._loop.time() - since > _LASTING_SECONDS else failures + 1
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
-            # It looks for the kind when it starts, and never again; so the kind must be there.
+            # It searches for the kind when it starts, and never again; so the kind must be there.
             await self._resync.list_anew()
 
     def _listen_anew(self) -> None:
-        """Have kopf look for the kind once more."""
+        """Have kopf search for the kind once more."""
         if self._events is not None:
             self._events.stop()
 
@@ -244,7 +244,7 @@ class LeaderTerm:
         return self._reconciler.is_new(key)
 
     def wake(self, key: Key | None) -> None:
-        """Wake the job whose child changed; or all that wait for somebody to mend something."""
+        """Wake the job whose child changed; or all that wait until somebody fixes something."""
         if key is not None:
             self._queue.add(key)
             return

@@ -23,7 +23,7 @@ def set_up(log_format: LogFormat, level: str, handler: logging.Handler | None = 
     """Send all logging to one place in one form; kopf and aiohttp speak of trouble only.
 
     Args:
-        log_format: How a line looks.
+        log_format: Format of a line.
         level: The least that is said.
         handler: Where lines go; by default to standard error.
     """
@@ -46,15 +46,15 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._is_told = False
+        self._has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, the name is given
         """Drop a line for which there is no room; any other fault is shown as always."""
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._is_told:
-            self._is_told = True
+        elif not self._has_warned:
+            self._has_warned = True
             print(f"{self.baseFilename} is not whole: {error.strerror}", file=sys.stderr)
 
 

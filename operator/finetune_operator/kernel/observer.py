@@ -54,7 +54,7 @@ class Observer:
         self._failing = Failing(now)
 
     async def find_lost(self, view: JobView) -> JobView:
-        """Return the job with the attempt that its status does not tell of, where one may be.
+        """Return the job with the attempt that its status lacks, where one may exist.
 
         Raises:
             FineTuneError: that cannot be said.
@@ -91,7 +91,7 @@ class Observer:
         """Return what is seen of the open attempt; None where there is none, or nobody knows it.
 
         Raises:
-            BackendError: it cannot be seen until somebody mends the cause.
+            BackendError: it cannot be observed until somebody fixes the cause.
             ApiError: likewise.
         """
         if view.attempt is None:
@@ -115,7 +115,7 @@ class Observer:
         return seen
 
     def observe_absent(self, view: JobView) -> Observation:
-        """Return what is seen of an open attempt that was told to stop and not found by its name.
+        """Return what is seen of an open attempt that was to stop and is not found by its name.
 
         Where a submit may have been sent without an answer, it is gone once that cannot land any
         more.

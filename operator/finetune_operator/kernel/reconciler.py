@@ -5,7 +5,7 @@ is kept that could not be found again: after a crash at any point the next recon
 
 What makes that safe: an attempt's children have names that follow from the job and the attempt's
 number, so creating them again adopts them; a later attempt is opened in the status before anything
-of it is created, and the first one is found by its name where the status does not tell of it yet;
+of it is created, and the first one is found by its name where the status lacks it;
 whatever else the status lacks is observed again and written later.
 """
 
@@ -59,7 +59,7 @@ class Reconciler:
         client: For status, finalizers and deletions of jobs; children are the backends' part.
         cache: The FineTuneJobs; answers to writes are put into it.
         backends: Who runs attempts.
-        events: Who tells people.
+        events: Posts Events.
         now: The time, with a zone.
         forbidden: What keeps a backend's attempts in a namespace from being seen; by both names.
         is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
@@ -136,7 +136,7 @@ class Reconciler:
         except Exception as error:
             if isinstance(error, FineTuneError) and error.retryable:
                 raise
-            return await self._reject(view, rejections.unreadable(view, error), "that is mended")
+            return await self._reject(view, rejections.unreadable(view, error), "that is fixed")
         if observation is not None and observation.warning:
             await self._events.post(view.metadata, warning(observation.warning))
         plan = await self._plan(view, observation)
@@ -181,7 +181,7 @@ class Reconciler:
         return self._folders.rejection(view.key) or validated
 
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
-        """Submit the attempt that the status opens; it is told of first, unless it was before."""
+        """Submit the attempt that the status opens; that is written first, unless it was before."""
         if status != view.status:
             status = self._folders.opened(view.key, status)  # before any other job is reconciled
             if self._backends.needs_finalizer(view.backend):
@@ -246,7 +246,7 @@ class Reconciler:
         except FineTuneError as error:
             if error.retryable:
                 raise
-            return await self._reject(view, rejections.endless(error), "that is mended")
+            return await self._reject(view, rejections.endless(error), "that is fixed")
 
     def _forget(self, key: Key) -> None:
         self._pending.forget(key)

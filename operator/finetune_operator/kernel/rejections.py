@@ -1,4 +1,4 @@
-"""Why nothing is done about a job: what its status says, and what somebody is to mend."""
+"""Why nothing is done about a job: what its status says, and what somebody must fix."""
 
 import logging
 
@@ -34,7 +34,7 @@ def unreadable(view: JobView, error: Exception) -> Rejection:
 def endless(error: FineTuneError) -> Rejection:
     """Return why a job that is deleted stays."""
     text = (
-        f"{error}; the job stays until its attempt has ended. Mend that, or make sure that nothing "
+        f"{error}; the job stays until its attempt has ended. Fix that, or make sure that nothing "
         f"of the attempt runs, and then remove the finalizer {FINALIZER}"
     )
     return Rejection(_reason_of(error), text)

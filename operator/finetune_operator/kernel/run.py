@@ -34,12 +34,12 @@ _JOIN_SECONDS = 3.0
 
 
 def main() -> None:
-    """Run the operator until it is told to end; exit code 1 if it cannot start."""
+    """Run the operator until SIGTERM or SIGINT; exit code 1 if it cannot start."""
     try:
         settings = read_settings()
         set_up(settings.log_format, settings.log_level)
         _spare_garbage_collection()
-        asyncio.run(_operate_until_told(settings))
+        asyncio.run(_operate_until_signal(settings))
     except FineTuneError as error:
         print(error, file=sys.stderr)
         sys.exit(1)
@@ -54,7 +54,7 @@ def _spare_garbage_collection() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-async def _operate_until_told(settings: Settings) -> None:
+async def _operate_until_signal(settings: Settings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -24,7 +24,7 @@ class SettingsError(FineTuneError):
 
 
 class LogFormat(StrEnum):
-    """How a line of the log looks."""
+    """Format of a line of the log."""
 
     TEXT = "text"
     JSON = "json"

@@ -82,7 +82,7 @@ class StatusWriter:
         index: Who reads them.
         pending: What no status holds yet.
         backends: Who knows where attempts live.
-        events: Who tells people.
+        events: Posts Events.
         now: The time, with a zone.
         is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
     """
@@ -107,7 +107,7 @@ class StatusWriter:
         self._events = events
         self._now = now
         self._is_busy = is_busy
-        self._reports = Reports()
+        self._delays = WriteDelays()
 
     async def report(self, view: JobView, status: FineTuneJobStatus) -> tuple[JobView, Delay]:
         """Write the status if that is worth a write, unless that can wait.
@@ -123,7 +123,7 @@ class StatusWriter:
         )
         if not is_worth_writing(view.written, status, with_handle=with_handle):
             return view.with_status(status), NO_DELAY
-        delay = self._reports.delay(
+        delay = self._delays.delay(
             view.key,
             view.written,
             status,
@@ -139,7 +139,7 @@ class StatusWriter:
         return view.with_status(status), delay
 
     async def write(self, view: JobView, status: FineTuneJobStatus) -> JobView:
-        """Write the status, and tell what has become true by it.
+        """Write the status, and post Events of what has become true by it.
 
         Raises:
             StaleError: the job has changed.
@@ -149,7 +149,7 @@ class StatusWriter:
         phase, attempt = status.phase.value, status.attempt
         log.info("status written", extra={"job": str(view.key), "phase": phase, "attempt": attempt})
         self._pending.note_written(view.key)
-        self._reports.note(view.key, status, self._now())
+        self._delays.note(view.key, status, self._now())
         for event in events_between(view.written, status):
             await self._events.post(view.metadata, event)
         return written.with_status(status)
@@ -189,7 +189,7 @@ class StatusWriter:
             raise StaleError from error
 
     async def read_again(self, key: Key) -> None:
-        """Bring the cache up to date: the watch is behind what we were just told."""
+        """Bring the cache up to date: the watch is behind the answer we just got."""
         try:
             made = await self._client.get(FINE_TUNE_JOBS, key.name, key.namespace)
         except NotFoundError:
@@ -200,14 +200,14 @@ class StatusWriter:
 
     def forget(self, key: Key) -> None:
         """Drop what is known of a job that is over."""
-        self._reports.forget(key)
+        self._delays.forget(key)
 
 
-class Reports:
-    """What was told about each job by this process and when, and what waits to be told."""
+class WriteDelays:
+    """What this process wrote about each job and when, and what waits to be written."""
 
     def __init__(self) -> None:
-        self._told: dict[Key, dict[_Reasons, datetime]] = {}
+        self._written: dict[Key, dict[_Reasons, datetime]] = {}
         self._held: dict[Key, datetime] = {}  # since when a report waits until it is quiet
 
     def delay(
@@ -230,7 +230,7 @@ class Reports:
             now: Time with a zone.
             created: When the job was.
             with_handle: Whether the attempt cannot be found again by its name alone, so that it
-                is told of at once.
+                is reported at once.
             is_busy: Whether other jobs wait to be reconciled.
         """
         if left := self._words_left(key, saved, new, now):
@@ -245,39 +245,39 @@ class Reports:
         return Delay(max(0.0, (until - now).total_seconds()), until_idle=True)
 
     def note(self, key: Key, written: FineTuneJobStatus, now: datetime) -> None:
-        """Remember that it was written; of what was told longest ago something is forgotten."""
+        """Remember that it was written; what was written longest ago is forgotten."""
         self._held.pop(key, None)
-        told = self._told.setdefault(key, {})
-        told.pop(_reasons(written), None)
-        told[_reasons(written)] = now
-        for reasons in list(told)[:-_REASONS_KEPT]:
-            del told[reasons]
+        times = self._written.setdefault(key, {})
+        times.pop(_reasons(written), None)
+        times[_reasons(written)] = now
+        for reasons in list(times)[:-_REASONS_KEPT]:
+            del times[reasons]
 
     def forget(self, key: Key) -> None:
         """Drop what is known of a job that is over."""
-        self._told.pop(key, None)
+        self._written.pop(key, None)
         self._held.pop(key, None)
 
     def _words_left(
         self, key: Key, saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime
     ) -> float:
-        """Return how long `new` may wait as it only words anew what was told a moment ago.
+        """Return how long `new` may wait, as it repeats in other words what was just written.
 
         A scheduler words anew what it lacks with each node that joins, and of two stuck pods now
         this one is heard, now that one.
         """
-        told = self._told.get(key, {}).get(_reasons(new))
-        if told is None or _has_no_obstacle(new):
+        written_at = self._written.get(key, {}).get(_reasons(new))
+        if written_at is None or _has_no_obstacle(new):
             return 0.0
         if facts(saved, with_handle=True) != facts(new, with_handle=True):
             return 0.0
-        return max(0.0, _WORDS_SECONDS - (now - told).total_seconds())
+        return max(0.0, _WORDS_SECONDS - (now - written_at).total_seconds())
 
 
 def is_worth_writing(
     saved: FineTuneJobStatus, new: FineTuneJobStatus, *, with_handle: bool
 ) -> bool:
-    """Say whether `new` tells more than `saved` that should be seen now.
+    """Say whether `new` says more than `saved` that people should see now.
 
     Args:
         saved: What the API server has.
@@ -292,7 +292,7 @@ def _essence(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]
 
 
 def facts(status: FineTuneJobStatus, *, with_handle: bool) -> tuple[object, ...]:
-    """Return what a status tells without a word: reasons and sentences are left out."""
+    """Return the facts of a status, without reasons and messages."""
     starts = status.phase in (JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RESTARTING)
     return (
         {name: value for name, value in status if name not in _APART},
@@ -320,7 +320,7 @@ def status_patch(old: FineTuneJobStatus, new: FineTuneJobStatus) -> dict[str, An
 
 
 def _is_smooth_start(saved: FineTuneJobStatus, new: FineTuneJobStatus) -> bool:
-    """Say whether `new` only tells how the first attempt starts, with nothing in its way."""
+    """Say whether `new` only says how the first attempt starts, with nothing in its way."""
     opened = attempts.current(new)
     if opened is None or opened.number > 1:
         return False
@@ -341,7 +341,7 @@ def _has_no_obstacle(status: FineTuneJobStatus) -> bool:
 def _opening_left(status: FineTuneJobStatus, now: datetime, created: datetime) -> float:
     """Return how long a status may wait that only opens the first attempt.
 
-    Nodes that are there at all run within seconds, and then both is told at once. Whoever reads the
+    Nodes that are there at all run within seconds, and then one write says both. Whoever reads the
     resource meanwhile sees the status that the CRD gives a new job. An operator that dies before it
     has written finds the attempt by its name.
     """

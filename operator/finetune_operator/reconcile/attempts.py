@@ -1,4 +1,4 @@
-"""The attempts in a status: open, close, count, back off, open again, and what each has told.
+"""The attempts in a status: open, close, count, back off, open again, and what each has reported.
 
 At most one attempt is open, it is the newest, and its number only grows.
 """
@@ -72,8 +72,7 @@ def stop(
 ) -> tuple[FineTuneJobStatus, datetime]:
     """Return the status with when the open attempt is killed, and that time.
 
-    A grace counts from the first time that the attempt was told to stop; a later one only shortens
-    it.
+    A grace counts from when the attempt was first asked to stop; a later one only shortens it.
     """
     attempt, until = current(status), now + timedelta(seconds=grace_seconds)
     until = until.replace(microsecond=0)
@@ -116,7 +115,7 @@ def adopt(job: FineTuneJob, found: Found, now: datetime, plan: Plan | None) -> F
     """Return the status of a job with its first attempt, which nobody wrote down when it was made.
 
     Args:
-        job: The job; its status tells of no attempt.
+        job: The job; its status has no attempt.
         found: The attempt, as its name led to it.
         now: Time with a zone.
         plan: The job's; None where it has none by now.

@@ -69,8 +69,8 @@ class Stage(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"
-    REFUSED = "Refused"  # no attempt can be made of it, until somebody mends the cause
-    BLOCKED = "Blocked"  # its attempt cannot be created, until somebody mends the cause
+    REFUSED = "Refused"  # no attempt can be made of it, until somebody fixes the cause
+    BLOCKED = "Blocked"  # its attempt cannot be created, until somebody fixes the cause
     OVERRULED = "Overruled"  # being stopped because somebody else wrote that it is finished
     ABANDONED = "Abandoned"  # stopped for that
     DELETING = "Deleting"  # it is being deleted, and its attempt stopped
@@ -313,13 +313,13 @@ def describe(
     conditions = {one.type: one for one in status.conditions}
 
     def say(kind: ConditionType, value: bool, reason: str, message: str) -> None:
-        old, told = conditions.get(kind), str(value)
-        if old is not None and _gist(old) == (told, reason, message, generation):
+        old, now_says = conditions.get(kind), str(value)
+        if old is not None and _gist(old) == (now_says, reason, message, generation):
             return
-        since = old.last_transition_time if old is not None and old.status == told else None
+        since = old.last_transition_time if old is not None and old.status == now_says else None
         conditions[kind] = Condition(
             type=kind,
-            status=told,
+            status=now_says,
             reason=reason,
             message=message,
             last_transition_time=since or rfc3339(now),
@@ -332,8 +332,8 @@ def describe(
         say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
     if is_judged and row.says.get(ConditionType.ACCEPTED, True):
         admitted = find(status, ConditionType.ADMITTED)
-        if (told := _admission(admitted, situation, has_queue=has_queue)) is not None:
-            say(ConditionType.ADMITTED, *told)
+        if (admission := _admission(admitted, situation, has_queue=has_queue)) is not None:
+            say(ConditionType.ADMITTED, *admission)
     for kind, value in row.says.items():
         has_resources = (
             kind is ConditionType.RESOURCES_READY and situation.reason == Reason.STARTING

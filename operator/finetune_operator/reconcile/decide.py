@@ -37,7 +37,7 @@ RECHECK_SECONDS = 30.0
 """How often to check whether what keeps a job from starting is fixed."""
 
 PATIENCE_SECONDS = 5.0
-"""What may pass by itself is not told before it has lasted so long."""
+"""What may pass by itself is not reported before it has lasted so long."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def unreconcilable(
 ) -> FineTuneJobStatus:
     """Return the status of a job about which nothing can be done, as it cannot be read or seen.
 
-    An open attempt is told as it was seen last, unless its job was suspended before it was created.
+    An open attempt is described as it was seen last, unless its job was suspended before that.
 
     Args:
         status: The status it has.
@@ -215,7 +215,7 @@ def unreconcilable(
         return describe(status, situation, now, generation)
     text = (
         f"{rejection.message}; attempt {attempt.number} is left alone and runs on if it runs, and "
-        f"what becomes of it is told once {until}"
+        f"what becomes of it is reported once {until}"
     )
     return describe(status, Situation(Stage.HELD, rejection.reason, text), now, generation)
 
@@ -262,7 +262,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
     if (reason := during.ending_for(view.before)) is not None:
         return _fail(view, status, *reason)
     if view.spec.suspend or is_suspending(view.before):
-        # What ends because it was told to is not a fault of the job, unless it says that it
+        # What ends because it was asked to is not a fault of the job, unless it says that it
         # would meet the same fault again.
         if termination.failure_class in failures.PERMANENT:
             return _fail(view, status, termination.failure_class, termination.message)
@@ -342,9 +342,9 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
     kind, status = ConditionType.COMPLETE, view.before
     if not is_true(status, kind):
         kind = ConditionType.FAILED
-    told = f"somebody else wrote {kind} into the status while attempt {attempt.number} was open"
+    said = f"somebody else wrote {kind} into the status while attempt {attempt.number} was open"
     if observation is not None and not _is_over(observation):
-        text = f"{told}; it saves a checkpoint and stops"
+        text = f"{said}; it saves a checkpoint and stops"
         situation = Situation(Stage.OVERRULED, Reason.ENDED_BY_OTHERS, text)
         grace = float(view.spec.deadlines.termination_grace_seconds)
         status, until = attempts.stop(status, grace, view.now)
@@ -352,13 +352,13 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
     absent = Observation(AttemptPhase.UNKNOWN, message="nothing of it was created")
     termination = failures.verdict(observation or absent)
     if termination.progress is not None:
-        said, folder = termination.progress, (observation or absent).checkpoints
-        status = attempts.with_progress(status, said, folder, view.now)
+        folder = (observation or absent).checkpoints
+        status = attempts.with_progress(status, termination.progress, folder, view.now)
     node = observation.node if observation else ""
     status = attempts.close(status, termination, node, view.now)
     if termination.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:
         return _complete(view, status, termination)
-    text = f"{told}; it was stopped before it was done"
+    text = f"{said}; it was stopped before it was done"
     return _fail(view, status, Reason.ENDED_BY_OTHERS, text, stage=Stage.ABANDONED)
 
 

@@ -42,7 +42,7 @@ class Deadline:
         at: When it passes.
         reason: What the job fails with then.
         message: The sentence that goes with it.
-        obstacle: What was in the way until then, if that was told.
+        obstacle: What was in the way until then, if that was reported.
     """
 
     at: datetime
@@ -106,8 +106,8 @@ def follow(
     elif observation.phase is AttemptPhase.UNKNOWN:
         if observation.obstacle is None or not _is_waiting(status):
             return Course(None, None, requeue)
-        told = observation.obstacle
-        situation = Situation(stage_of_start(attempt.number), told.reason, told.message)
+        reason, message = observation.obstacle.reason, observation.obstacle.message
+        situation = Situation(stage_of_start(attempt.number), reason, message)
     else:
         situation = _watching(attempt, status, observation)
     if observation.warning:
@@ -116,7 +116,7 @@ def follow(
 
 
 def is_suspending(status: FineTuneJobStatus) -> bool:
-    """Say whether the open attempt was told to stop; it stays so until it is gone."""
+    """Say whether the open attempt was asked to stop; it stays so until it is gone."""
     found = find(status, ConditionType.SUSPENDED)
     return found is not None and found.reason == Reason.SUSPENDING
 
@@ -136,17 +136,17 @@ def _watching(
     if runs and _trains(status, observation):
         text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
-    stage, told = stage_of_start(attempt.number), observation.obstacle
-    if runs and told is None:
+    stage, obstacle = stage_of_start(attempt.number), observation.obstacle
+    if runs and obstacle is None:
         text = f"every node of attempt {attempt.number} runs; ranks meet and load model and data"
         return Situation(stage, Reason.STARTING, text, exists=True)
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
-    if told is None:
+    if obstacle is None:
         return Situation(stage, Reason.PROVISIONING, text, exists=True)
-    if told.effect is Effect.STALLED:
+    if obstacle.effect is Effect.STALLED:
         stage = Stage.BLOCKED  # it does not pass by waiting
-    reason = Reason.PROVISIONING if told.effect is Effect.NONE else told.reason
-    return Situation(stage, reason, told.message or text, exists=True)
+    reason = Reason.PROVISIONING if obstacle.effect is Effect.NONE else obstacle.reason
+    return Situation(stage, reason, obstacle.message or text, exists=True)
 
 
 def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
@@ -168,7 +168,7 @@ def on_its_way(
     """Return what the attempt does, as a part of a sentence.
 
     Args:
-        status: The job's, with what was told of the attempt before.
+        status: The job's, with what it says about the attempt.
         attempt: The open one.
         observation: Of it.
         grace: Seconds after which what is left of it is killed.
@@ -213,16 +213,16 @@ def deadline_before_creation(
 ) -> Deadline | None:
     """Return the deadline that passed before the open attempt was created, with what is in the way.
 
-    None where none has, or nothing was told to be in the way: no deadline of a suspended job runs.
+    None where none has, or nothing was in the way: no deadline of a suspended job runs.
     """
-    told = find(status, ConditionType.RESOURCES_READY)
-    if told is None or told.reason != Reason.CREATION_FAILED:
+    found = find(status, ConditionType.RESOURCES_READY)
+    if found is None or found.reason != Reason.CREATION_FAILED:
         return None
     if spec.suspend or is_true(status, ConditionType.SUSPENDED):
         return None
     limits = _limits(spec.deadlines, status, Observation(AttemptPhase.PENDING), now)
     passed = next((limit for limit in limits if limit.at <= now), None)
-    return passed and replace(passed, obstacle=told.message)
+    return passed and replace(passed, obstacle=found.message)
 
 
 def _pending_deadline(
@@ -230,7 +230,7 @@ def _pending_deadline(
 ) -> Deadline | None:
     """Return the end of the open attempt's wait for resources; None where it does not wait for any.
 
-    Time in a queue does not count: nobody looks for nodes before the queue lets the attempt go.
+    Time in a queue does not count: nobody searches for nodes before the queue lets the attempt go.
     """
     attempt = current(status)
     if limits.pending_seconds is None or attempt is None or attempt.start_time is None:
