@@ -303,7 +303,7 @@ class Backend(ABC):
     async def start(self, services: Services) -> None:
         """Begin to work, before the first verb that asks anybody; once in a term of the operator.
 
-        Tried again later where it fails.
+        Where it fails or is cancelled it leaves nothing behind, and is tried again later.
         """
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import TypeVar
 
@@ -22,8 +23,7 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.backends.registry import cause_of
-from finetune_operator.backends.services import HostedServices
-from finetune_operator.backends.threads import BlockingCalls
+from finetune_operator.backends.threads import BlockingCalls, within
 from finetune_operator.errors import BrokenBackendError, FineTuneError, TransientError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import NotLeadingError
@@ -41,20 +41,20 @@ _CHECK_THREADS = 4
 
 
 class HostedBackend:
-    """One backend in one term of the operator.
+    """One backend in one term of the operator; it is lent its `Services` by this object, too.
 
     Args:
         name: What it is registered as.
         backend: Keeps the contract.
-        wake: Has a job reconciled.
-        seconds_to_write: As `ClientOptions` has it.
+        wake: Has a job reconciled; on the event loop.
+        seconds_to_write: As `ClientOptions` has it; safe to call in any thread.
     """
 
     def __init__(
         self,
         name: str,
         backend: Backend,
-        wake: Callable[[Key], None],
+        wake: Callable[[Key], None] = lambda key: None,
         seconds_to_write: Callable[[], float] | None = None,
     ) -> None:
         self.name = name
@@ -62,12 +62,30 @@ class HostedBackend:
         self._title = f"spec.backend.type {name}"
         self._wake = wake
         self._seconds_to_write = seconds_to_write
+        self._loop: asyncio.AbstractEventLoop  # known once it is started
         self._checks = BlockingCalls(self._title, _CHECK_THREADS)
-        self._services: HostedServices | None = None
+        self._calls = BlockingCalls(self._title, backend.threads)
         self._starting = asyncio.Lock()
         self._fault: FineTuneError | None = None
         self._start_at = 0.0
-        self._is_closed = False
+        self._is_started = self._is_closed = False
+
+    def wake(self, job: Key) -> None:
+        """Have a job reconciled soon; from any thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(lambda: self._is_closed or self._wake(job))
+
+    def check_may_write(self) -> None:
+        """Raise NotLeadingError where this process may not write (any more); from any thread."""
+        is_leading = self._seconds_to_write is None or self._seconds_to_write() > 0
+        if self._is_closed or not is_leading:
+            raise NotLeadingError(f"{self._title} may not write, as this replica does not lead")
+
+    async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
+        """Return what `call` returns in one of the backend's own threads."""
+        if not self.backend.threads:
+            raise BrokenBackendError(f"{self._title} declares no `threads`, and calls run_blocking")
+        return await self._calls.run("a blocking call", call, seconds)
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what the backend cannot do."""
@@ -93,28 +111,23 @@ class HostedBackend:
 
     async def submit(self, request: Request) -> Handle:
         """Create the attempt, or adopt it."""
-        limit = self.backend.limits.submit
-        return await self._call("submit", limit, lambda: self.backend.submit(request))
+        return await self._call("submit", lambda: self.backend.submit(request))
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
         """Return the job's own attempt where it exists."""
-        limit = self.backend.limits.find
-        return await self._call("find", limit, lambda: self.backend.find(job, attempt))
+        return await self._call("find", lambda: self.backend.find(job, attempt))
 
     async def observe(self, ref: AttemptRef) -> Observation:
         """Observe the attempt."""
-        limit = self.backend.limits.observe
-        return await self._call("observe", limit, lambda: self.backend.observe(ref))
+        return await self._call("observe", lambda: self.backend.observe(ref))
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         """Ask the attempt to stop with a checkpoint; return whether that was accepted."""
-        limit = self.backend.limits.cancel
-        return await self._call("cancel", limit, lambda: self.backend.cancel(ref, until))
+        return await self._call("cancel", lambda: self.backend.cancel(ref, until))
 
     async def collect(self, ref: AttemptRef) -> Sequence[str]:
         """Return URIs of what the attempt exported."""
-        limit = self.backend.limits.collect
-        return await self._call("collect", limit, lambda: self.backend.collect(ref))
+        return await self._call("collect", lambda: self.backend.collect(ref))
 
     def forget(self, job_uid: str) -> None:
         """Drop what is kept in memory about a job."""
@@ -123,15 +136,14 @@ class HostedBackend:
     async def close(self) -> None:
         """Close the backend if it was started; no verb is called any more."""
         self._is_closed = True
-        if self._services is None:
+        if not self._is_started:
             return
-        self._services.close()
         try:
-            await self._within("close", _CLOSE_SECONDS, self.backend.close)
+            await within(_CLOSE_SECONDS, f"{self._title}: close", self.backend.close)
         except Exception:
             log.exception("backend not closed", extra={"backend": self.name})
 
-    async def _call(self, verb: str, limit: float, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, verb: str, call: Callable[[], Awaitable[T]]) -> T:
         """Have the backend started, and return what the verb returns.
 
         Raises:
@@ -139,36 +151,22 @@ class HostedBackend:
             BrokenBackendError: the backend cannot be started until somebody fixes it.
         """
         await self._start()
-        return await self._within(verb, limit, call)
-
-    async def _within(self, verb: str, seconds: float, call: Callable[[], Awaitable[T]]) -> T:
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                return await call()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # the backend's own
-            raise TransientError(
-                f"{self._title}: {verb} took more than {seconds:g} s; see that what it asks can "
-                "be reached"
-            ) from error
+        return await within(getattr(self.backend.limits, verb), f"{self._title}: {verb}", call)
 
     async def _start(self) -> None:
         """Start the backend, unless it was; several first jobs wait for the same start."""
-        if self._services is not None and not self._is_closed:
+        if self._is_started and not self._is_closed:
             return
+        loop = self._loop = asyncio.get_running_loop()
         async with self._starting:
             if self._is_closed:
                 raise NotLeadingError(f"{self._title} is not asked, as this term has ended")
-            if self._services is not None:
-                return
-            left = self._start_at - asyncio.get_running_loop().time()
-            if self._fault is None or left <= 0:
+            if not self._is_started and self._start_at <= loop.time():
                 self._fault = await self._try_to_start()
-                if self._fault is None:
-                    return
-                left = max(START_AGAIN_SECONDS, self._fault.retry_after or 0.0)
-                self._start_at = asyncio.get_running_loop().time() + left
+                self._is_started = self._fault is None
+            if self._fault is None:
+                return
+            left = self._start_at - loop.time()
             if self._fault.retryable:
                 raise TransientError(str(self._fault), left) from self._fault
             raise BrokenBackendError(str(self._fault)) from self._fault
@@ -176,9 +174,10 @@ class HostedBackend:
     async def _try_to_start(self) -> FineTuneError | None:
         """Start the backend; return what keeps it from that."""
         backend, fault = self.backend, None
-        services = HostedServices(self._title, backend.threads, self._wake, self._seconds_to_write)
         try:
-            await self._within("start", backend.limits.start, lambda: backend.start(services))
+            limit = backend.limits.start
+            await within(limit, f"{self._title}: start", lambda: backend.start(self))
+            return None
         except FineTuneError as error:
             fault = error
         except Exception as error:
@@ -187,10 +186,8 @@ class HostedBackend:
                 "fix that, or use another backend"
             )
             fault.__cause__ = error
-        if fault is None:
-            self._services = services
-            return None
-        services.close()
+        wait = max(START_AGAIN_SECONDS, fault.retry_after or 0.0)
+        self._start_at = self._loop.time() + wait
         extra = {"backend": self.name, "error": str(fault)}
         log.warning("backend not started", extra=extra, exc_info=fault.__cause__)
         return fault

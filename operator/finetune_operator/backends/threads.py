@@ -1,7 +1,7 @@
 """Blocking calls in a few threads, of which any may hang for ever."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from threading import Thread
@@ -30,6 +30,23 @@ class _DaemonThreads(Executor):
         return future
 
 
+async def within(seconds: float | None, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    """Return what `work` returns, which is cancelled if it takes longer.
+
+    Raises:
+        TransientError: it did.
+    """
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # its own
+        raise TransientError(
+            f"{what} took more than {seconds:g} s; see that what it asks can be reached"
+        ) from error
+
+
 class BlockingCalls:
     """Runs blocking calls, some at once; a call that hangs keeps its thread.
 
@@ -50,12 +67,14 @@ class BlockingCalls:
         Args:
             what: What it does, as messages name it.
             call: Blocks.
-            seconds: How long to wait for a free thread and for the call; None for ever.
+            seconds: How long to wait for a free thread, and then for the call; None for ever.
 
         Raises:
             TransientError: it took longer.
         """
-        loop, is_running = asyncio.get_running_loop(), False
+        loop = asyncio.get_running_loop()
+        late = f"{self._owner}: all {self._threads} threads for {what} hang; waiting for one"
+        await within(seconds, late, self._free.acquire)
 
         def work() -> T:
             try:
@@ -64,19 +83,5 @@ class BlockingCalls:
                 with suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(self._free.release)
 
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                await self._free.acquire()
-                is_running = True
-                return await loop.run_in_executor(self._executor, work)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # the call's own
-            if is_running:
-                said = f"{what} took more than {seconds:g} s; see that what it asks can be reached"
-            else:
-                said = (
-                    f"each of its {self._threads} threads for {what} has hung for more than "
-                    f"{seconds:g} s; restart the operator if it lasts"
-                )
-            raise TransientError(f"{self._owner}: {said}") from error
+        running = loop.run_in_executor(self._executor, work)
+        return await within(seconds, f"{self._owner}: {what}", lambda: running)

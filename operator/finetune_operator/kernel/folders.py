@@ -98,6 +98,7 @@ class FolderBook:
         Raises:
             RivalsFirstError: that cannot be said yet; the job is woken when it can.
         """
+        self.catch_up()
         if (entry := self._entries.get(key)) is None:
             return None
         entry.folders = self._written(entry.view)  # a profile may have changed meanwhile

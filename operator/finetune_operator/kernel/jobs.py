@@ -103,7 +103,7 @@ class JobView:
     @property
     def backend(self) -> str:
         """Name of its backend; empty where the spec does not name it."""
-        return backend_of(self.raw)
+        return str((self.raw["spec"].get("backend") or {}).get("type", ""))
 
     @property
     def is_deleted(self) -> bool:
@@ -131,11 +131,6 @@ class JobView:
             return self
         parsed = self.parsed and self.parsed.model_copy(update={"status": status})
         return replace(self, parsed=parsed, status=status)
-
-
-def backend_of(raw: Object) -> str:
-    """Return the name of a job's backend; empty where its spec does not name it."""
-    return str((raw["spec"].get("backend") or {}).get("type", ""))
 
 
 def read_job(raw: Object) -> JobView:
@@ -238,6 +233,10 @@ class JobIndex:
         if there is None or there.raw is not raw:
             there = self._read[key] = read_job(raw)
         return self._pending.added_to(there)
+
+    def is_current(self, view: JobView) -> bool:
+        """Say whether the object is still the one that the view was made of."""
+        return self._find(view.key) is view.raw
 
     def is_new(self, key: Key) -> bool:
         """Say whether nothing was written about the job, and no attempt of it opened."""

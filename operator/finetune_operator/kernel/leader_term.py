@@ -21,7 +21,6 @@ from finetune_operator.kernel.health import Health
 from finetune_operator.kernel.informer import Informer
 from finetune_operator.kernel.informers import Informers, Place
 from finetune_operator.kernel.job_events import JobEvents, ListenOptions, OnEvent
-from finetune_operator.kernel.jobs import backend_of
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.resync import Resync
@@ -236,8 +235,8 @@ class LeaderTerm:
 
     def _backend_of(self, key: Key) -> str:
         """Return the backend of a job, if there is one of that name."""
-        raw = self._jobs.get(key)
-        name = backend_of(raw) if raw else ""
+        spec = (self._jobs.get(key) or {}).get("spec", {})
+        name = str((spec.get("backend") or {}).get("type", ""))
         return name if name in self._backends else ""
 
     def _is_new(self, key: Key) -> bool:

@@ -140,7 +140,7 @@ class Reconciler:
         if observation is not None and observation.warning:
             await self._events.post(view.metadata, warning(observation.warning))
         plan = await self._plan(view, observation)
-        if (seen := self._index.get(view.key)) is None or seen.raw is not view.raw:
+        if not self._index.is_current(view):
             return AT_ONCE  # it changed while its inputs were checked
         # No await from here on until its folders are noted: two jobs could have the same.
         observation = self._actions.hinder(view, observation)
@@ -177,7 +177,6 @@ class Reconciler:
         validated = await self._index.validate(view)
         if isinstance(validated, Rejection) or view.job.spec.suspend:
             return validated
-        self._folders.catch_up()
         return self._folders.rejection(view.key) or validated
 
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
