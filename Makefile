@@ -30,8 +30,9 @@ run: install quickstart-assets  ## Fine-tune a real model through the operator (
 	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
 
 # A file's tests run one after the other on one worker, the longest files first
-# (docs/decisions/0003-one-pytest-run.md, 0005-two-test-runs.md).
-PYTEST := $(OFFLINE) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# (docs/decisions/0003-one-pytest-run.md, 0005-two-test-runs.md). Containers often tell Python to
+# keep no compiled code, and each of hundreds of processes would compile ours anew.
+PYTEST := $(OFFLINE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: install quickstart-assets  ## Run what each change must pass, in minutes (PYTEST_ARGS="-k words")
 	$(PYTEST) -m "not full and not cluster" $(PYTEST_ARGS)

@@ -104,7 +104,7 @@ def page(measured: dict[str, Any]) -> str:
         "",
         "Written by `python tests/benchmarks/times_by_file.py` from the JUnit report of a "
         "`make test-all`; every figure is of that one run. Seconds are those of a worker, fixtures "
-        "included. Two workers share two cores, so a test takes longer than it would alone.",
+        "included. Workers share the cores, so a test takes longer than it would alone.",
         "",
         f"Machine: {where['cpu']}, {where['cores']} cores; Python {where['python']}; commit "
         f"{measured['commit'][:12]}. The whole run took {measured['wall_seconds'] / 60:.0f} min.",
