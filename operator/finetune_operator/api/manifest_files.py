@@ -78,7 +78,7 @@ def read_bytes(file: str) -> bytes | Problem:
     try:
         if file == STDIN:
             return _stdin()
-        return _read_stream(file) if is_stream(file) else _read_file(file)
+        return _read_file(file)
     except OSError as error:
         return Problem("", _cannot(file, error), file=file)
 
@@ -100,15 +100,10 @@ def _stdin() -> bytes | Problem:
     return _bounded(sys.stdin.buffer, STDIN)
 
 
-def _read_stream(file: str) -> bytes | Problem:
-    with open(file, "rb") as stream:
-        return _bounded(stream, file)
-
-
 def _read_file(file: str) -> bytes | Problem:
     mode = os.stat(file).st_mode  # before it is opened, which may wait for a writer
     for is_kind, name in _KINDS:
-        if is_kind(mode):
+        if is_kind(mode) and not is_stream(file):
             said = f"is {name}; name a file, or feed it to standard input (-f -)"
             return Problem("", said, file=file)
     with open(file, "rb") as opened:

@@ -40,15 +40,12 @@ def object_schema(model: type[ApiModel]) -> Schema:
         properties[key] = field_schema(model, name)
         if field.is_required():
             required.append(key)
-    schema: Schema = {"description": _first_paragraph(model), "type": "object"}
+    first_paragraph = (model.__doc__ or "").strip().split("\n\n")[0]
+    schema: Schema = {"description": " ".join(first_paragraph.split()), "type": "object"}
     schema["properties"] = properties
     if required:
         schema["required"] = required
     return with_rules(schema, model.cel_rules)
-
-
-def _first_paragraph(model: type[ApiModel]) -> str:
-    return " ".join((model.__doc__ or "").strip().split("\n\n")[0].split())
 
 
 def field_schema(model: type[ApiModel], name: str) -> Schema:

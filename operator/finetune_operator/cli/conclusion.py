@@ -1,7 +1,6 @@
 """What is printed at the end of a job that was followed, and the exit code for it."""
 
 import shlex
-from dataclasses import dataclass
 
 import typer
 from rich.console import Console
@@ -19,50 +18,42 @@ EXIT_FAILED = 1
 EXIT_STOPPED = 130  # as a shell reports a program that Ctrl-C ended
 
 
-@dataclass(frozen=True)
-class Conclusion:
-    """How a job ended that the user followed.
+def conclude(
+    console: Console, target: Target, job: FineTuneJob, last: View, *, seconds: float, again: str
+) -> None:
+    """Print how a job ended that the user followed.
 
-    Attributes:
+    Args:
+        console: Where it is printed.
         target: The job as the manifest has it.
         job: The job as it is now.
         last: The last view of it.
         seconds: How long it was followed.
         again: The command that runs it again.
+
+    Raises:
+        typer.Exit: it is not Complete; with the exit code that says why.
     """
-
-    target: Target
-    job: FineTuneJob
-    last: View
-    seconds: float
-    again: str
-
-    def print(self, console: Console) -> None:
-        """Print how it ended.
-
-        Raises:
-            typer.Exit: it is not Complete; with the exit code that says why.
-        """
-        status, took = self.job.status, f"after {duration(self.seconds)}"
-        if is_true(status, ConditionType.COMPLETE):
-            console.print(Text(f"\nComplete {took}\n", style="bold green"))
-            print_outcome(console, _outcome(self.target, self.last.progress))
-            return
-        if is_true(status, ConditionType.FAILED):
-            failed = find(status, ConditionType.FAILED)
-            console.print(Text(f"\nFailed {took}", style="bold red"))
-            console.print(Text(failed.message if failed else ""), soft_wrap=True)
-            file = shlex.quote(self.target.manifest.file)
-            console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {self.again}"))
-            raise typer.Exit(EXIT_FAILED)
-        # Not the progress of the last attempt, which may have ended before its first step.
-        at = status.checkpoint.last
-        kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
-        console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
-        if self.target.job.spec.suspend:
-            console.print(Text("spec.suspend is true; set it to false to go on"))
-        console.print(Text(f"Go on with: {self.again}"))
-        raise typer.Exit(EXIT_STOPPED)
+    status, took = job.status, f"after {duration(seconds)}"
+    if is_true(status, ConditionType.COMPLETE):
+        console.print(Text(f"\nComplete {took}\n", style="bold green"))
+        print_outcome(console, _outcome(target, last.progress))
+        return
+    if is_true(status, ConditionType.FAILED):
+        failed = find(status, ConditionType.FAILED)
+        console.print(Text(f"\nFailed {took}", style="bold red"))
+        console.print(Text(failed.message if failed else ""), soft_wrap=True)
+        file = shlex.quote(target.manifest.file)
+        console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {again}"))
+        raise typer.Exit(EXIT_FAILED)
+    # Not the progress of the last attempt, which may have ended before its first step.
+    at = status.checkpoint.last
+    kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
+    console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
+    if target.job.spec.suspend:
+        console.print(Text("spec.suspend is true; set it to false to go on"))
+    console.print(Text(f"Go on with: {again}"))
+    raise typer.Exit(EXIT_STOPPED)
 
 
 def _outcome(target: Target, progress: Progress) -> Outcome:

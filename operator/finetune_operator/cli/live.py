@@ -35,7 +35,7 @@ class LiveScreen:
         self._spinner = Spinner("dots", style="cyan")
         self._live = Live(
             console=console,
-            get_renderable=self._draw,
+            get_renderable=lambda: frame(self._view, clock() - self._start, self._spinner),
             refresh_per_second=FRAMES_PER_SECOND,
             transient=True,
         )
@@ -60,9 +60,6 @@ class LiveScreen:
         self._console.print(
             Text.assemble((f"{elapsed:>6}  ", "dim"), (sentence, style)), highlight=False
         )
-
-    def _draw(self) -> RenderableType:
-        return frame(self._view, self._clock() - self._start, self._spinner)
 
 
 def frame(view: View, elapsed_seconds: float, spinner: Spinner | None = None) -> RenderableType:

@@ -19,7 +19,7 @@ from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import BackendContext, Observation
 from finetune_operator.backends.local.run_folder import RunFolder
-from finetune_operator.cli.conclusion import Conclusion
+from finetune_operator.cli.conclusion import conclude
 from finetune_operator.cli.live import LiveScreen
 from finetune_operator.cli.plain import PlainScreen
 from finetune_operator.cli.run_opening import open_job
@@ -69,7 +69,7 @@ def run(
         job, last = asyncio.run(
             _follow(target, folder, console, again=again, fresh=fresh, plain=plain)
         )
-    Conclusion(target, job, last, time.monotonic() - start, again).print(console)
+    conclude(console, target, job, last, seconds=time.monotonic() - start, again=again)
 
 
 async def _follow(

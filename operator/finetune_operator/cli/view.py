@@ -78,7 +78,11 @@ def news(before: View, after: View) -> list[str]:
     """Return the events between two views, one sentence each."""
     old, new = before.progress, after.progress
     known = {one.number for one in before.ended}
-    found = [_ending(one) for one in after.ended if one.number not in known and not _is_good(one)]
+    found = [
+        _ending(one)
+        for one in after.ended
+        if one.number not in known and one.failure_class != FailureClass.COMPLETED
+    ]
     if after.attempt > max(1, before.attempt):
         found.append(f"attempt {after.attempt} starts")
     if new.resumed_step is not None and _differs(old, new, "attempt", "resumed_step"):
@@ -95,10 +99,6 @@ def news(before: View, after: View) -> list[str]:
 
 def _differs(old: Progress, new: Progress, *fields: str) -> bool:
     return any(getattr(old, field) != getattr(new, field) for field in fields)
-
-
-def _is_good(attempt: AttemptStatus) -> bool:
-    return attempt.failure_class == FailureClass.COMPLETED
 
 
 def _ending(attempt: AttemptStatus) -> str:

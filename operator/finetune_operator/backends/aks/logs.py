@@ -21,16 +21,13 @@ async def read_log(
     Where there is no log, a sentence says why, and the kept lines of the attempt's log follow.
     """
     facts = facts_of(batch_job)
-    if rank >= facts.nodes * facts.processes_per_node:
-        newest_rank = facts.nodes * facts.processes_per_node - 1
-        said = "rank 0 alone" if newest_rank == 0 else f"ranks 0 to {newest_rank}"
-        raise NoSuchRankError(f"rank {rank} does not exist; {name} has {said}")
+    world_size = facts.nodes * facts.processes_per_node
+    if rank >= world_size:
+        ranks = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+        raise NoSuchRankError(f"rank {rank} does not exist; {name} has {ranks}")
     index = rank // facts.processes_per_node
-    pods = [
-        one
-        for one in await children.pods(name, batch_job["metadata"]["uid"])
-        if index_of(one) == index
-    ]
+    pods = await children.pods(name, batch_job["metadata"]["uid"])
+    pods = [one for one in pods if index_of(one) == index]
     if not pods:
         yield f"the pod of rank {rank} of {name} is gone"
         for line in kept_tail(batch_job):

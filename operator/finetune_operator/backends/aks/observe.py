@@ -36,7 +36,7 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     facts = facts_if_readable(batch_job)
     size = batch_job["spec"].get("completions") or 0
     wanted = facts.nodes if facts else size or 1
-    ends = _ends(pods)
+    ends = [termination_of(pod) for pod in pods if not is_alive(pod)]
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
     all_gone = not alive and makes_no_more(batch_job, pods, wanted)
@@ -66,10 +66,6 @@ def root_cause_pod(pods: Sequence[Object]) -> Object | None:
     """Return the pod whose failure is the root cause; None if none has ended."""
     ended = [pod for pod in pods if not is_alive(pod)]
     return min(ended, key=lambda pod: _order(termination_of(pod)), default=None)
-
-
-def _ends(pods: Sequence[Object]) -> list[PodTermination]:
-    return [termination_of(pod) for pod in pods if not is_alive(pod)]
 
 
 def _order(end: PodTermination) -> tuple[int, int]:

@@ -65,7 +65,7 @@ def termination_of(pod: Object) -> PodTermination:
     node = pod.get("spec", {}).get("nodeName", "")
     ended = container_state(pod, "terminated")
     disruption = _disruption(pod)
-    if disruption and not _has_message(ended):
+    if disruption and (not ended or _parse(ended.get("message", "")) is None):
         where = f" on {node}" if node else ""
         text = f"pod {name}{where} was taken away ({disruption})"
         termination = _termination(ExitCode.PREEMPTED, FailureClass.PREEMPTED, text)
@@ -86,10 +86,6 @@ def _disruption(pod: Object) -> str:
     if target.get("status") != "True" or status.get("reason") == "Evicted":
         return ""
     return str(target.get("message") or target.get("reason") or "DisruptionTarget")
-
-
-def _has_message(ended: Any) -> bool:
-    return bool(ended) and _parse(ended.get("message", "")) is not None
 
 
 def _from_container(name: str, ended: Any) -> Termination:

@@ -80,7 +80,8 @@ def _is_orphan(children: Children, pod: Object) -> bool:
     owner = owner_of(pod)
     if not owner:
         return True
-    batch_job = _named(children, pod, owner.get("name", ""))
+    key = Key(pod["metadata"]["namespace"], owner.get("name", ""))
+    batch_job = children.cluster.cache(JOBS).get(key)
     if batch_job is None or batch_job["metadata"]["uid"] != owner["uid"]:
         return False
     return not owner_of(batch_job) and "deletionTimestamp" not in batch_job["metadata"]
@@ -102,7 +103,3 @@ def _about_orphans(name: AttemptName, job_uid: str, pods: Sequence[Object]) -> s
         "--cascade=orphan), and two attempts must not write one checkpoint; to go on, kubectl "
         f"delete -n {name.namespace} {what}"
     )
-
-
-def _named(children: Children, pod: Object, name: str) -> Object | None:
-    return children.cluster.cache(JOBS).get(Key(pod["metadata"]["namespace"], name))

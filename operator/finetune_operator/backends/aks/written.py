@@ -70,7 +70,9 @@ def _root(volume: ProfileVolume, namespace: str) -> Place | None:
 
 def _inline(source: Mapping[str, Any], namespace: str) -> Place:
     """Return account and share of an inline volume."""
-    attributes = {str(key).lower(): str(value) for key, value in _attributes(source).items()}
+    given = source.get("volumeAttributes")
+    pairs = given.items() if isinstance(given, Mapping) else ()
+    attributes = {str(key).lower(): str(value) for key, value in pairs}
     container = [f"{key}={attributes[key]}" for key in _CONTAINERS if key in attributes]
     if not container:
         return (json.dumps(attributes, sort_keys=True),)
@@ -81,8 +83,3 @@ def _inline(source: Mapping[str, Any], namespace: str) -> Place:
             namespace,
         ]
     return (",".join(account), ",".join(container))
-
-
-def _attributes(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    attributes = source.get("volumeAttributes")
-    return attributes if isinstance(attributes, Mapping) else {}

@@ -35,9 +35,8 @@ async def read_log(
     """
     world_size = record.nodes * record.processes_per_node
     if not 0 <= rank < world_size:
-        raise NoSuchRankError(
-            f"rank {rank} does not exist; attempt {record.attempt} has {_ranks(world_size)}"
-        )
+        ranks = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+        raise NoSuchRankError(f"rank {rank} does not exist; attempt {record.attempt} has {ranks}")
     events = Tail(folder.run_dir / "logs" / f"rank-{rank}.jsonl")
     output = Tail(folder.log(rank // record.processes_per_node))
     has_events = has_output = False
@@ -98,7 +97,3 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _ranks(world_size: int) -> str:
-    return "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
