@@ -28,7 +28,6 @@ from finetune_operator.backends.base import (
     Request,
     Written,
 )
-from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.errors import (
     AlreadyOwnedError,
     NoSuchRankError,
@@ -42,6 +41,7 @@ from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABE
 from finetune_operator.kube.resources import CONFIG_MAPS, Object
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
+from finetune_operator.testing.fake import FakeBackend
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 
 PENDING = {"phase": "Pending"}

@@ -26,7 +26,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 POINTS = [
     EntryPoint("aks", "finetune_operator.backends.aks.backend:AksBackend", registry.GROUP),
     EntryPoint("configmap", "configmap_backend:ConfigMapBackend", registry.GROUP),
-    EntryPoint("fake", "finetune_operator.backends.fake:FakeBackend", registry.GROUP),
+    EntryPoint("fake", "finetune_operator.testing.fake:FakeBackend", registry.GROUP),
 ]
 PLAYS: dict[str, dict[str, str]] = {
     "runs": {"phase": "Running", "ready": "1", "step": "3"},

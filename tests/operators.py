@@ -214,7 +214,7 @@ class OperatorProcess:
             "lease_namespace": namespace,
             "identity": identity,
             "backends": "configmap=configmap_backend:ConfigMapBackend,"
-            "fake=finetune_operator.backends.fake:FakeBackend",
+            "fake=finetune_operator.testing.fake:FakeBackend",
             "health_host": "127.0.0.1",
             "health_port": 0,
             "log_format": "json",

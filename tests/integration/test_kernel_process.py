@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import pytest
 
-from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from finetune_operator.kube.watch import Watch
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
+from finetune_operator.testing.fake import FakeBackend
 from operators import Api, OperatorProcess, condition, wait_until
 
 

@@ -10,8 +10,8 @@ from backend_contract import BackendContract, planned
 from builders import ref_to
 from decisions import START
 from finetune_operator.backends.base import Attempt, Backend
-from finetune_operator.backends.fake import PREEMPTED, RUNNING, FakeBackend, ended
 from finetune_operator.errors import TransientError
+from finetune_operator.testing.fake import PREEMPTED, RUNNING, FakeBackend, ended
 
 
 class FakeHarness:

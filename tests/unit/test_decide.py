@@ -7,9 +7,9 @@ import pytest
 from decisions import PENDING, START, Life, lives, running
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
-from finetune_operator.backends.fake import PREEMPTED, ended
 from finetune_operator.reconcile.conditions import rfc3339
 from finetune_operator.reconcile.decide import Collect, Submit
+from finetune_operator.testing.fake import PREEMPTED, ended
 from finetune_trainer.config import CheckpointRef, FailureClass, Phase
 
 KILLED = ended(137, FailureClass.WORKER_LOST, "node 0 was killed")

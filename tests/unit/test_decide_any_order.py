@@ -20,7 +20,6 @@ from fake_api import FakeApi
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.api.validate import defaulted
 from finetune_operator.backends.base import AttemptRef, BackendContext, Handle, Observation, Request
-from finetune_operator.backends.fake import RUNNING, FakeBackend, FakeRun, ended
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
@@ -31,6 +30,7 @@ from finetune_operator.planner.plan import make_plan
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import is_finished, is_settled
 from finetune_operator.reconcile.decide import decide
+from finetune_operator.testing.fake import RUNNING, FakeBackend, FakeRun, ended
 from finetune_trainer.config import FailureClass
 from kernel_world import KEY, WRITES, Crash
 

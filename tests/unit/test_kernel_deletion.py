@@ -8,11 +8,11 @@ import pytest
 from configmap_backend import PatientBackend
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Attempt
-from finetune_operator.backends.fake import RUNNING, ended
 from finetune_operator.errors import TransientError
 from finetune_operator.kernel.queue import Result
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS
 from finetune_operator.planner.plan import make_plan
+from finetune_operator.testing.fake import RUNNING, ended
 from kernel_world import KEY, POINTS, World
 from virtual_time import run
 

@@ -29,7 +29,6 @@ from finetune_operator.backends.base import (
     Request,
     Services,
 )
-from finetune_operator.backends.fake import FakeBackend, ended
 from finetune_operator.backends.hosting import START_AGAIN_SECONDS, HostedBackend
 from finetune_operator.errors import BrokenBackendError, TransientError
 from finetune_operator.kernel.job_events import FollowedJobs
@@ -39,6 +38,7 @@ from finetune_operator.kube.client import ClientOptions
 from finetune_operator.kube.errors import NotLeadingError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
+from finetune_operator.testing.fake import FakeBackend, ended
 from kernel_world import START
 from live_world import SETTINGS
 from virtual_time import hang, run
@@ -193,7 +193,7 @@ def refuse(error: Exception) -> Callable[[], object]:
 
 def test_a_plugin_whose_import_hangs_is_named_and_the_others_run() -> None:
     async def work() -> None:
-        points = ("hung=plugin_that_hangs:Any", "fake=finetune_operator.backends.fake:FakeBackend")
+        points = ("hung=plugin_that_hangs:Any", "fake=finetune_operator.testing.fake:FakeBackend")
         async with operated(*points) as world:
             await world.apply("hung")
             await world.apply("fake")

@@ -6,9 +6,9 @@ import pytest
 
 from aks_world import AksWorld
 from finetune_operator.backends.aks.names import FACTS_ANNOTATION
-from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, JOBS
+from finetune_operator.testing.fake import FakeBackend
 from kernel_world import KEY, POINTS, World
 from virtual_time import run
 

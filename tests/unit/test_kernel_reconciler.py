@@ -8,7 +8,6 @@ import pytest
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import Attempt
-from finetune_operator.backends.fake import FakeBackend
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.resources import (
@@ -19,6 +18,7 @@ from finetune_operator.kube.resources import (
     Resource,
 )
 from finetune_operator.planner.plan import make_plan
+from finetune_operator.testing.fake import FakeBackend
 from kernel_world import KEY, QUOTA_SENTENCE, Crash, World, at_write, nothing
 from virtual_time import run
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from decisions import PENDING, Life, running
 from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus, JobPhase
 from finetune_operator.backends.base import AttemptPhase, Observation, Obstacle
-from finetune_operator.backends.fake import ended
 from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
 from finetune_operator.kernel.status_writer import is_worth_writing
 from finetune_operator.kube.merge import merge_patch
+from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase
 
 
