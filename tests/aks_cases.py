@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from backend_contract import planned
+from builders import planned
 from finetune_operator.api.v1alpha1 import FineTuneProfile, FineTuneProfileSpec
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import Attempt, BackendContext, Request

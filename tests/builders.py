@@ -10,6 +10,7 @@ from pydantic.alias_generators import to_camel
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import AttemptRef, Handle
 from finetune_operator.kube.cache import Key
+from finetune_operator.planner.plan import Plan, make_plan
 
 _BASE: dict[str, Any] = {
     "apiVersion": "finetune.dev/v1alpha1",
@@ -46,6 +47,13 @@ def manifest(*, name: str | None = None, **overrides: Any) -> dict[str, Any]:
 def job(*, name: str | None = None, **overrides: Any) -> FineTuneJob:
     """Return `manifest(...)` as the model."""
     return FineTuneJob.model_validate(manifest(name=name, **overrides))
+
+
+def planned(uid: str = "uid-1", **overrides: Any) -> Plan:
+    """Return the plan of a job with a uid."""
+    made = job(**overrides)
+    metadata = made.metadata.model_copy(update={"uid": uid})
+    return make_plan(made.model_copy(update={"metadata": metadata}))
 
 
 def ref_to(handle: Handle, job_uid: str = "uid-1", number: int = 1) -> AttemptRef:

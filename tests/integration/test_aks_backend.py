@@ -3,37 +3,31 @@
 Pods stay Pending, so nothing is pulled and nothing trains: that is the end-to-end tests' part.
 """
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from aks_cases import CASES, JOB, profile
-from backend_contract import BackendContract, planned
-from builders import after, manifest, ref_to
-from finetune_operator.api.problems import Problem
+from builders import after, job, manifest, planned, ref_to
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
-    AttemptRef,
     Backend,
     BackendContext,
     Found,
     Handle,
     Observation,
     Request,
-    Written,
 )
 from finetune_operator.errors import AlreadyOwnedError, TransientError
 from finetune_operator.kube.cache import ObjectCache
@@ -52,8 +46,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from finetune_operator.kube.watch import Watch
-from finetune_operator.planner.plan import Plan
+from finetune_operator.testing.suite import OTHER_UID, UID, BackendSuite, Harness
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 from operators import KUBECONFIG, Api, condition, open_api, wait_until
 
@@ -92,64 +85,23 @@ def caches() -> Callable[[Resource], ObjectCache]:
     return cache
 
 
-class EachOnItsOwn(Backend):
-    """The backend, made anew with a client of its own for each verb that talks to the cluster.
+class OwnedBackend(AksBackend):
+    """The backend, whose children belong to real FineTuneJobs that stand for those of the tests.
 
-    A child's owner must exist, or the garbage collector takes it away: what is submitted for a
-    job's uid is given to a real FineTuneJob that stands for it.
+    A child's owner must exist, or the garbage collector takes it away.
     """
 
-    name: ClassVar[str] = "aks"
-    needs_finalizer: ClassVar[bool] = AksBackend.needs_finalizer
-    finds_from_cache: ClassVar[bool] = AksBackend.finds_from_cache
-    runs_without_cluster: ClassVar[bool] = AksBackend.runs_without_cluster
-    watches: ClassVar[tuple[Watch, ...]] = AksBackend.watches
-
-    def __init__(self, owners: Callable[[str], Object]) -> None:
+    def __init__(self, client: HttpClient, owners: Mapping[str, Object]) -> None:
+        super().__init__(BackendContext(Path(), cluster=Cluster(client, caches())))
         self._owners = owners
-        self._pure = AksBackend(BackendContext(Path(), cluster=Cluster(None, caches())))  # type: ignore[arg-type]
-
-    @asynccontextmanager
-    async def _live(self) -> AsyncIterator[AksBackend]:
-        async with await HttpClient.connect(KUBECONFIG) as client:
-            yield AksBackend(BackendContext(Path(), cluster=Cluster(client, caches())))
-
-    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        return self._pure.validate(job)
-
-    def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        return self._pure.writes(job)
-
-    def render(self, plan: Plan, attempt: Attempt) -> Request:
-        return self._pure.render(plan, attempt)
 
     async def submit(self, request: Request) -> Handle:
-        owned = given_to(request, self._owners(request.job_uid))
-        async with self._live() as backend:
-            return await backend.submit(owned)
+        return await super().submit(given_to(request, self._owners[request.job_uid]))
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        uid = self._owners(job.metadata.uid)["metadata"]["uid"]
-        owner = job.model_copy(update={"metadata": job.metadata.model_copy(update={"uid": uid})})
-        async with self._live() as backend:
-            return await backend.find(owner, attempt)
-
-    async def observe(self, ref: AttemptRef) -> Observation:
-        async with self._live() as backend:
-            return await backend.observe(ref)
-
-    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
-        async with self._live() as backend:
-            return await backend.cancel(ref, until)
-
-    async def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
-        async with self._live() as backend:
-            async for line in backend.logs(ref, rank, follow):
-                yield line
-
-    async def collect(self, ref: AttemptRef) -> Sequence[str]:
-        async with self._live() as backend:
-            return await backend.collect(ref)
+        uid = self._owners[job.metadata.uid]["metadata"]["uid"]
+        metadata = job.metadata.model_copy(update={"uid": uid})
+        return await super().find(job.model_copy(update={"metadata": metadata}), attempt)
 
 
 def given_to(request: Request, owner: Object) -> Request:
@@ -170,15 +122,31 @@ def given_to(request: Request, owner: Object) -> Request:
     return replace(request, job_uid=uid, objects=tuple(map(change, request.objects)))
 
 
-class AksHarness:
+class AksHarness(Harness):
     def __init__(self, api: Api, namespace: str) -> None:
         self.overrides: Mapping[str, Any] = {**JOB, "metadata.namespace": namespace}
+        self.job = job(**self.overrides)
         self._api = api
         self._namespace = namespace
         self._owners: dict[str, Object] = {}
 
-    def make(self) -> Backend:
-        return EachOnItsOwn(self._owners.__getitem__)
+    @property
+    def backend(self) -> AksBackend:
+        """The backend for tests that run one verb after the other by `Api.run`."""
+        return OwnedBackend(self._api.client, self._owners)
+
+    @asynccontextmanager
+    async def process(self) -> AsyncIterator[Backend]:
+        async with await HttpClient.connect(KUBECONFIG) as client:
+            yield OwnedBackend(client, self._owners)
+
+    async def state(self) -> Any:
+        async with await HttpClient.connect(KUBECONFIG) as client:
+            return [
+                (str(kind), one["metadata"]["name"], one["metadata"]["uid"])
+                for kind in KINDS
+                for one in (await client.list(kind, self._namespace)).items
+            ]
 
     def own(self, uid: str) -> Object:
         """Create a job that stands for the one of that uid."""
@@ -188,23 +156,16 @@ class AksHarness:
         self._owners[uid] = self._api.run(created)
         return self._owners[uid]
 
-    def state(self) -> Any:
-        return [
-            (str(kind), one["metadata"]["name"], one["metadata"]["uid"])
-            for kind in KINDS
-            for one in self._api.run(self._api.client.list(kind, self._namespace)).items
-        ]
-
 
 @pytest.fixture
 def harness(api: Api, namespace: str) -> AksHarness:
     made = AksHarness(api, namespace)
-    for uid in ("uid-1", "uid-of-another-job"):
+    for uid in (UID, OTHER_UID):
         made.own(uid)
     return made
 
 
-class TestAksBackend(BackendContract):
+class TestAksBackend(BackendSuite):
     @pytest.fixture
     def harness(self, harness: AksHarness) -> AksHarness:
         return harness
@@ -214,7 +175,7 @@ def test_a_gang_is_created_once_by_as_many_writes_as_it_has_objects(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
     plan = planned(**{**harness.overrides, "topology__nodes": 2})
-    owned = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-2"))
+    owned = given_to(harness.backend.render(plan, Attempt(1)), harness.own("uid-2"))
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     before = dict(api.client.calls.by_kind)
     handles = [api.run(backend.submit(owned)) for _ in range(3)]
@@ -250,7 +211,7 @@ def address(api: Api, namespace: str, index: int, address: str) -> None:
 def gang_of_two(api: Api, harness: AksHarness, namespace: str) -> tuple[AksBackend, Handle]:
     """Submit a gang of two nodes whose pods exist; the backend stays the same process's."""
     plan = planned(**{**harness.overrides, "topology__nodes": 2})
-    owned = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-2"))
+    owned = given_to(harness.backend.render(plan, Attempt(1)), harness.own("uid-2"))
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     handle = api.run(backend.submit(owned))
     wait_until(lambda: len(api.run(api.client.list(PODS, namespace)).items) == 2, 10)
@@ -308,7 +269,7 @@ def test_what_a_user_has_under_a_name_of_ours_is_named_and_left_alone(
     api: Api, harness: AksHarness, namespace: str, kind: Resource
 ) -> None:
     plan = planned(**{**harness.overrides, "topology__nodes": 2})
-    owned = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-2"))
+    owned = given_to(harness.backend.render(plan, Attempt(1)), harness.own("uid-2"))
     (ours,) = (one for one in owned.objects if one["kind"] == kind.kind)
     foreign = {**ours, "metadata": {**ours["metadata"], "ownerReferences": [], "labels": {}}}
     there = api.run(api.client.create(kind, foreign, namespace))
@@ -330,7 +291,7 @@ def test_jobs_of_one_name_in_three_namespaces_know_nothing_of_each_other(api: Ap
         for namespace in (a, b, c):
             harness = AksHarness(api, namespace)
             plan = planned(**harness.overrides)
-            request = given_to(harness.make().render(plan, Attempt(1)), harness.own("uid-1"))
+            request = given_to(harness.backend.render(plan, Attempt(1)), harness.own("uid-1"))
             handles[namespace] = api.run(backend.submit(request))
             wait_until(partial(pods_of, api, namespace), 10)
         api.run(backend.cancel(ref_to(handles[b]), after(1.0)))
@@ -366,7 +327,7 @@ def test_the_longest_name_a_job_may_have_is_short_enough_for_its_pods(
     longest = "a" + "-9" * 24 + "9"
     assert len(longest) == 50
     plan = planned(**{**harness.overrides, "topology__nodes": 2, "metadata.name": longest})
-    request = harness.make().render(plan, Attempt(9999))
+    request = harness.backend.render(plan, Attempt(9999))
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     handle = api.run(backend.submit(given_to(request, harness.own("uid-2"))))
     wait_until(lambda: len(pods_of(api, namespace)) == 2, 10)
@@ -378,11 +339,11 @@ def test_the_longest_name_a_job_may_have_is_short_enough_for_its_pods(
 def test_a_pod_without_a_node_is_told_in_words_within_five_seconds(
     api: Api, harness: AksHarness
 ) -> None:
-    backend = harness.make()
-    handle = asyncio.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
+    backend = harness.backend
+    handle = api.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
 
     def told() -> Observation | None:
-        seen = asyncio.run(backend.observe(ref_to(handle)))
+        seen = api.run(backend.observe(ref_to(handle)))
         return seen if seen.obstacle else None
 
     seen = wait_until(told, 5)
@@ -420,7 +381,7 @@ def test_pods_that_the_namespace_forbids_are_told_from_events(
         wait_until(lambda: api.run(api.client.get(kind, "none", namespace)).get("status"), 10)
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     owned = given_to(
-        harness.make().render(planned(**harness.overrides), Attempt(1)), harness.own("uid-2")
+        harness.backend.render(planned(**harness.overrides), Attempt(1)), harness.own("uid-2")
     )
     handle = api.run(backend.submit(owned))
 
@@ -481,18 +442,18 @@ def test_a_suspended_attempt_that_is_given_up_never_makes_a_pod_again(
     runs: bool,
     undoing: Object,
 ) -> None:
-    backend = harness.make()
+    backend = harness.backend
     plan = planned(**{**harness.overrides, **overrides})
-    handle = asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
+    handle = api.run(backend.submit(backend.render(plan, Attempt(1))))
     if runs:
         patch(api, namespace, "tiny-1", suspend=False)
         wait_until(lambda: pods_of(api, namespace), 10)
     patch(api, namespace, "tiny-1", suspend=True)
     wait_until(lambda: not pods_of(api, namespace), 20)
-    assert not asyncio.run(backend.observe(ref_to(handle))).all_gone
-    asyncio.run(backend.cancel(ref_to(handle), after(1.0)))
+    assert not api.run(backend.observe(ref_to(handle))).all_gone
+    api.run(backend.cancel(ref_to(handle), after(1.0)))
     patch(api, namespace, "tiny-1", **undoing, suspend=False)
-    wait_until(lambda: asyncio.run(backend.observe(ref_to(handle))).all_gone, 20)
+    wait_until(lambda: api.run(backend.observe(ref_to(handle))).all_gone, 20)
     resume(api, namespace, "tiny-1")
     assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
 
@@ -500,15 +461,15 @@ def test_a_suspended_attempt_that_is_given_up_never_makes_a_pod_again(
 def test_the_next_attempt_waits_until_the_one_before_has_failed_for_good(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
-    backend = harness.make()
+    backend = harness.backend
     plan = planned(**harness.overrides)
-    asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
+    api.run(backend.submit(backend.render(plan, Attempt(1))))
     patch(api, namespace, "tiny-1", suspend=True)
     second = backend.render(plan, Attempt(2))
     with pytest.raises(TransientError, match="tiny-1 has not ended yet"):
-        asyncio.run(backend.submit(second))
+        api.run(backend.submit(second))
     wait_until(lambda: ended_as(api, namespace, "tiny-1")[0], 20)
-    asyncio.run(backend.submit(second))
+    api.run(backend.submit(second))
     resume(api, namespace, "tiny-1")
     assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
 
@@ -516,15 +477,15 @@ def test_the_next_attempt_waits_until_the_one_before_has_failed_for_good(
 def test_a_queued_attempt_that_is_cancelled_never_starts(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
-    backend = harness.make()
+    backend = harness.backend
     plan = planned(**{**harness.overrides, "queue": {"name": "team"}})
-    handle = asyncio.run(backend.submit(backend.render(plan, Attempt(1))))
-    waiting = asyncio.run(backend.observe(ref_to(handle)))
+    handle = api.run(backend.submit(backend.render(plan, Attempt(1))))
+    waiting = api.run(backend.observe(ref_to(handle)))
     assert waiting.obstacle is not None
     assert (waiting.obstacle.reason, waiting.all_gone) == ("Queued", False)
-    asyncio.run(backend.cancel(ref_to(handle), after(30.0)))
-    wait_until(lambda: asyncio.run(backend.observe(ref_to(handle))).all_gone, 10)
-    assert asyncio.run(backend.observe(ref_to(handle))).phase is AttemptPhase.FAILED
+    api.run(backend.cancel(ref_to(handle), after(30.0)))
+    wait_until(lambda: api.run(backend.observe(ref_to(handle))).all_gone, 10)
+    assert api.run(backend.observe(ref_to(handle))).phase is AttemptPhase.FAILED
     resume(api, namespace, "tiny-1")
     assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
 
@@ -532,7 +493,7 @@ def test_a_queued_attempt_that_is_cancelled_never_starts(
 def test_the_last_job_of_the_name_is_waited_for(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
-    request = harness.make().render(planned(**harness.overrides), Attempt(1))
+    request = harness.backend.render(planned(**harness.overrides), Attempt(1))
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     first = harness.own("uid-2")
     api.run(backend.submit(given_to(request, first)))
@@ -544,15 +505,15 @@ def test_the_last_job_of_the_name_is_waited_for(
 def test_of_all_attempts_only_the_last_two_are_kept(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
-    backend = harness.make()
+    backend = harness.backend
     plan = planned(**harness.overrides)
 
     def is_gone(handle: Handle) -> bool:
-        return asyncio.run(backend.observe(ref_to(handle))).all_gone
+        return api.run(backend.observe(ref_to(handle))).all_gone
 
     for number in (1, 2, 3):
-        handle = asyncio.run(backend.submit(backend.render(plan, Attempt(number))))
-        asyncio.run(backend.cancel(ref_to(handle), after(1.0)))
+        handle = api.run(backend.submit(backend.render(plan, Attempt(number))))
+        api.run(backend.cancel(ref_to(handle), after(1.0)))
         wait_until(partial(is_gone, handle), 20)
     kept = api.run(api.client.list(JOBS, namespace)).items
     alive = {one["metadata"]["name"] for one in kept if "deletionTimestamp" not in one["metadata"]}
@@ -572,8 +533,8 @@ def test_the_api_server_takes_every_golden(api: Api, namespace: str, name: str) 
 def test_the_log_tail_of_the_root_cause_outlives_its_pod(
     api: Api, harness: AksHarness, namespace: str
 ) -> None:
-    backend = harness.make()
-    handle = asyncio.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
+    backend = harness.backend
+    handle = api.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
     (pod,) = wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 10)
     name = pod["metadata"]["name"]
     said = Termination(
@@ -587,7 +548,7 @@ def test_the_log_tail_of_the_root_cause_outlives_its_pod(
     }
     failed = {"status": status}
     api.run(api.client.patch(PODS, name, namespace, failed, subresource="status"))
-    seen = asyncio.run(backend.observe(ref_to(handle)))
+    seen = api.run(backend.observe(ref_to(handle)))
     assert (seen.phase, seen.all_gone) == (AttemptPhase.FAILED, True)
     assert seen.termination == said
     api.run(api.client.delete(PODS, name, namespace))
@@ -596,7 +557,7 @@ def test_the_log_tail_of_the_root_cause_outlives_its_pod(
     async def lines() -> list[str]:
         return [line async for line in backend.logs(ref_to(handle), 0)]
 
-    assert asyncio.run(lines()) == [
+    assert api.run(lines()) == [
         f"the pod of rank 0 of {namespace}/tiny-1 is gone",
         f"the last lines of pod {name}:",
         "(none)",  # as it never had a node

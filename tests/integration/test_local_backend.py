@@ -5,19 +5,20 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from backend_contract import BackendContract, observed_until_gone, planned, wait_for
-from builders import after, ref_to
-from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle
+from builders import after, job, planned, ref_to
+from finetune_operator.backends.base import Attempt, AttemptPhase, Backend, Handle, Observation
 from finetune_operator.backends.local import locks, proc
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.reconcile.failures import verdict
+from finetune_operator.testing.suite import BackendSuite, Harness, gone
 from finetune_trainer.config import FailureClass
 from local_runs import (
     is_running,
@@ -28,18 +29,21 @@ from local_runs import (
     wait_until,
 )
 
+T = TypeVar("T")
 
-class LocalHarness:
-    overrides: Mapping[str, Any] = {}
+
+class LocalHarness(Harness):
+    job = job()
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def make(self) -> Backend:
+    @asynccontextmanager
+    async def process(self) -> AsyncIterator[Backend]:
         play = {"steps": 1000, "step_seconds": 3600, "is_silent": True}
-        return local_backend(self._folder, {"*": play})
+        yield local_backend(self._folder, {"*": play})
 
-    def state(self) -> Any:
+    async def state(self) -> Any:
         wait_until(self._is_quiet)
         files = (path for path in self._folder.rglob("*") if path.is_file())
         return {str(path): path.read_bytes() for path in files}
@@ -57,10 +61,19 @@ def _has_ended(lock: Path) -> bool:
         return is_free
 
 
-class TestLocalBackend(BackendContract):
+class TestLocalBackend(BackendSuite):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> LocalHarness:
         return LocalHarness(tmp_path)
+
+
+def wait_for(what: Coroutine[Any, Any, T]) -> T:
+    """Run one verb to its end; another process may call the next one."""
+    return asyncio.run(what)
+
+
+def observed_until_gone(backend: Backend, handle: Handle) -> Observation:
+    return wait_for(gone(backend, ref_to(handle)))
 
 
 @pytest.fixture

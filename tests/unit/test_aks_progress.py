@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from aks_cases import JOB, profile
-from backend_contract import planned
-from builders import ref_to
+from builders import planned, ref_to
 from fake_api import FakeApi
 from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aks_cases import JOB, profile
-from backend_contract import planned
-from builders import ref_to
+from builders import planned, ref_to
 from fake_api import FakeApi
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.names import FACTS_ANNOTATION

@@ -14,8 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from aks_cases import CASES, GOLDENS, JOB, Case, backend, profile
-from backend_contract import planned
-from builders import job, manifest
+from builders import job, manifest, planned
 from finetune_operator.api.paths import show_path
 from finetune_operator.api.problems import Severity
 from finetune_operator.api.v1alpha1 import FineTuneProfile

@@ -1,35 +1,37 @@
 """The shipped fake keeps the contract, and its script says what is seen when."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from backend_contract import BackendContract, planned
-from builders import ref_to
+from builders import job, planned, ref_to
 from decisions import START
 from finetune_operator.backends.base import Attempt, Backend
 from finetune_operator.errors import TransientError
 from finetune_operator.testing.fake import PREEMPTED, RUNNING, FakeBackend, ended
+from finetune_operator.testing.suite import BackendSuite, Harness
 
 
-class FakeHarness:
+class FakeHarness(Harness):
     """A restart of the caller leaves what was submitted; so the same backend is given out."""
 
-    overrides: Mapping[str, Any] = {}
+    job = job()
 
     def __init__(self) -> None:
         self._backend = FakeBackend()
 
-    def make(self) -> Backend:
-        return self._backend
+    @asynccontextmanager
+    async def process(self) -> AsyncIterator[Backend]:
+        yield self._backend
 
-    def state(self) -> Any:
+    async def state(self) -> Any:
         return {name: (run.request, tuple(run.cancels)) for name, run in self._backend.runs.items()}
 
 
-class TestFakeBackend(BackendContract):
+class TestFakeBackend(BackendSuite):
     @pytest.fixture
     def harness(self) -> FakeHarness:
         return FakeHarness()

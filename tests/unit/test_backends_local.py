@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from backend_contract import planned
-from builders import job
+from builders import job, planned
 from fake_api import FakeApi
 from finetune_operator.api.problems import Severity
 from finetune_operator.backends.base import Attempt, BackendContext

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from aks_cases import JOB, backend
-from backend_contract import planned
-from builders import job, manifest
+from builders import job, manifest, planned
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import check_object, defaulted
 from finetune_operator.backends.base import Attempt, BackendContext

@@ -2,8 +2,8 @@
 
 `reconcile` decides, a backend acts. A backend never retries, never waits and never writes the
 job's status: it renders, submits, observes and cancels one attempt. A plugin inherits `Backend` and
-registers its class under the entry-point group `finetune_operator.backends`; the suite in
-`tests/backend_contract.py` is what "keeps the contract" means.
+registers its class under the entry-point group `finetune_operator.backends`; `testing/suite.py` is
+what "keeps the contract" means.
 """
 
 from abc import ABC, abstractmethod

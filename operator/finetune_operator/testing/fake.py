@@ -1,6 +1,6 @@
 """A backend that runs nothing and does exactly what a test says.
 
-It keeps the contract (`tests/backend_contract.py` runs against it), so what works with it fails
+It keeps the contract (`suite` runs against it), so what works with it fails
 elsewhere only for reasons of the other backend. Nothing here reads time or chance.
 """
 
