@@ -41,7 +41,7 @@ from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABE
 from finetune_operator.kube.resources import CONFIG_MAPS, Object
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
-from finetune_operator.testing.fake import FakeBackend
+from finetune_operator.testing.fake import FakeBackend, folders_named_by_uri
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 
 PENDING = {"phase": "Pending"}
@@ -78,7 +78,7 @@ class ConfigMapBackend(Backend):
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        return FakeBackend().writes(job)
+        return folders_named_by_uri(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         _demand_quiet(plan.job)

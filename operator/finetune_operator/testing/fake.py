@@ -114,12 +114,7 @@ class FakeBackend(Backend):
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """It takes the URIs for the folders themselves."""
-        named = {"checkpoint": job.spec.checkpoint.uri, "output": job.spec.output.uri}
-        return [
-            Written(f"spec.{block}.uri", uri, tuple(part for part in uri.split("/") if part))
-            for block, uri in named.items()
-            if uri is not None
-        ]
+        return folders_named_by_uri(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return a request with the size of the attempt in it."""
@@ -203,6 +198,16 @@ class FakeBackend(Backend):
     def _raise(self, verb: str) -> None:
         if self.errors.get(verb):
             raise self.errors[verb].pop(0)
+
+
+def folders_named_by_uri(job: FineTuneJob) -> Sequence[Written]:
+    """Return checkpoints and output of a job, each as its URI names it."""
+    named = {"checkpoint": job.spec.checkpoint.uri, "output": job.spec.output.uri}
+    return [
+        Written(f"spec.{block}.uri", uri, tuple(part for part in uri.split("/") if part))
+        for block, uri in named.items()
+        if uri is not None
+    ]
 
 
 def _uid(request: Request) -> str:

@@ -1,6 +1,7 @@
 """What "keeps the contract" means: inherit `BackendSuite`, give it a `harness`, run pytest.
 
-Each test runs on one event loop, as the operator does: a backend may hold a client bound to it.
+Each test runs on one event loop, as the operator does: a backend may hold a client bound to it. For
+a backend whose attempts run behind a service there is more in `service_suite`.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -26,10 +27,14 @@ from finetune_operator.backends.base import (
     Handle,
     Observation,
     Request,
+    Services,
 )
 from finetune_operator.errors import AlreadyOwnedError, NoSuchRankError, TransientError
 from finetune_operator.kube.cache import Key
+from finetune_operator.kube.errors import NotLeadingError
 from finetune_operator.planner.plan import make_plan
+
+T = TypeVar("T")
 
 UID = "uid-1"
 OTHER_UID = "uid-of-another-job"
@@ -59,11 +64,38 @@ class Harness(ABC):
     async def occupy(self, backend: Backend) -> None:
         """Put what belongs to the job `OTHER_UID` under the name of attempt 1 of `job`."""
         handle = await backend.submit(request_of(self, backend, OTHER_UID))
-        await Submitted(self, backend, handle, OTHER_UID).end()
+        await Submitted(self, backend, Lent(), handle, OTHER_UID).end()
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
         """Run a test to its end, on one event loop."""
         asyncio.run(test)
+
+
+class Lent(Services):
+    """What the operator lends a backend, as a test sees it.
+
+    Attributes:
+        woken: Jobs that the backend has had reconciled, in order.
+        may_write: Whether this process leads.
+    """
+
+    def __init__(self) -> None:
+        self.woken: list[Key] = []
+        self.may_write = True
+
+    def wake(self, job: Key) -> None:
+        """Note it."""
+        self.woken.append(job)
+
+    def check_may_write(self) -> None:
+        """Raise NotLeadingError unless this process leads."""
+        if not self.may_write:
+            raise NotLeadingError("this process does not lead any more")
+
+    async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
+        """Call it in a thread."""
+        async with asyncio.timeout(seconds):
+            return await asyncio.to_thread(call)
 
 
 def on_one_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -83,12 +115,14 @@ class Submitted:
     Attributes:
         harness: Whose job it is.
         backend: Of the process.
+        lent: What the backend was started with.
         handle: What `submit` returned.
         uid: Of the job.
     """
 
     harness: Harness
     backend: Backend
+    lent: Lent
     handle: Handle
     uid: str = UID
 
@@ -148,11 +182,23 @@ def request_of(harness: Harness, backend: Backend, uid: str = UID, number: int =
 
 
 @asynccontextmanager
+async def started(harness: Harness) -> AsyncIterator[tuple[Backend, Lent]]:
+    """Start the backend of a new process, and close it at the end."""
+    lent = Lent()
+    async with harness.process() as backend:
+        await backend.start(lent)
+        try:
+            yield backend, lent
+        finally:
+            await backend.close()
+
+
+@asynccontextmanager
 async def submitted(harness: Harness) -> AsyncIterator[Submitted]:
     """Submit attempt 1 in a new process."""
-    async with harness.process() as backend:
+    async with started(harness) as (backend, lent):
         handle = await backend.submit(request_of(harness, backend))
-        yield Submitted(harness, backend, handle)
+        yield Submitted(harness, backend, lent, handle)
 
 
 class BackendSuite:
@@ -203,13 +249,13 @@ class BackendSuite:
     ) -> None:
         async with submitted(harness) as first:
             before = await harness.state()
-        async with harness.process() as backend:
+        async with started(harness) as (backend, lent):
             own, other = job_of(harness), job_of(harness, OTHER_UID)
             assert await _found(backend, own) == first.handle
             assert await _found(backend, own, number=2) is None
             assert await _found(backend, other) is None
             assert await harness.state() == before
-            await replace(first, backend=backend).end()
+            await replace(first, backend=backend, lent=lent).end()
             assert await _found(backend, own) == first.handle
 
     @on_one_loop
@@ -225,7 +271,7 @@ class BackendSuite:
     async def test_a_foreign_thing_of_the_name_is_refused_and_left_alone(
         self, harness: Harness
     ) -> None:
-        async with harness.process() as backend:
+        async with started(harness) as (backend, _):
             await harness.occupy(backend)
             before = await harness.state()
             with pytest.raises(AlreadyOwnedError, match=OTHER_UID):

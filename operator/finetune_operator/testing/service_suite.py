@@ -1,0 +1,186 @@
+"""What a backend keeps besides whose attempts run behind a service: inherit `ServiceSuite`."""
+
+import asyncio
+from abc import abstractmethod
+
+import pytest
+
+from finetune_operator.backends.base import Attempt, AttemptPhase
+from finetune_operator.errors import TransientError
+from finetune_operator.kube.errors import NotLeadingError
+from finetune_operator.testing.remote_service import Fate
+from finetune_operator.testing.suite import (
+    BackendSuite,
+    Harness,
+    Lent,
+    job_of,
+    on_one_loop,
+    request_of,
+    started,
+    submitted,
+)
+
+_SOON_SECONDS = 30.0
+"""A backend knows by then what has become of an attempt."""
+
+
+class ServiceHarness(Harness):
+    """How the suite gets at a backend and its service.
+
+    Attributes:
+        retry_after: What the service asks for when it throttles.
+    """
+
+    retry_after: float
+
+    @abstractmethod
+    def next_write(self, fate: Fate) -> None:
+        """Say what becomes of the next request that changes something."""
+
+    @abstractmethod
+    def num_requests(self) -> int:
+        """Count the requests that have reached the service."""
+
+    @abstractmethod
+    def let_run(self) -> None:
+        """Let the attempt run that waits for its machines."""
+
+    @abstractmethod
+    def requeue(self) -> None:
+        """Take its machines from the attempt that runs."""
+
+
+class ServiceSuite(BackendSuite):
+    """The suite; `harness` is a fixture of the class that inherits it."""
+
+    @on_one_loop
+    async def test_a_throttled_submit_says_when_to_come_again(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with started(harness) as (backend, _):
+            before, request = await harness.state(), request_of(harness, backend)
+            harness.next_write(Fate.THROTTLED)
+            with pytest.raises(TransientError) as throttled:
+                await backend.submit(request)
+            assert throttled.value.retry_after == harness.retry_after
+            assert await harness.state() == before
+            assert await backend.submit(request)
+
+    @on_one_loop
+    async def test_a_throttled_cancel_is_asked_for_again(self, harness: ServiceHarness) -> None:
+        async with submitted(harness) as attempt:
+            harness.next_write(Fate.THROTTLED)
+            with pytest.raises(TransientError):
+                await attempt.cancel()
+            await attempt.end()
+
+    @on_one_loop
+    async def test_a_submit_whose_answer_is_lost_is_adopted(self, harness: ServiceHarness) -> None:
+        async with started(harness) as (backend, _):
+            request = request_of(harness, backend)
+            harness.next_write(Fate.LOST)
+            with pytest.raises(TransientError):
+                await backend.submit(request)
+            made = await harness.state()
+            handle = await backend.submit(request)
+            assert await harness.state() == made
+            found = await backend.find(job_of(harness), Attempt(1))
+            assert found is not None
+            assert found.handle == handle
+
+    @on_one_loop
+    async def test_a_submit_that_takes_effect_late_makes_nothing_twice(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with started(harness) as (backend, _):
+            request = request_of(harness, backend)
+            harness.next_write(Fate.LATE)
+            with pytest.raises(TransientError):
+                await backend.submit(request)
+            handle, made = await backend.submit(request), await harness.state()
+            await asyncio.sleep(backend.limits.late_submit)
+            assert await harness.state() == made
+            assert await backend.submit(request) == handle
+
+    @on_one_loop
+    async def test_a_submit_that_takes_effect_late_is_found_within_the_backends_bound(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with started(harness) as (backend, _):
+            harness.next_write(Fate.LATE)
+            with pytest.raises(TransientError):
+                await backend.submit(request_of(harness, backend))
+            assert await backend.find(job_of(harness), Attempt(1)) is None
+            await asyncio.sleep(backend.limits.late_submit)
+            assert await backend.find(job_of(harness), Attempt(1)) is not None
+
+    @on_one_loop
+    async def test_a_cancel_whose_answer_is_lost_may_be_asked_for_again(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with submitted(harness) as attempt:
+            harness.next_write(Fate.LOST)
+            with pytest.raises(TransientError):
+                await attempt.cancel()
+            await attempt.end()
+
+    @on_one_loop
+    async def test_an_attempt_that_is_requeued_waits_again_and_its_job_is_woken(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with submitted(harness) as attempt:
+            for happen, phase in (
+                (harness.let_run, AttemptPhase.RUNNING),
+                (harness.requeue, AttemptPhase.PENDING),
+            ):
+                attempt.lent.woken.clear()
+                happen()
+                await asyncio.sleep(_SOON_SECONDS)
+                seen = await attempt.backend.observe(attempt.ref)
+                assert (seen.phase, seen.all_gone) == (phase, False)
+                assert attempt.lent.woken == [attempt.ref.job]
+
+    @on_one_loop
+    async def test_who_leads_no_more_writes_nothing(self, harness: ServiceHarness) -> None:
+        async with submitted(harness) as attempt:
+            attempt.lent.may_write = False
+            before = await harness.state()
+            with pytest.raises(NotLeadingError):
+                await attempt.backend.submit(request_of(harness, attempt.backend, number=2))
+            with pytest.raises(NotLeadingError):
+                await attempt.cancel()
+            assert await harness.state() == before
+
+    @on_one_loop
+    async def test_nothing_is_asked_after_close_also_by_a_verb_that_is_under_way(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with harness.process() as backend:
+            before = await harness.state()
+            await backend.start(Lent())
+            busy = asyncio.create_task(backend.submit(request_of(harness, backend)))
+            await asyncio.sleep(0)  # it has begun to look for the attempt
+            await backend.close()
+            asked = harness.num_requests()
+            with pytest.raises(TransientError):
+                await busy
+            await asyncio.sleep(_SOON_SECONDS)
+            assert harness.num_requests() == asked
+        assert await harness.state() == before
+
+    @on_one_loop
+    async def test_a_submit_costs_two_requests_and_observing_none(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with started(harness) as (backend, _):
+            request = request_of(harness, backend)
+            await asyncio.sleep(_SOON_SECONDS)
+            before = harness.num_requests()
+            await backend.submit(request)
+            assert harness.num_requests() - before <= 2
+        async with submitted(harness) as attempt:
+            await attempt.observe()
+            before = harness.num_requests()
+            for _ in range(100):
+                await attempt.backend.observe(attempt.ref)
+            assert harness.num_requests() == before
