@@ -79,7 +79,7 @@ def test_conditions_and_which_of_them_are_never_false() -> None:
     assert named(rows) == [one.value for one in ConditionType]
     told = [describe(BEFORE, Situation(stage, "Because", ""), NOW, 1) for stage in Stage]
     false = {one.type for status in told for one in status.conditions if one.status == "False"}
-    says = {names(row[0])[0]: row[2] != "never said" for row in rows}
+    says = {names(row[0])[0]: row[2] != "never" for row in rows}
     # Admitted is False by a reason, not by a stage.
     assert {name for name, is_said in says.items() if is_said} == {*false, "Admitted"}
 
