@@ -10,7 +10,7 @@ from builders import manifest
 from fake_api import BeforeCall, FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
@@ -91,7 +91,7 @@ class World:
         self.woken: list[Key] = []
         cluster = Cluster(self.api, self.cache)
         context = BackendContext(Path(), {}, cluster, now=lambda: self.now)
-        self.backends = Backends(context, points)
+        self.backends = Backends(context, points, self.given(context))
         self.reconciler = Reconciler(
             self.api,
             self.cache(FINE_TUNE_JOBS),
@@ -101,6 +101,10 @@ class World:
             is_busy=lambda key: self.is_busy,
             wake=self.woken.append,
         )
+
+    def given(self, context: BackendContext) -> Mapping[str, Backend] | None:
+        """Return the backends in place of those of installed packages; None for those."""
+        return None
 
     def cache(self, resource: Resource) -> ObjectCache:
         return self.caches.setdefault(resource, ObjectCache(resource))

@@ -36,11 +36,13 @@ class ProgressServer:
     Attributes:
         port: Where it is served; the jobs' metricsPort.
         asked: How often anybody has asked.
+        unread: Answers that whoever has asked has not read to their end.
     """
 
     progress: Progress = field(default_factory=Progress)
     port: int = 0
     asked: int = 0
+    unread: int = 0
 
     @asynccontextmanager
     async def serving(self, address: str) -> AsyncIterator["ProgressServer"]:
@@ -52,13 +54,16 @@ class ProgressServer:
             server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.unread += 1
         await reader.readuntil(b"\r\n\r\n")
         self.asked += 1
         body = self.progress.to_json().encode()
         head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
         writer.write(head + body)
         await writer.drain()
+        await reader.read()  # whoever has read all of it closes
         writer.close()
+        self.unread -= 1
 
 
 @asynccontextmanager

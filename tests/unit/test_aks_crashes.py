@@ -177,20 +177,26 @@ async def tell(world: AksWorld, said: ProgressServer, story: Sequence[Chapter]) 
         await chapter(world, said)
         world.api.before, world.api.after = before, after
         world.now += timedelta(minutes=1)
-        await settle(world)
+        await settle(world, said)
         telling.seen.append({**world.children(), "status": status(world)})
     telling.most_alive = world.most_alive
     return telling
 
 
-async def settle(world: AksWorld) -> None:
-    """Reconcile until nothing changes, also when a pod has been asked how far it is."""
-    async with asyncio.timeout(20):
+async def settle(world: AksWorld, said: ProgressServer) -> None:
+    """Reconcile until nothing changes, also when a pod has been asked how far it is.
+
+    On a busy machine an answer may be so late that the operator takes the pod for silent.
+    """
+    async with asyncio.timeout(60):
         while True:
+            asked = said.asked
             look = await world.settle()
-            if look.requeue_seconds is None or look.requeue_seconds > SOON_SECONDS:
+            is_soon = look.requeue_seconds is not None and look.requeue_seconds <= SOON_SECONDS
+            for _ in range(3):  # until a request that was sent has arrived
+                await asyncio.sleep(0.005)
+            if not is_soon and not said.unread and said.asked == asked:
                 return
-            await asyncio.sleep(0.01)
 
 
 def status(world: AksWorld) -> Object:

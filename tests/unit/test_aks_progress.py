@@ -14,7 +14,7 @@ from builders import planned, ref_to
 from fake_api import FakeApi
 from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.progress import FIRST_SECONDS, Pace, ProgressReader
+from finetune_operator.backends.aks.progress import Pace, ProgressReader
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -126,12 +126,12 @@ def test_who_trained_a_moment_ago_is_asked_again_soon() -> None:
 
 def test_a_pod_that_begins_to_run_is_not_asked_at_once() -> None:
     async def look() -> float:
-        reader = ProgressReader()
+        reader = ProgressReader(AksBackend.first_progress_seconds)
         word = await reader.read("a", "127.0.0.1", 1, INTERVAL)
         assert word.progress is None
         return word.requeue_seconds
 
-    assert asyncio.run(look()) == pytest.approx(FIRST_SECONDS, abs=0.1)
+    assert asyncio.run(look()) == pytest.approx(AksBackend.first_progress_seconds, abs=0.1)
 
 
 @asynccontextmanager
@@ -286,7 +286,7 @@ def test_at_the_end_of_a_term_no_question_stays_open() -> None:
             port = server.sockets[0].getsockname()[1]
             handle = await running(backend, caches, port)
             await backend.observe(ref_to(handle))
-            await asyncio.sleep(FIRST_SECONDS)
+            await asyncio.sleep(AksBackend.first_progress_seconds)
             async with asyncio.timeout(1.5):  # the question itself gives up after 2 s
                 await backend.observe(ref_to(handle))
                 await asked.wait()

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from aks_world import ADDRESS, AksWorld
-from finetune_operator.backends.aks.progress import FIRST_SECONDS
+from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
@@ -68,7 +68,7 @@ def test_a_gang_whose_batch_job_is_deleted_does_not_run_while_a_pod_hangs() -> N
     async def life(world: AksWorld, said: ProgressServer) -> None:
         said.progress = TRAINS
         await running(world)
-        await asyncio.sleep(FIRST_SECONDS)
+        await asyncio.sleep(AksBackend.first_progress_seconds)
         await look(world, 1)
         assert told(world, "Running") == ("True", "Training")
         world.api.remove(JOBS, "tiny-1", "ns")

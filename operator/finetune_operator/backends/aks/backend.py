@@ -58,6 +58,9 @@ class AksBackend(Backend):
         submit=120.0, find=60.0, observe=60.0, cancel=60.0, collect=60.0
     )
 
+    first_progress_seconds: ClassVar[float] = 2.0
+    """How long after an attempt was first seen to run its progress is first read."""
+
     def __init__(self, context: BackendContext) -> None:
         self._cluster = context.cluster
         self._now = context.now
@@ -145,10 +148,13 @@ class AksBackend(Backend):
     def _live(self) -> "LiveAttempts":
         if self._attempts is None:
             from finetune_operator.backends.aks.live import LiveAttempts
+            from finetune_operator.backends.aks.progress import ProgressReader
 
             if self._cluster is None:
                 raise BackendError(
                     "backend aks runs jobs through the operator; apply the manifest with kubectl"
                 )
-            self._attempts = LiveAttempts(self._cluster, self._now)
+            self._attempts = LiveAttempts(
+                self._cluster, self._now, ProgressReader(self.first_progress_seconds)
+            )
         return self._attempts

@@ -47,11 +47,14 @@ class LiveAttempts:
     Args:
         cluster: Where they are.
         now: The time, with a zone.
+        progress: Reads how far they are.
     """
 
-    def __init__(self, cluster: Cluster, now: Callable[[], datetime]) -> None:
+    def __init__(
+        self, cluster: Cluster, now: Callable[[], datetime], progress: ProgressReader
+    ) -> None:
         self._children = Children(cluster)
-        self._progress = ProgressReader()
+        self._progress = progress
         self._names = RankZeroNames()
         self._warnings = WarningEvents()
         self._upkeep = Upkeep()

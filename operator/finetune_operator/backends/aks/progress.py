@@ -14,9 +14,6 @@ from finetune_trainer.config import Phase, Progress
 
 log = logging.getLogger(__name__)
 
-FIRST_SECONDS = 2.0
-"""Seconds that a pod must run before the first request: no trainer loads its libraries faster."""
-
 _TIMEOUT_SECONDS = 2.0
 _PATIENCE_SECONDS = 0.05  # in which a healthy pod answers
 _SOON_SECONDS = 0.5
@@ -89,9 +86,13 @@ class Reading:
 
 
 class ProgressReader:
-    """Progress of all runs of this process, by the attempt's uid."""
+    """Progress of all runs of this process, by the attempt's uid.
 
-    def __init__(self, first_seconds: float = FIRST_SECONDS) -> None:
+    Args:
+        first_seconds: How long after a run was first seen it is first read.
+    """
+
+    def __init__(self, first_seconds: float) -> None:
         self._first_seconds = first_seconds
         self._pulls: dict[str, _Pull] = {}
         self._connector: aiohttp.BaseConnector | None = None
