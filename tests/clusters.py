@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_operator.embedded.faults import Faults
-from finetune_operator.embedded.server import EmbeddedApi
+from faults import FaultyApi
 from finetune_operator.kube.resources import Object
 from loop_thread import loop_thread
 
@@ -20,11 +19,11 @@ class RunningCluster:
     """An API server that answers.
 
     Attributes:
-        faults: What goes wrong there; None on a real one.
+        faults: Lets requests and watches fail; None on a real one.
     """
 
     kubeconfig: str
-    faults: Faults | None = None
+    faults: FaultyApi | None = None
 
 
 @contextmanager
@@ -33,11 +32,11 @@ def embedded_cluster(
 ) -> Iterator[RunningCluster]:
     """Run an embedded API server on a thread of its own, with its kubeconfig in `folder`."""
     file = folder / "kubeconfig.json"
-    api = EmbeddedApi(crds, state=state)
+    api = FaultyApi(crds, state=state)
     with loop_thread() as loop:
         loop.run(api.__aenter__())
         file.write_text(json.dumps(api.kubeconfig()))
         try:
-            yield RunningCluster(str(file), api.faults)
+            yield RunningCluster(str(file), api)
         finally:
             loop.run(api.__aexit__(None, None, None))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from clusters import embedded_cluster
-from finetune_operator.embedded.faults import Fault, Faults
+from faults import Fault, FaultyApi
 from finetune_operator.kube.errors import GoneError, ThrottledError, UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS
 from operators import Api, OperatorProcess, condition, wait_until
@@ -19,7 +19,7 @@ from operators import Api, OperatorProcess, condition, wait_until
 @dataclass(frozen=True)
 class World:
     api: Api
-    faults: Faults
+    faults: FaultyApi
     namespace: str
     operator: OperatorProcess
 

@@ -3,7 +3,6 @@
 import pytest
 
 import virtual_time
-from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.store import Change, Store
 from finetune_operator.embedded.verbs import ApiRequest
 from finetune_operator.embedded.watching import Watch
@@ -36,7 +35,7 @@ def test_a_watch_sleeps_until_its_next_bookmark_or_its_end(
         store = CountingStore()
         query = {"resourceVersion": "1", "timeoutSeconds": "60", **more}
         request = ApiRequest(store.kinds[str(CONFIG_MAPS)], Key("", ""), "", query, "", b"")
-        watch = Watch(store, Faults(store), request)
+        watch = Watch(store, request)
         return [event["type"] async for event in watch.events()]
 
     assert virtual_time.run(work()) == ["BOOKMARK"] * bookmarks

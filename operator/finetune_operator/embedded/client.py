@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 
 import orjson
 
-from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.patches import MERGE
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
@@ -30,7 +29,6 @@ class EmbeddedClient(KubeClient):
     def __init__(self, store: Store, on_write: Callable[[Object], None]) -> None:
         super().__init__()
         self._store = store
-        self._faults = Faults(store)
         self._on_write = on_write
 
     async def exchange(self, call: Call) -> Object:
@@ -46,7 +44,7 @@ class EmbeddedClient(KubeClient):
 
     async def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
         """Yield the events of a watch."""
-        watch = Watch(self._store, self._faults, self._request(call))
+        watch = Watch(self._store, self._request(call))
         async for event in watch.events():
             yield orjson.dumps(event)
 

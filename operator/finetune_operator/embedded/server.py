@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+from weakref import WeakSet
 
 import orjson
 from aiohttp import web
 
 from finetune_operator.embedded import discovery
 from finetune_operator.embedded.admission import admit_change, admit_new
-from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
@@ -52,14 +52,14 @@ class EmbeddedApi:
         StateError: the file cannot be understood.
 
     Attributes:
-        faults: Injected faults, once it is entered; may be changed at any time.
+        watches: The open ones.
         url: `http://127.0.0.1:PORT/SECRET`, once it is entered.
     """
 
-    faults: Faults
     url: str
 
     def __init__(self, crds: Sequence[Object], *, port: int = 0, state: Path | None = None) -> None:
+        self.watches: WeakSet[Watch] = WeakSet()
         self._store = Store(state)
         self._secret = secrets.token_urlsafe(24)
         self._crds = crds
@@ -70,6 +70,13 @@ class EmbeddedApi:
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1
         )
+
+    async def before(self, verb: str, plural: str) -> None:
+        """Do nothing; a test overrides it to let requests fail.
+
+        Raises:
+            StatusError: the request's answer.
+        """
 
     def kubeconfig(self) -> Object:
         """Return the kubeconfig; it holds the secret, so only its owner may read a file of it."""
@@ -91,7 +98,6 @@ class EmbeddedApi:
             OSError: the port is taken.
         """
         listener = socket.create_server(("127.0.0.1", self._port))
-        self.faults = Faults(self._store)
         self._ensure(NAMESPACES, {"metadata": {"name": "default"}})
         for definition in self._crds:
             self._ensure(CRDS, definition)
@@ -149,8 +155,7 @@ class EmbeddedApi:
             raise StatusError(405, "MethodNotAllowed", message)
         if verb == "list" and request.query.get("watch") in ("1", "true"):
             verb = "watch"
-        if fault := self.faults.take(verb, parsed.kind.resource.plural):
-            await fault.inject()
+        await self.before(verb, parsed.kind.resource.plural)
         if verb == "watch":
             return await self._watch(request, parsed)
         answer = VERBS[verb](self._store, parsed)
@@ -163,7 +168,8 @@ class EmbeddedApi:
 
     async def _watch(self, request: web.Request, parsed: ApiRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        watch = Watch(self._store, self.faults, parsed)
+        watch = Watch(self._store, parsed)
+        self.watches.add(watch)
         with suppress(ConnectionResetError):  # the client has gone
             await response.prepare(request)
             async for event in watch.events():

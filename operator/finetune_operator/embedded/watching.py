@@ -8,7 +8,6 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
-from finetune_operator.embedded.faults import Faults
 from finetune_operator.embedded.selectors import selects
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Change, Store
@@ -24,17 +23,19 @@ class Watch:
 
     Args:
         store: What is watched.
-        faults: Injected faults.
         request: The request.
 
     Raises:
         StatusError: a parameter is invalid.
+
+    Attributes:
+        is_dropped: A test has broken its connection.
+        is_silent: A test keeps it open without a further event.
     """
 
-    def __init__(self, store: Store, faults: Faults, request: ApiRequest) -> None:
+    def __init__(self, store: Store, request: ApiRequest) -> None:
+        self.is_dropped = self.is_silent = False
         self._store = store
-        self._faults = faults
-        self._number = faults.new_watch()
         self._request = request
         self._at = request.number("resourceVersion")
         self._seconds = request.number("timeoutSeconds") or _SECONDS
@@ -44,11 +45,6 @@ class Watch:
         self._sends_first = self._marks_first or not self._at
         self._matches = selects(request.kind, request.key.namespace, request.query)
 
-    @property
-    def is_dropped(self) -> bool:
-        """Whether its connection is to break."""
-        return self._number <= self._faults.dropped
-
     async def events(self) -> AsyncIterator[Object]:
         """Yield events until the time is over, the watch is dropped, or the server ends."""
         clock = asyncio.get_running_loop().time
@@ -56,7 +52,7 @@ class Watch:
         for event in self._first():
             yield event
         while not (self._store.is_closed or self.is_dropped) and clock() < end:
-            if self._number <= self._faults.silenced:
+            if self.is_silent:
                 await self._store.changed()
                 continue
             try:

@@ -1,11 +1,12 @@
-"""Faults that a test or a demo injects, from any thread."""
+"""An embedded API server that fails on demand: what a test injects, from any thread."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Self
 
+from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.embedded.status_errors import StatusError
-from finetune_operator.embedded.store import Store
 
 _REASONS = {429: "TooManyRequests", 503: "ServiceUnavailable"}
 
@@ -40,57 +41,50 @@ class Fault:
             raise StatusError(self.status, reason, message, details)
 
 
-class Faults:
-    """The faults injected now; none at first.
+class FaultyApi(EmbeddedApi):
+    """An embedded API server whose requests and watches fail as a test wants it; none at first."""
 
-    Args:
-        store: Whose watches fail.
+    _faults: tuple[Fault, ...] = ()
+    _loop: asyncio.AbstractEventLoop
 
-    Attributes:
-        dropped: Number of the last watch that was ended.
-        silenced: Number of the last watch that sends nothing more.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.dropped = 0
-        self.silenced = 0
-        self._watches = 0
-        self._faults: list[Fault] = []
-        self._store = store
+    async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        return await super().__aenter__()
 
     def add(self, fault: Fault) -> None:
         """Let matching requests fail from now on."""
-        self._faults = [*self._faults, fault]
+        self._faults = (*self._faults, fault)
 
     def clear(self) -> None:
         """Let all further requests be served."""
-        self._faults = []
+        self._faults = ()
 
     def drop_watches(self) -> None:
-        """Break the connection of every watch there is."""
-        self.dropped = self._watches
-        self._loop.call_soon_threadsafe(self._store.wake)
+        """Break the connection of every open watch."""
+        self._on_loop(lambda: self._mark_watches("is_dropped"))
 
     def silence_watches(self) -> None:
-        """Keep every watch there is open without a further event, not even a bookmark."""
-        self.silenced = self._watches
+        """Keep every open watch open without a further event, not even a bookmark."""
+        self._on_loop(lambda: self._mark_watches("is_silent"))
 
     def expire_versions(self) -> None:
         """Make every resourceVersion so far too old to watch from."""
-        self._loop.call_soon_threadsafe(self._store.forget)
+        self._on_loop(self._store.forget)
 
-    def new_watch(self) -> int:
-        """Return the number of a watch that begins; for the API server."""
-        self._watches += 1
-        return self._watches
-
-    def take(self, verb: str, plural: str) -> Fault | None:
-        """Return the fault of one request, and count it; for the API server."""
+    async def before(self, verb: str, plural: str) -> None:
+        """Inject the first fault that matches the request."""
         for fault in self._faults:
             is_meant = verb in (fault.verbs or (verb,)) and plural in (fault.resources or (plural,))
             if is_meant and fault.times != 0:
                 if fault.times is not None:
                     fault.times -= 1
-                return fault
-        return None
+                await fault.inject()
+                return
+
+    def _on_loop(self, act: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(act)
+
+    def _mark_watches(self, name: str) -> None:
+        for watch in self.watches:
+            setattr(watch, name, True)
+        self._store.wake()
