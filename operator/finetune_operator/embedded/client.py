@@ -21,9 +21,7 @@ from finetune_operator.kube.resources import Object
 class EmbeddedClient(KubeClient):
     """The verbs on a store; it needs no `async with`.
 
-    Args:
-        store: What it reads and writes.
-        on_write: Called with each object that was written; what it raises is the answer.
+    `on_write` is called with each object that was written; what it raises is the answer.
     """
 
     def __init__(self, store: Store, on_write: Callable[[Object], None]) -> None:

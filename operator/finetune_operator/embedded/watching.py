@@ -21,10 +21,6 @@ _BOOKMARK_SECONDS = 10.0
 class Watch:
     """The events of one request.
 
-    Args:
-        store: What is watched.
-        request: The request.
-
     Raises:
         StatusError: a parameter is invalid.
 

@@ -55,12 +55,8 @@ def has_annotation(batch_job: Object) -> bool:
 def wanted(batch_job: Object, name: AttemptName, address: str) -> dict[Resource, Object]:
     """Return the children of an attempt as they should be, by kind; none without the annotation.
 
-    A field that must be absent is None.
-
-    Args:
-        batch_job: The attempt's, whose digest was compared.
-        name: The attempt's.
-        address: Of rank 0's pod; without it the EndpointSlice is left out.
+    A field that must be absent is None. Without the address of rank 0's pod, the EndpointSlice is
+    left out. The caller has compared the batch Job's digest.
     """
     if not has_annotation(batch_job):
         return {}

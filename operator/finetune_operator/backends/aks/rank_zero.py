@@ -70,12 +70,7 @@ class RankZeroNames:
     ) -> Obstacle | None:
         """Give rank 0's name this address; return what is in the way.
 
-        Args:
-            children: Where it is written.
-            name: The attempt's.
-            batch_job: The attempt's.
-            made: The EndpointSlice that belongs to the attempt; None where that is not kept.
-            address: Of rank 0's pod.
+        `made` is the EndpointSlice that the batch Job keeps; None where it keeps none.
 
         Raises:
             FineTuneError: try again at once.

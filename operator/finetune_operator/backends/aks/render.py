@@ -34,11 +34,7 @@ _PERMANENT = [ExitCode.DATA, ExitCode.PREEMPTED, ExitCode.CONFIG, ExitCode.DO_NO
 def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespace: str) -> Request:
     """Return what `submit` creates: what the job has once, then the attempt's batch Job.
 
-    Args:
-        plan: The job with every choice made.
-        profile: Its profile.
-        attempt: The attempt.
-        operator_namespace: Namespace of the operator's pods, which may connect to training pods.
+    The operator's pods in `operator_namespace` may connect to training pods.
 
     Raises:
         BackendError: the trainer's configuration is too long.

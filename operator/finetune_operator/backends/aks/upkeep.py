@@ -98,12 +98,8 @@ class Upkeep:
     ) -> Report:
         """Restore the children that are not as they were created.
 
-        Args:
-            children: Where they are.
-            name: The attempt's.
-            batch_job: The attempt's.
-            digest: The one in the job's status.
-            address: Of rank 0's pod, once its name has it.
+        `digest` is the one in the job's status, `address` that of rank 0's pod, once its name has
+        it.
 
         Raises:
             NotLeadingError: this process may not write.
