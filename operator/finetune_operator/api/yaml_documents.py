@@ -95,7 +95,7 @@ def _explain(error: yaml.MarkedYAMLError, first_line: int) -> str:
 class _Loader(yaml.SafeLoader):
     """Leaves plain scalars unresolved."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - the name and kind PyYAML looks for
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - the name and kind that PyYAML reads
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> Any:
         if kind is ScalarNode and implicit[0]:

@@ -57,7 +57,7 @@ def conclude(
 
 
 def _outcome(target: Target, progress: Progress) -> Outcome:
-    """Find what was exported: one format lies in the output folder itself, both below it."""
+    """Find what was exported: one format is in the output folder itself, both are below it."""
     output, spec = target.folders.output, target.job.spec
     if spec.output.format is OutputFormat.BOTH:
         output = output / OutputFormat.ADAPTER.value

@@ -93,7 +93,7 @@ async def _first_of(operator: "asyncio.Task[None]", *tasks: "asyncio.Task[Any]")
     await asyncio.wait({operator, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     if operator.done():
         operator.result()
-        raise DevServerError("the operator ended by itself; its log tells more")
+        raise DevServerError("the operator ended by itself; see its log")
 
 
 async def _stop_jobs(

@@ -53,7 +53,8 @@ class AksBackend(Backend):
     finds_from_cache: ClassVar[bool] = True
     runs_without_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = WATCHES
-    # Ample: each request to the API server has a limit of its own, and tells more than these.
+    # Ample: each request to the API server has a limit of its own, and its error says more than
+    # these.
     limits: ClassVar[Limits] = Limits(
         submit=120.0, find=60.0, observe=60.0, cancel=60.0, collect=60.0
     )

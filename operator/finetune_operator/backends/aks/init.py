@@ -34,8 +34,8 @@ exit "${_code-$_last}"
 #   during which bash drops SIGINT), and nothing that takes time stands directly before `wait`.
 # - Every signal becomes SIGTERM, as what runs in a shell's background ignores SIGINT.
 # - A trap breaks `wait` off, whose code is then the signal's. While `kill -0` finds the child, it
-#   has not been reaped, and `wait` has more to tell. What it told last may still be a signal's:
-#   asked again, it tells the child's own code or, if it has told that before, 127 (bash: or -1).
+#   has not been reaped, and `wait` has more to report. Its last code may still be a signal's:
+#   called again, it reports the child's own code or, if it has reported that, 127 (bash: or -1).
 # - `wait` reaps orphans, too.
 # - `${$}` is this shell: the kubelet makes one `$` of two, and replaces `$(NAME)`.
 

@@ -58,8 +58,8 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
         )
     if len(running) + len(ends) >= wanted:
         return Observation(AttemptPhase.RUNNING, nodes_ready=len(running))
-    told = obstacle(batch_job, pods)
-    return Observation(AttemptPhase.PENDING, nodes_ready=len(running), obstacle=told)
+    found = obstacle(batch_job, pods)
+    return Observation(AttemptPhase.PENDING, nodes_ready=len(running), obstacle=found)
 
 
 def root_cause_pod(pods: Sequence[Object]) -> Object | None:

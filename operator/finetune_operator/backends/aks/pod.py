@@ -146,7 +146,7 @@ def _environment(inputs: PodInputs) -> list[Json]:
         "USER": "trainer",  # torch names its compile cache by it, and no passwd knows the user id
         "TMPDIR": "/tmp",
         "HF_HOME": f"{profile.cache_directory}/huggingface",
-        "PYTHONSAFEPATH": "1",  # no Python imports what lies in the image's working directory
+        "PYTHONSAFEPATH": "1",  # Python imports nothing from the image's working directory
     }
     if job.spec.topology.nodes > 1 and job.spec.topology.gpus_per_node:
         has_rdma = scheduling.uses_rdma(job.spec, profile)

@@ -114,8 +114,8 @@ def _without_message(name: str, code: int, reason: str, tail: str) -> Terminatio
     if code in STOPPED_BY_SIGNAL:
         return stopped_by_signal(f"pod {name}", code)
     said = f" ({reason})" if reason not in ("", "Error") else ""
-    told = f"; it said last: {last}" if last else "; see its log"
-    text = f"pod {name} ended with exit code {code}{said} without a termination message{told}"
+    more = f"; it said last: {last}" if last else "; see its log"
+    text = f"pod {name} ended with exit code {code}{said} without a termination message{more}"
     return _termination(code, FailureClass.ERROR, text)
 
 
@@ -126,8 +126,8 @@ def _from_status(name: str, pod: Object) -> Termination:
         text = f"pod {name} ended with exit code 0 without a termination message"
         return _termination(ExitCode.DONE, FailureClass.COMPLETED, text)
     reason = status.get("reason") or "no reason given"
-    told = f": {status['message'].strip()}" if status.get("message") else ""
-    text = f"pod {name} failed ({reason}){told}"
+    more = f": {status['message'].strip()}" if status.get("message") else ""
+    text = f"pod {name} failed ({reason}){more}"
     return _termination(ExitCode.KILLED, FailureClass.WORKER_LOST, text)
 
 

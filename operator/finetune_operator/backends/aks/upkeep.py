@@ -213,6 +213,6 @@ def _report(name: AttemptName, found: dict[Resource, _Child]) -> Report:
             sentences.append(
                 f"{what} is deleted or changed again and again, and put back ever more slowly; "
                 f"`kubectl get {resource.plural} {child_name(name.job)} -n {name.namespace} "
-                "--show-managed-fields -o yaml` tells who changes it"
+                "--show-managed-fields -o yaml` shows who changes it"
             )
     return Report("; ".join(sentences), min(waits, default=None))

@@ -53,7 +53,7 @@ class Node:
         rank: Its number, from 0.
         process: Its main process; None before its record, and where there never was one.
         termination: How it ended, once it did.
-        is_victim: It ended because we told it to.
+        is_victim: It ended because we stopped it.
     """
 
     rank: int
@@ -159,8 +159,8 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
         return Node(rank, NodeState.ALIVE, process)
     ended = _termination(folder, rank, record.pid, cancel)
     killed = cancel is not None and cancel.was_enforced and ended.exit_code == ExitCode.KILLED
-    told = cancel is not None and ended.exit_code == TERMINATED
-    return Node(rank, NodeState.ENDED, process, ended, is_victim=killed or told)
+    stopped = cancel is not None and ended.exit_code == TERMINATED
+    return Node(rank, NodeState.ENDED, process, ended, is_victim=killed or stopped)
 
 
 def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
