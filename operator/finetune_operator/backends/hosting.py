@@ -173,7 +173,7 @@ class HostedBackend:
 
     async def _try_to_start(self) -> FineTuneError | None:
         """Start the backend; return what keeps it from that."""
-        backend, fault = self.backend, None
+        backend = self.backend
         try:
             limit = backend.limits.start
             await within(limit, f"{self._title}: start", lambda: backend.start(self))
