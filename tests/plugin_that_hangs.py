@@ -1,4 +1,4 @@
-"""A plugin whose import never ends; for one test, as the import cannot be tried twice."""
+"""A plugin whose import never ends; in a process one test may use it, as no second try begins."""
 
 from virtual_time import hang
 

@@ -69,8 +69,9 @@ _in_thread = threading.local()
 
 
 def hang() -> None:
-    """Hang for ever, in a thread of a virtual loop."""
-    _in_thread.note_hang()
+    """Hang for ever, in a thread; a virtual loop does not wait for it."""
+    if hasattr(_in_thread, "note_hang"):
+        _in_thread.note_hang()
     threading.Event().wait()
 
 

@@ -259,6 +259,26 @@ def test_a_job_whose_attempt_is_outside_the_cluster_waits_for_its_end(
     wait_until(lambda: api.job(namespace, "outside") is None, 10)
 
 
+@pytest.mark.full
+def test_a_plugin_whose_import_hangs_keeps_no_other_from_its_jobs_and_no_process_from_its_end(
+    api: Api,
+) -> None:
+    backends = "configmap=configmap_backend:ConfigMapBackend,hung=plugin_that_hangs:Any"
+    with (
+        api.namespace("hung") as name,
+        OperatorProcess(api.kubeconfig, name, backends=backends) as operator,
+    ):
+        api.apply(name, "others")
+        api.apply(name, "hung", backend={"type": "hung"})
+        wait_until(lambda: api.get(CONFIG_MAPS, name, "others-1"), 60)
+        wait_until(lambda: condition(api.job(name, "hung"), "Stalled")["status"] == "True", 20)
+        told = condition(api.job(name, "hung"), "Stalled")
+        assert told["reason"] == "BackendFailed"
+        assert told["message"].startswith("spec.backend.type hung: its import took more than 10 s")
+        assert operator.health("healthz")["code"] == 200
+        assert operator.end() == 0
+
+
 class NoKinds(tuple[Watch, ...]):
     def __iter__(self) -> Iterator[Watch]:
         raise RuntimeError("a fault that ends the operator")
