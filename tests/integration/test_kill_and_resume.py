@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,18 @@ def test_workers_that_are_killed_lose_no_step_beyond_the_last_commit(inputs, unb
 
 
 @pytest.mark.parametrize(
-    "moment",
+    "moments",
     [
-        pytest.param("job.json", marks=pytest.mark.full),
-        "Training",
-        pytest.param("Done", marks=pytest.mark.full),
+        pytest.param(["Training"], id="while it trains"),
+        pytest.param(["job.json", "Done"], id="before and after", marks=pytest.mark.full),
     ],
 )
-def test_a_killed_ftctl_adopts_what_still_runs(moment, inputs, unbroken, tmp_path):
+def test_a_killed_ftctl_adopts_what_still_runs(moments, inputs, unbroken, tmp_path):
     path = write_manifest(inputs, tmp_path)
-    with start_ftctl(path) as first:
-        wait_for(lambda: moment_reached(path, moment), first)
-        first.kill()
+    for moment in moments:
+        with start_ftctl(path) as killed:
+            wait_for(partial(moment_reached, path, moment), killed)
+            killed.kill()
     finished = ftctl_run(path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     curve, status = read_run(path)
