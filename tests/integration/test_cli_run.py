@@ -35,6 +35,8 @@ def write_project(folder: Path, **overrides: Any) -> Path:
         "training": {"maxSeqLength": 64, "maxSteps": 4, "learningRate": 1e-2},
         "checkpoint.everySteps": 2,
         "observability.samplePrompts": ["What is 3 plus 3?"],
+        # Beside other tests a second thread waits for a core, and the first spins meanwhile.
+        "backend": {"type": "local", "local": {"threadsPerProcess": 1}},
     }
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(manifest(name="tiny", **{**settings, **overrides})))
@@ -368,6 +370,7 @@ def test_a_job_suspended_by_its_manifest_says_what_to_change(tmp_path: Path) -> 
     assert done.returncode == 130
 
 
+@pytest.mark.full
 def test_fresh_and_an_unreadable_run_directory(complete: tuple[Path, str], tmp_path: Path) -> None:
     folder = tmp_path / "project"
     shutil.copytree(complete[0], folder)
