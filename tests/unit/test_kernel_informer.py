@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Literal
+
+import pytest
 
 from fake_api import FakeApi
 from finetune_operator.backends.aks.watched import WATCHES, trim_job, trim_pod
@@ -101,19 +103,34 @@ def test_the_answer_to_our_own_write_wakes_nobody() -> None:
     assert play(script).woken == []
 
 
-def test_a_change_that_came_with_the_answer_to_our_own_write_wakes_its_job() -> None:
+@pytest.mark.parametrize(
+    ("watch", "theirs", "ours"),
+    [
+        pytest.param(CHILDREN, {"data": {"theirs": "1"}}, {"data": {"ours": "1"}}, id="metadata"),
+        pytest.param(
+            Watch(JOBS, trim=trim_job),
+            {"status": {"active": 1}},
+            {"spec": {"backoffLimit": 0}},
+            id="batch Job",
+        ),
+    ],
+)
+def test_a_change_that_the_answer_to_our_own_write_overtook_wakes_its_job(
+    watch: Watch, theirs: Object, ours: Object
+) -> None:
     async def script(scene: Scene) -> None:
-        await scene.make("a")
+        await scene.make("a", spec={"parallelism": 2}, status={"active": 2})
         await scene.informer.is_synced.wait()
         await asyncio.sleep(1)
         scene.api.watch_lag = lambda: 1.0
-        await scene.api.patch(CONFIG_MAPS, "a", "ns", {"data": {"theirs": "1"}})
-        ours = await scene.api.patch(CONFIG_MAPS, "a", "ns", {"data": {"ours": "1"}})
-        scene.cache.put(ours)
+        part: Literal["status"] | None = "status" if "status" in theirs else None
+        await scene.api.patch(watch.resource, "a", "ns", theirs, subresource=part)
+        answer = await scene.api.patch(watch.resource, "a", "ns", ours)
+        scene.cache.put(watch.trim(answer))
         scene.woken.clear()
         await asyncio.sleep(5)
 
-    assert play(script).woken == [Key("ns", "job-of-a")]
+    assert play(script, watch).woken == [Key("ns", "job-of-a")]
 
 
 def test_a_change_of_nothing_that_is_kept_wakes_nobody() -> None:
@@ -132,22 +149,6 @@ def test_a_change_of_nothing_that_is_kept_wakes_nobody() -> None:
         fewer = {"active": 1}
         await scene.api.patch(JOBS, "a", "ns", {"status": fewer}, subresource="status")
         await asyncio.sleep(1)
-
-    assert play(script, Watch(JOBS, trim=trim_job)).woken == [Key("ns", "job-of-a")]
-
-
-def test_a_change_that_the_answer_to_our_own_write_overtook_wakes_its_job() -> None:
-    async def script(scene: Scene) -> None:
-        await scene.make("a", spec={"parallelism": 2}, status={"active": 2})
-        await scene.informer.is_synced.wait()
-        await asyncio.sleep(1)
-        scene.api.watch_lag = lambda: 1.0
-        theirs = {"status": {"active": 1}}
-        await scene.api.patch(JOBS, "a", "ns", theirs, subresource="status")
-        ours = await scene.api.patch(JOBS, "a", "ns", {"spec": {"backoffLimit": 0}})
-        scene.cache.put(scene.watched.trim(ours))
-        scene.woken.clear()
-        await asyncio.sleep(5)
 
     assert play(script, Watch(JOBS, trim=trim_job)).woken == [Key("ns", "job-of-a")]
 
