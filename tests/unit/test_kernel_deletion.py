@@ -180,6 +180,66 @@ def test_a_job_whose_attempt_never_appears_is_suspended_in_the_end() -> None:
     run(work())
 
 
+def test_an_attempt_that_is_submitted_again_after_a_resume_may_appear_late_again() -> None:
+    async def work() -> None:
+        world = await unanswered()
+        await world.change(suspend=True)
+        await world.look_for(GRACE_SECONDS + 400)
+        world.backend.errors["submit"] = [BUSY]
+        await world.change(suspend=False)
+        await world.look()
+        await world.delete()
+        await world.look_for(60)
+        assert world.is_there
+        await world.land()
+        await world.look_for(10)
+        assert not world.is_there
+        assert world.backend.alive == []
+
+    run(work())
+
+
+@pytest.mark.parametrize("appears", [True, False])
+def test_a_job_fails_for_a_deadline_once_its_attempt_cannot_appear_any_more(appears: bool) -> None:
+    async def work() -> None:
+        world = PatientWorld()
+        world.backend.errors["submit"] = [BUSY] * 1000
+        await world.apply(backend={"type": "patient"}, deadlines__activeSeconds=60)
+        await world.look_for(180)
+        assert world.job["status"]["phase"] == "Starting"
+        assert world.job["metadata"]["finalizers"] == ["finetune.dev/backend"]
+        before = world.writes
+        await world.look_for(15)
+        assert world.writes == before
+        if appears:
+            await world.land()
+        await world.look_for(60)
+        assert world.job["status"]["phase"] == "Failed"
+        assert "deadlines.activeSeconds 60" in world.condition("Failed")["message"]
+        assert world.backend.alive == []
+        assert len(world.backend.runs) == appears
+
+    run(work())
+
+
+def test_an_attempt_that_appears_after_its_deadline_was_raised_has_its_whole_grace() -> None:
+    async def work() -> None:
+        world = PatientWorld()
+        world.backend.errors["submit"] = [BUSY] * 1000
+        await world.apply(backend={"type": "patient"}, deadlines__activeSeconds=60)
+        await world.look_for(90)
+        assert "stopDeadline" in world.job["status"]["attempts"][0]
+        await world.change(deadlines={"activeSeconds": 6000})
+        await world.land()
+        await world.look_for(10)
+        await world.change(suspend=True)
+        await world.look()
+        (until,) = world.backend.run(1).cancels
+        assert until >= world.now + timedelta(seconds=GRACE_SECONDS - 1)
+
+    run(work())
+
+
 def test_a_finished_job_has_no_finalizer_and_goes_at_once() -> None:
     async def work() -> None:
         world = await running()

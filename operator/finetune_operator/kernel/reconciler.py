@@ -207,9 +207,19 @@ class Reconciler:
         return Result(FIRST_OBSERVATION_SECONDS)
 
     async def _give_up(self, view: JobView) -> Result:
-        """Fail a job whose attempt was not created in time, unless it was, without an answer."""
-        if (await self._observer.find(view)).handle is None:
-            await self._tell_failed(view, SubmitFailed("nothing of it was created", is_absent=True))
+        """Fail a job whose attempt was not created in time, once it cannot appear any more."""
+        if self._backends.of(view.job).backend.limits.late_submit:
+            stopped, _ = attempts.stop(view.status, 0.0, self._now())  # nothing is submitted now
+            view, _ = await self._writer.report(view, stopped)
+        found = await self._observer.find(view)
+        if found.handle is not None:  # it goes on, unless it is told to stop again
+            status = attempts.change_current(found.status, stop_deadline=None)
+            await self._writer.report(found, status)
+            return AT_ONCE
+        seen = self._observer.observe_absent(view)
+        if not seen.all_gone:
+            return Result(seen.requeue_seconds)
+        await self._tell_failed(view, SubmitFailed("nothing of it was created", is_absent=True))
         return AT_ONCE
 
     async def _tell_failed(self, view: JobView, failed: SubmitFailed) -> Result:

@@ -51,10 +51,11 @@ def current(status: FineTuneJobStatus) -> AttemptStatus | None:
 def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
     """Return the status with the next attempt opened; nothing is submitted yet.
 
-    One that is open already, as it was never created, is opened anew: its time counts from now.
+    One that is open already, as it was never created, is opened anew: its time counts from now, and
+    what it was told before does not hold any more.
     """
     if current(status) is not None:
-        return change_current(status, start_time=rfc3339(now))
+        return change_current(status, start_time=rfc3339(now), stop_deadline=None)
     number = status.attempt + 1
     attempts = [*status.attempts, AttemptStatus(number=number, start_time=rfc3339(now))]
     return status.model_copy(

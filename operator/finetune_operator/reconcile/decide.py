@@ -174,9 +174,10 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) 
     if attempt is None or (status.backend_ref is None and seen is not None and seen.all_gone):
         return _between_attempts(view, status)
     if seen is None:
-        is_late = during.deadline_before_creation(view.spec, status, now) is not None
-        action = Find(attempt.number) if is_late else Submit(attempt.number)
-        return Decision((action,), status, None)
+        if during.deadline_before_creation(view.spec, status, now) is not None:
+            return Decision((Find(attempt.number),), status, None)
+        status = attempts.change_current(status, stop_deadline=None)
+        return Decision((Submit(attempt.number),), status, None)
     if seen.phase is not AttemptPhase.UNKNOWN:
         status = attempts.with_facts(status, seen)
     if _is_over(seen):
