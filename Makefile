@@ -19,7 +19,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-all e2e kill-series interleavings fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
+.PHONY: help install run test test-all e2e kill-series interleavings remote-lives fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -50,6 +50,9 @@ kill-series: install  ## Kill ranks at random and compare what is resumed (N=50,
 
 interleavings: install  ## Let two jobs and their attempts meet in one folder at random (COUNT=200, SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/writers.py "$(or $(SEED),0)" $(COUNT)
+
+remote-lives: install  ## Let 500 jobs live on a remote service while the operator dies 200 times (SEED=7)
+	PYTHONPATH=tests $(BIN)/python tests/remote_lives.py "$(or $(SEED),0)" --jobs 500 --deaths 200
 
 fuzz: install  ## Search for tracebacks with random manifests, rows and templates (SECONDS=60, SEED=7)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(SECONDS) --seed "$(or $(SEED),0)"

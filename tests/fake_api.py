@@ -6,6 +6,7 @@ server, `tests/integration/test_kernel_process.py` shows on one.
 
 import asyncio
 import uuid
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -50,6 +51,7 @@ class FakeApi(KubeClient):
         answer_lag: Returns how long the answer to a write takes, after it has happened.
         watch_lag: Returns how long a watch waits before it tells of the next change.
         now: The server's clock.
+        make_uid: Returns the uid of the next object.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,7 @@ class FakeApi(KubeClient):
         self.answer_lag: Callable[[], float] = lambda: 0.0
         self.watch_lag: Callable[[], float] = lambda: 0.0
         self.now: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self.make_uid: Callable[[], str] = lambda: str(uuid.uuid4())
         self.oldest_version = 0
         self._version = 0
         self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
@@ -112,7 +115,7 @@ class FakeApi(KubeClient):
         if key in self._objects[resource.plural]:
             raise AlreadyExistsError(409, "AlreadyExists", f"{resource} {name} already exists")
         made = copied(dict(body))
-        made["metadata"] |= {"namespace": namespace or "", "uid": str(uuid.uuid4())}
+        made["metadata"] |= {"namespace": namespace or "", "uid": self.make_uid()}
         made["metadata"] |= {"generation": 1, "creationTimestamp": rfc3339(self.now())}
         return await self._answer(self._leave("create", resource, "ADDED", made))
 
@@ -196,7 +199,8 @@ class FakeApi(KubeClient):
             self.before("event", resource, "")
             if at < self.oldest_version:
                 raise GoneError(410, "Expired", "too old resource version")
-            news = [entry for entry in self._log if entry[0] > at and entry[1] == resource.plural]
+            since = bisect_right(self._log, at, key=lambda entry: entry[0])
+            news = [entry for entry in self._log[since:] if entry[1] == resource.plural]
             for version, _, event in news:
                 at = version
                 await asyncio.sleep(self.watch_lag())
