@@ -10,6 +10,7 @@ import pytest
 
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.resources import EVENTS
+from finetune_operator.testing.remote import POLL_SECONDS
 from finetune_operator.testing.remote_service import Fate, RunState
 from kernel_world import Crash
 from remote_lives import live
@@ -229,6 +230,27 @@ def test_a_request_that_is_not_answered_changes_nothing_in_the_end(name: str, fa
         assert telling.most_alive == 1, verb
         for chapter, seen, expected in zip(STORIES[name], telling.seen, model.seen, strict=True):
             assert seen == expected, f"{verb} (request {number}), after {chapter.__name__}"
+
+
+def test_a_resync_asks_the_service_for_nothing_and_so_does_an_operator_that_has_ended() -> None:
+    async def work() -> None:
+        async with TwinWorld.start(resync_seconds=30.0) as world:
+            for number in range(20):
+                await world.apply(f"job-{number}")
+            await asyncio.sleep(10.0)
+            for name in list(world.service.runs):
+                world.service.start(name)
+            await asyncio.sleep(60.0)
+            assert {job["status"]["phase"] for job in world.jobs().values()} == {"Running"}
+            world.service.requests.clear()
+            await asyncio.sleep(100 * POLL_SECONDS)
+            assert {verb for verb, _ in world.service.requests} == {"list"}
+            assert len(world.service.requests) <= 100
+        asked = len(world.service.requests)
+        await asyncio.sleep(100 * POLL_SECONDS)
+        assert len(world.service.requests) == asked
+
+    run(work())
 
 
 def test_lives_of_many_jobs_are_whole_though_the_operator_dies_again_and_again() -> None:

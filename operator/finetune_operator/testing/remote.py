@@ -96,10 +96,6 @@ class RemoteBackend(Backend):
         """It can do everything."""
         return ()
 
-    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """It reads nothing."""
-        return ()
-
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """It takes the URIs for the folders themselves."""
         return folders_named_by_uri(job)
@@ -135,8 +131,6 @@ class RemoteBackend(Backend):
 
     async def observe(self, ref: AttemptRef) -> Observation:
         """Tell what was listed last, or answered since."""
-        if self._runs is None:
-            raise TransientError(self._silence or "the service was not asked for its runs yet")
         run = self._run(ref)
         if run is None:
             return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="the run is gone")
@@ -145,7 +139,7 @@ class RemoteBackend(Backend):
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         """Ask the service to stop the run, unless it has accepted that already."""
         known = self._run(ref)
-        if self._runs is not None and (known is None or _stops_by(known, until)):
+        if known is None or _stops_by(known, until):
             return True
         run = await self._write(self._service.cancel, ref.handle.name, until)
         if run is None:
@@ -217,6 +211,13 @@ class RemoteBackend(Backend):
         return (self._runs or {}).get(name)
 
     def _run(self, ref: AttemptRef) -> RemoteRun | None:
+        """Return the run as it is known, or None where there is none.
+
+        Raises:
+            TransientError: this process has not heard of any run yet.
+        """
+        if self._runs is None:
+            raise TransientError(self._silence or "the service was not asked for its runs yet")
         run = self._known(ref.handle.name)
         return run if run is not None and run.tags[JOB_UID] == ref.handle.uid else None
 

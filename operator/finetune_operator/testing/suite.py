@@ -144,6 +144,7 @@ class Submitted:
 
     async def end(self) -> Observation:
         """Cancel it without grace, and return what is seen once no process of it lives."""
+        await self.observe()
         assert await self.cancel(), "a cancel that was answered was not accepted"
         return await self.gone()
 
@@ -195,10 +196,12 @@ async def started(harness: Harness) -> AsyncIterator[tuple[Backend, Lent]]:
 
 @asynccontextmanager
 async def submitted(harness: Harness) -> AsyncIterator[Submitted]:
-    """Submit attempt 1 in a new process."""
+    """Submit attempt 1 in a new process, which can then say what it sees of it."""
     async with started(harness) as (backend, lent):
         handle = await backend.submit(request_of(harness, backend))
-        yield Submitted(harness, backend, lent, handle)
+        attempt = Submitted(harness, backend, lent, handle)
+        await attempt.observe()
+        yield attempt
 
 
 class BackendSuite:
