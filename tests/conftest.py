@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 
 from run_order import sort_files, tell_run
 
-# Its assertions tell the values, as those of the tests do.
-pytest.register_assert_rewrite("finetune_operator.testing.suite")
+# Assertions of the suite for backends tell their values, too.
+pytest.register_assert_rewrite("finetune_operator.testing")
 
 # Tests never reach for a hub; set before any library reads them, and inherited by every process.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
