@@ -42,6 +42,10 @@ class ServiceHarness(Harness):
         """Count the requests that have reached the service."""
 
     @abstractmethod
+    def num_writes(self) -> int:
+        """Count those of them that change something."""
+
+    @abstractmethod
     def let_run(self) -> None:
         """Let the attempt run that waits for its machines."""
 
@@ -122,6 +126,18 @@ class ServiceSuite(BackendSuite):
             harness.next_write(Fate.LOST)
             with pytest.raises(TransientError):
                 await attempt.cancel()
+            await attempt.end()
+
+    @on_one_loop
+    async def test_a_cancel_that_was_accepted_is_not_asked_for_again(
+        self, harness: ServiceHarness
+    ) -> None:
+        async with submitted(harness) as attempt:
+            assert await attempt.cancel(60.0)
+            before = harness.num_writes()
+            for _ in range(10):
+                assert await attempt.cancel(120.0)
+            assert harness.num_writes() == before
             await attempt.end()
 
     @on_one_loop
