@@ -20,15 +20,14 @@ from finetune_operator.backends.base import Observation
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel import rejections
-from finetune_operator.kernel.actions import Actions
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.informer import WatchForbidden
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses, fault_of
-from finetune_operator.kernel.observer import OBSERVE_AGAIN_SECONDS, Observer
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
+from finetune_operator.kernel.verbs import OBSERVE_AGAIN_SECONDS, Actions, Observer
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.planner.plan import Plan
