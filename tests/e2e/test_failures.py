@@ -74,8 +74,13 @@ def test_pods_that_ask_for_gpus_go_to_nodes_that_offer_them_and_say_if_there_are
         made = jobs.get("gpus")
         return made if is_over(made) or condition(made, "Running")["status"] == "True" else None
 
+    def placed() -> list[Object] | None:
+        pods = jobs.pods("gpus", 1)
+        return pods if len(pods) == 2 and all("nodeName" in one["spec"] for one in pods) else None
+
+    # Before one of them fails: the other is deleted then, maybe before it has run.
+    pods = wait_until(placed, 120, "the pods of gpus to have nodes")
     made = wait_until(trains_or_is_over, 120, "gpus to train or to fail")
-    pods = jobs.pods("gpus", 1)
     assert [one["spec"]["containers"][0]["resources"]["limits"][GPU] for one in pods] == ["2", "2"]
     assert all(int(offered[one["spec"]["nodeName"]]) >= 2 for one in pods)
     if is_over(made):
