@@ -1,6 +1,6 @@
-"""Write what of the chart follows from the code: CRDs, rules of the roles, schema of the settings.
+"""Write what of the chart follows from the code: CRDs, schema of the settings.
 
-`make crd` runs it after a change of the models, of `kube/permissions.py` or of the settings;
+`make crd` runs it after a change of the models or of the settings;
 `python charts/generate.py --check` only tells what is out of date.
 """
 
@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic.alias_generators import to_camel
 
 from finetune_operator.api.crd import crd_files
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kube import permissions
 
 CHART = Path(__file__).parent / "finetune-operator"
 SCHEMA = CHART / "values.schema.json"
@@ -25,7 +23,6 @@ _KEPT = ("description", "type", "items", "enum", "minimum", "maximum", "exclusiv
 def main() -> int:
     """Write the files, or with `--check` name those that differ; return the exit code."""
     wanted = {CHART / "files" / name: text for name, text in crd_files().items()}
-    wanted[CHART / "files" / "permissions.yaml"] = permissions_yaml()
     wanted[SCHEMA] = values_schema(SCHEMA.read_text(encoding="utf-8"))
     stale = [file for file, text in wanted.items() if _text_of(file) != text]
     if "--check" in sys.argv[1:]:
@@ -36,17 +33,6 @@ def main() -> int:
         file.write_text(wanted[file], encoding="utf-8")
         print(f"wrote {file.relative_to(CHART)}")
     return 0
-
-
-def permissions_yaml() -> str:
-    """Return the rules by the role they belong to."""
-    rules = {
-        "jobs": [one.to_rule() for one in permissions.WHERE_JOBS_ARE],
-        "profiles": [one.to_rule() for one in permissions.CLUSTER_WIDE],
-        "lease": [one.to_rule() for one in permissions.FOR_THE_LEASE],
-    }
-    text: str = yaml.safe_dump(rules, sort_keys=False)
-    return "# Generated from finetune_operator/kube/permissions.py: make crd\n" + text
 
 
 def values_schema(old: str) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from finetune_operator.kube.permissions import CLUSTER_WIDE, Permission
 from finetune_operator.kube.resources import Object, Resource
 from operators import Api
+from permissions import CLUSTER_WIDE, Permission
 
 _GROUP = "rbac.authorization.k8s.io"
 _ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")

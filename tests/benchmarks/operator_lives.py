@@ -23,13 +23,13 @@ from bursts import (
     watching,
 )
 
+import permissions
 from audit import AuditLog, counted
 from builders import manifest
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.validate import defaulted
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import Attempt, BackendContext
-from finetune_operator.kube import permissions
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError
 from finetune_operator.kube.resources import (

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from aks_cases import JOB, profile
-from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from finetune_operator.kube.resources import JOBS, Object
 from operators import Api, OperatorProcess, condition, wait_until
+from permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from service_account import open_account
 
 ALL = (*WHERE_JOBS_ARE, *FOR_THE_LEASE)

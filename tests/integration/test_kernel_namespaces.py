@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from finetune_operator.kube.resources import CONFIG_MAPS, NAMESPACES
 from operators import Api, OperatorProcess, wait_until
+from permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from service_account import open_account
 
 CHILDREN = Permission(CONFIG_MAPS, ("create", "get", "list", "patch", "watch"))

@@ -13,10 +13,10 @@ from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.job_events import ListenOptions
 from finetune_operator.kernel.kopf_events import KopfThread
 from finetune_operator.kube.config import ClusterAccess, load_access
-from finetune_operator.kube.permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource
 from gates import Gate
 from operators import Api, OperatorProcess, wait_until
+from permissions import FOR_THE_LEASE, WHERE_JOBS_ARE, Permission
 from proxies import AnswerProxy
 from service_account import open_account
 

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from pydantic.alias_generators import to_camel, to_snake
 
+import permissions
 from finetune_operator import __version__
 from finetune_operator.api.crd import crd_files
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks.network import OPERATOR_LABELS
 from finetune_operator.kernel.settings import PREFIX, Settings, read_settings
-from finetune_operator.kube import permissions
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "finetune-operator"

@@ -4,14 +4,16 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import finetune_operator
+import permissions
 from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.submit import CHILD_KINDS
-from finetune_operator.kube import permissions, resources
-from finetune_operator.kube.permissions import Permission
+from finetune_operator.kube import resources
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, LEASES, PODS, Resource
+from permissions import Permission
 
-PACKAGE = Path(permissions.__file__).parents[1]
+PACKAGE = Path(finetune_operator.__file__).parent
 SOURCES = sorted(
     path for folder in ("kernel", "backends/aks") for path in (PACKAGE / folder).rglob("*.py")
 )

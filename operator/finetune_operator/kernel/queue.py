@@ -230,10 +230,6 @@ class WorkQueue:
         self.add_after(key, seconds)
         return seconds
 
-    def num_requeues(self, key: Key) -> int:
-        """Return how often in a row the key has failed."""
-        return self._failures.get(key, 0)
-
     def close(self) -> None:
         """Stop every timer; nothing wakes any more."""
         for timer in (*self._timers.values(), *self._settling.values()):
