@@ -25,12 +25,7 @@ from finetune_operator.cli.plain import PlainScreen
 from finetune_operator.cli.run_opening import open_job
 from finetune_operator.cli.run_operator import follow
 from finetune_operator.cli.stop_signals import StopSignals
-from finetune_operator.cli.target import (
-    BackendOption,
-    FileArgument,
-    Target,
-    open_target,
-)
+from finetune_operator.cli.target import BackendOption, FileArgument, Target, open_target
 from finetune_operator.cli.unread_output import until_unread
 from finetune_operator.cli.view import View, duration, view_of
 from finetune_operator.kernel.logs import LogFile, set_up

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import (
-    AlreadyExistsError,
-    ApiError,
-    ConflictError,
-    NotFoundError,
-)
+from finetune_operator.kube.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from finetune_operator.kube.resources import LEASES, Object
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from finetune_operator.backends.base import AttemptPhase, AttemptRef, Observation
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError, TransientError
+from finetune_operator.kernel import rejections
 from finetune_operator.kernel.events import EventPoster, EventType, JobEvent
 from finetune_operator.kernel.jobs import JobView
 from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Result
@@ -22,11 +23,6 @@ from finetune_operator.reconcile.decide import Cancel, Decision
 from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_deletion
 
 log = logging.getLogger(__name__)
-
-_KEPT = (
-    "the job stays until its attempt has ended, which fails. Fix the cause, or make sure that "
-    f"nothing of the attempt runs, and then remove the finalizer {FINALIZER}"
-)
 
 
 class Finalizer:
@@ -89,7 +85,9 @@ class Finalizer:
         elif order is not None:
             is_over = False
         if failure is not None:
-            if self._actions.obstruct(view.key, _KEPT, failure):
+            if failure.retryable and self._actions.obstruct(
+                view.key, rejections.endless(failure).message, failure
+            ):
                 await self._tell(view, last.with_status(decision.status), seen)
             raise failure
         self._actions.forget(view.key)

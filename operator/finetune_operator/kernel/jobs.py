@@ -18,22 +18,14 @@ from finetune_operator.api.unbuilt import check_built
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, ObjectMeta
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.api.v1alpha1.status import AttemptStatus
-from finetune_operator.backends.base import (
-    AttemptRef,
-    Handle,
-)
+from finetune_operator.backends.base import AttemptRef, Handle
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError, UnknownBackendError
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
-from finetune_operator.reconcile.conditions import (
-    ConditionType,
-    Reason,
-    is_finished,
-    is_true,
-)
+from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
 from finetune_operator.reconcile.decide import Rejection
 
 log = logging.getLogger(__name__)

@@ -215,11 +215,10 @@ class Actions:
         backend = self._backends.of(view.job)
         return await backend.submit(backend.render(replace(plan, job=view.job), Attempt(number)))
 
-    def obstruct(self, key: Key, what: str, error: FineTuneError) -> bool:
+    def obstruct(self, key: Key, message: str, error: FineTuneError) -> bool:
         """Note what fails for a job; return whether to report that by now."""
         is_due = bool(self._failing.note(key)) or not error.retryable
         if is_due:
-            message = f"{what}: {error}"
             self._obstacles[key] = Obstacle(Reason.BACKEND_FAILED, message, Effect.STALLED)
         return is_due
 
@@ -271,7 +270,7 @@ class Actions:
         try:
             answer = await asked
         except FineTuneError as error:
-            if self.obstruct(view.key, what, error):
+            if self.obstruct(view.key, f"{what}: {error}", error):
                 stuck = self.hinder(view, replace(seen, all_gone=False))
                 decided = decide(view.job, stuck, self._now(), self._index.plan(view.job))
                 await self._writer.report(view, decided.status)
