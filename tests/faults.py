@@ -5,8 +5,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Self
 
+from aiohttp import web
+
 from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.embedded.status_errors import StatusError
+from finetune_operator.embedded.verbs import ApiRequest
 
 _REASONS = {429: "TooManyRequests", 503: "ServiceUnavailable"}
 
@@ -46,9 +49,11 @@ class FaultyApi(EmbeddedApi):
 
     _faults: tuple[Fault, ...] = ()
     _loop: asyncio.AbstractEventLoop
+    _watches: dict[asyncio.Future[web.StreamResponse], web.Request]
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        self._watches = {}
         return await super().__aenter__()
 
     def add(self, fault: Fault) -> None:
@@ -61,17 +66,36 @@ class FaultyApi(EmbeddedApi):
 
     def drop_watches(self) -> None:
         """Break the connection of every open watch."""
-        self._on_loop(lambda: self._mark_watches("is_dropped"))
+        self._on_loop(self._drop)
 
     def silence_watches(self) -> None:
         """Keep every open watch open without a further event, not even a bookmark."""
-        self._on_loop(lambda: self._mark_watches("is_silent"))
+        self._on_loop(self._silence)
 
     def expire_versions(self) -> None:
         """Make every resourceVersion so far too old to watch from."""
         self._on_loop(self._store.forget)
 
-    async def before(self, verb: str, plural: str) -> None:
+    async def _serve(
+        self, verb: str, request: web.Request, parsed: ApiRequest
+    ) -> web.StreamResponse:
+        await self._inject(verb, parsed.kind.resource.plural)
+        return await super()._serve(verb, request, parsed)
+
+    async def _watch(self, request: web.Request, parsed: ApiRequest) -> web.StreamResponse:
+        serving = asyncio.ensure_future(super()._watch(request, parsed))
+        self._watches[serving] = request
+        try:
+            return await serving
+        except asyncio.CancelledError:
+            if serving in self._watches:
+                raise
+            await asyncio.Event().wait()  # until the client goes
+            raise AssertionError from None
+        finally:
+            self._watches.pop(serving, None)
+
+    async def _inject(self, verb: str, plural: str) -> None:
         """Inject the first fault that matches the request."""
         for fault in self._faults:
             is_meant = verb in (fault.verbs or (verb,)) and plural in (fault.resources or (plural,))
@@ -84,7 +108,12 @@ class FaultyApi(EmbeddedApi):
     def _on_loop(self, act: Callable[[], object]) -> None:
         self._loop.call_soon_threadsafe(act)
 
-    def _mark_watches(self, name: str) -> None:
-        for watch in self.watches:
-            setattr(watch, name, True)
-        self._store.wake()
+    def _drop(self) -> None:
+        for request in self._watches.values():
+            if request.transport is not None:
+                request.transport.abort()
+
+    def _silence(self) -> None:
+        while self._watches:
+            serving, _ = self._watches.popitem()
+            serving.cancel()

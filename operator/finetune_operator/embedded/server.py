@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
-from weakref import WeakSet
 
 import orjson
 from aiohttp import web
@@ -52,14 +51,12 @@ class EmbeddedApi:
         StateError: the file cannot be understood.
 
     Attributes:
-        watches: The open ones.
         url: `http://127.0.0.1:PORT/SECRET`, once it is entered.
     """
 
     url: str
 
     def __init__(self, crds: Sequence[Object], *, port: int = 0, state: Path | None = None) -> None:
-        self.watches: WeakSet[Watch] = WeakSet()
         self._store = Store(state)
         self._secret = secrets.token_urlsafe(24)
         self._crds = crds
@@ -70,13 +67,6 @@ class EmbeddedApi:
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1
         )
-
-    async def before(self, verb: str, plural: str) -> None:
-        """Do nothing; a test overrides it to let requests fail.
-
-        Raises:
-            StatusError: the request's answer.
-        """
 
     def kubeconfig(self) -> Object:
         """Return the kubeconfig; it holds the secret, so only its owner may read a file of it."""
@@ -134,7 +124,8 @@ class EmbeddedApi:
         if said is not None:
             return _json(said)
         try:
-            return await self._serve(request, await self._parsed(request, path))
+            parsed = await self._parsed(request, path)
+            return await self._serve(_verb(request, parsed), request, parsed)
         except StatusError as error:
             wait = error.status["details"].get("retryAfterSeconds")
             headers = {"Retry-After": str(wait)} if wait else {}
@@ -148,14 +139,9 @@ class EmbeddedApi:
             raise _no_page()
         return parsed
 
-    async def _serve(self, request: web.Request, parsed: ApiRequest) -> web.StreamResponse:
-        verb = _VERBS.get((request.method, bool(parsed.key.name)))
-        if verb is None:
-            message = "the server does not allow this method on the requested resource"
-            raise StatusError(405, "MethodNotAllowed", message)
-        if verb == "list" and request.query.get("watch") in ("1", "true"):
-            verb = "watch"
-        await self.before(verb, parsed.kind.resource.plural)
+    async def _serve(
+        self, verb: str, request: web.Request, parsed: ApiRequest
+    ) -> web.StreamResponse:
         if verb == "watch":
             return await self._watch(request, parsed)
         answer = VERBS[verb](self._store, parsed)
@@ -169,7 +155,6 @@ class EmbeddedApi:
     async def _watch(self, request: web.Request, parsed: ApiRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         watch = Watch(self._store, parsed)
-        self.watches.add(watch)
         with suppress(ConnectionResetError):  # the client has gone
             await response.prepare(request)
             async for event in watch.events():
@@ -178,10 +163,16 @@ class EmbeddedApi:
                     rows = [] if event["type"] == "BOOKMARK" else [made]
                     made = table(parsed.kind, rows, made["metadata"])
                 await response.write(orjson.dumps({**event, "object": made}) + b"\n")
-            if watch.is_dropped and request.transport is not None:
-                request.transport.abort()
             await response.write_eof()
         return response
+
+
+def _verb(request: web.Request, parsed: ApiRequest) -> str:
+    verb = _VERBS.get((request.method, bool(parsed.key.name)))
+    if verb is None:
+        message = "the server does not allow this method on the requested resource"
+        raise StatusError(405, "MethodNotAllowed", message)
+    return "watch" if verb == "list" and request.query.get("watch") in ("1", "true") else verb
 
 
 def _wants_table(request: web.Request) -> bool:

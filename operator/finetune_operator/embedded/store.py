@@ -121,7 +121,7 @@ class Store:
         if kind.resource == CRDS:
             self._serve(made, is_gone=type_ == "DELETED")
         self._has_changed.set()
-        self.wake()
+        self._wake()
         return made
 
     def delete(self, kind: Kind, made: Object, *, is_foreground: bool = False) -> Object:
@@ -168,13 +168,13 @@ class Store:
         self.version += 1
         self.oldest = self.version
         self._history.clear()
-        self.wake()
+        self._wake()
 
     async def changed(self) -> None:
-        """Return at the next change, or when `wake` is called."""
+        """Return at the next change, or at the end."""
         await self._news.wait()
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Wake all who wait for a change."""
         self._news.set()
         self._news = asyncio.Event()
@@ -182,7 +182,7 @@ class Store:
     def close(self) -> None:
         """Let every watch end."""
         self.is_closed = True
-        self.wake()
+        self._wake()
 
     async def maintain(self) -> None:
         """Collect garbage and write the file soon after each change, until cancelled."""

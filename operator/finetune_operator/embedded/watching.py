@@ -23,14 +23,9 @@ class Watch:
 
     Raises:
         StatusError: a parameter is invalid.
-
-    Attributes:
-        is_dropped: A test has broken its connection.
-        is_silent: A test keeps it open without a further event.
     """
 
     def __init__(self, store: Store, request: ApiRequest) -> None:
-        self.is_dropped = self.is_silent = False
         self._store = store
         self._request = request
         self._at = request.number("resourceVersion")
@@ -42,15 +37,12 @@ class Watch:
         self._matches = selects(request.kind, request.key.namespace, request.query)
 
     async def events(self) -> AsyncIterator[Object]:
-        """Yield events until the time is over, the watch is dropped, or the server ends."""
+        """Yield events until the time is over or the server ends."""
         clock = asyncio.get_running_loop().time
         end, bookmark_at = clock() + self._seconds, clock() + self._bookmark_seconds
         for event in self._first():
             yield event
-        while not (self._store.is_closed or self.is_dropped) and clock() < end:
-            if self.is_silent:
-                await self._store.changed()
-                continue
+        while not self._store.is_closed and clock() < end:
             try:
                 changes = self._store.since(self._at, str(self._request.kind.resource))
             except StatusError as error:
