@@ -5,8 +5,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import TypeVar
 
@@ -89,15 +89,18 @@ class HostedBackend:
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what the backend cannot do."""
-        return self.backend.validate(job)
+        with self._faults_told():
+            return self.backend.validate(job)
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the folders that the job writes."""
-        return self.backend.writes(job)
+        with self._faults_told():
+            return self.backend.writes(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return what `submit` would create."""
-        return self.backend.render(plan, attempt)
+        with self._faults_told():
+            return self.backend.render(plan, attempt)
 
     async def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what is wrong with what the job names; the event loop goes on meanwhile."""
@@ -105,9 +108,10 @@ class HostedBackend:
         if type(self.backend).check_inputs is Backend.check_inputs:
             return ()
         seconds = self.backend.limits.check_inputs
-        return await self._checks.run(
-            "check_inputs", lambda: self.backend.check_inputs(job), seconds
-        )
+        with self._faults_told():
+            return await self._checks.run(
+                "check_inputs", lambda: self.backend.check_inputs(job), seconds
+            )
 
     async def submit(self, request: Request) -> Handle:
         """Create the attempt, or adopt it."""
@@ -131,7 +135,8 @@ class HostedBackend:
 
     def forget(self, job_uid: str) -> None:
         """Drop what is kept in memory about a job."""
-        self.backend.forget(job_uid)
+        with self._faults_told():
+            self.backend.forget(job_uid)
 
     async def close(self) -> None:
         """Close the backend if it was started; no verb is called any more."""
@@ -148,10 +153,25 @@ class HostedBackend:
 
         Raises:
             TransientError: it took too long, or the backend cannot be started now.
-            BrokenBackendError: the backend cannot be started until somebody fixes it.
+            BrokenBackendError: somebody must fix the backend, which cannot be started or fails.
         """
         await self._start()
-        return await within(getattr(self.backend.limits, verb), f"{self._title}: {verb}", call)
+        with self._faults_told():
+            return await within(getattr(self.backend.limits, verb), f"{self._title}: {verb}", call)
+
+    @contextmanager
+    def _faults_told(self) -> Iterator[None]:
+        """Raise a BrokenBackendError for an error that is the backend's own fault."""
+        try:
+            yield
+        except FineTuneError:
+            raise
+        except Exception as error:
+            log.exception("backend failed", extra={"backend": self.name})
+            raise BrokenBackendError(
+                f"{self._title} failed ({type(error).__name__}: {error}); the operator's log has "
+                "the traceback"
+            ) from error
 
     async def _start(self) -> None:
         """Start the backend, unless it was; several first jobs wait for the same start."""

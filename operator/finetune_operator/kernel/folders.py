@@ -6,8 +6,8 @@ says what an attempt was opened with), so a new process comes to the same answer
 and no write, and a question no more than the folders are deep.
 """
 
-import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
@@ -20,8 +20,6 @@ from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import Reason, is_finished
 from finetune_operator.reconcile.decide import Rejection
-
-log = logging.getLogger(__name__)
 
 _Rank = tuple[bool, str, str, str]
 
@@ -101,7 +99,10 @@ class FolderBook:
         self.catch_up()
         if (entry := self._entries.get(key)) is None:
             return None
-        entry.folders = self._written(entry.view)  # a profile may have changed meanwhile
+        try:
+            entry.folders = self._named(entry.view)  # a profile may have changed meanwhile
+        except FineTuneError as error:
+            return Rejection(Reason.BACKEND_FAILED, str(error))
         self._let_rivals_be_seen(key, entry)
         found = [
             (rank, mine, theirs, other)
@@ -251,16 +252,14 @@ class FolderBook:
         return bool(entry.has_opened and entry.folders and is_free and is_open)
 
     def _written(self, view: JobView) -> tuple[Written, ...]:
+        with suppress(FineTuneError):  # told once the job itself is reconciled
+            return self._named(view)
+        return ()
+
+    def _named(self, view: JobView) -> tuple[Written, ...]:
         if view.parsed is None:
             return ()
-        try:
-            return tuple(self._backends.get(view.backend).writes(view.job))
-        except FineTuneError:
-            return ()  # reported when the job is reconciled
-        except Exception:
-            # A plugin's fault must not end the reconcile of another job.
-            log.exception("backend cannot name folders", extra={"job": view.metadata.name})
-            return ()
+        return tuple(self._backends.get(view.backend).writes(view.job))
 
     def _why(self, mine: Written, theirs: Written, other: Key) -> str:
         said = sentence(mine, theirs, f"the job {other}")

@@ -6,7 +6,6 @@ here decides or writes.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +26,6 @@ from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
 from finetune_operator.reconcile.decide import Rejection
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -273,20 +270,8 @@ class JobIndex:
             return Rejection(Reason.BACKEND_NOT_FOUND, str(error))
         except FineTuneError as error:
             return Rejection(Reason.BACKEND_FAILED, str(error))
-        except Exception as error:
-            # A plugin's fault; without a word in the status nobody would search for it.
-            log.exception("backend cannot check a job", extra={"job": str(job.metadata.name)})
-            return Rejection(Reason.BACKEND_FAILED, fault_of(job, error))
         errors = [one for one in problems if one.severity is Severity.ERROR]
         return _rejection(errors) if errors else self.plan(job)
-
-
-def fault_of(job: FineTuneJob, error: Exception) -> str:
-    """Return the sentence about a fault of the job's backend itself."""
-    return (
-        f"spec.backend.type {job.spec.backend.type} failed ({type(error).__name__}: {error}); the "
-        "operator's log has the traceback"
-    )
 
 
 def _rejection(problems: Iterable[Problem]) -> Rejection:

@@ -24,7 +24,7 @@ from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.informer import WatchForbidden
-from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses, fault_of
+from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
 from finetune_operator.kernel.verbs import OBSERVE_AGAIN_SECONDS, Actions, Observer
@@ -132,8 +132,8 @@ class Reconciler:
         view = await self._find_lost(view)
         try:
             observation = await self._observer.observe(view)
-        except Exception as error:
-            if isinstance(error, FineTuneError) and error.retryable:
+        except FineTuneError as error:
+            if error.retryable:
                 raise
             return await self._reject(view, rejections.unreadable(view, error), "that is fixed")
         if observation is not None and observation.warning:
@@ -195,10 +195,6 @@ class Reconciler:
             log.warning("attempt not created", extra=_about(view, attempt=number, error=error))
             # It may have been refused before anybody has looked for it.
             return await self._tell_failed(view, SubmitFailed(str(error), needs_fix=True))
-        except Exception as error:
-            log.exception("attempt not created", extra=_about(view, attempt=number))
-            failed = SubmitFailed(fault_of(view.job, error), needs_fix=True)
-            return await self._tell_failed(view, failed)
         self._pending.note_handle(view, number, handle)
         log.info("attempt created", extra=_about(view, attempt=number, handle=handle.name))
         if self._backends.finds_from_cache(view.backend) is False:

@@ -4,7 +4,7 @@ import logging
 
 from finetune_operator.errors import FineTuneError, UnknownBackendError
 from finetune_operator.kernel.informer import WatchForbidden
-from finetune_operator.kernel.jobs import JobView, fault_of
+from finetune_operator.kernel.jobs import JobView
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import Reason
 from finetune_operator.reconcile.decide import Rejection
@@ -21,14 +21,10 @@ def unseen(view: JobView, forbidden: WatchForbidden) -> Rejection:
     return Rejection(Reason.BACKEND_FAILED, text)
 
 
-def unreadable(view: JobView, error: Exception) -> Rejection:
+def unreadable(view: JobView, error: FineTuneError) -> Rejection:
     """Return why an attempt cannot be observed, and log it."""
-    extra = {"job": str(view.key), "error": error}
-    if isinstance(error, FineTuneError):
-        log.warning("attempt cannot be observed", extra=extra)
-        return Rejection(_reason_of(error), str(error))
-    log.error("attempt cannot be observed", extra=extra, exc_info=error)
-    return Rejection(Reason.BACKEND_FAILED, fault_of(view.job, error))
+    log.warning("attempt cannot be observed", extra={"job": str(view.key), "error": error})
+    return Rejection(_reason_of(error), str(error))
 
 
 def endless(error: FineTuneError) -> Rejection:
