@@ -10,7 +10,7 @@ from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
 from finetune_operator.testing.fake import FakeBackend, ended
-from kernel_world import KEY, World
+from kernel_world import KEY, Crash, World
 from virtual_time import run
 
 FAULT = "spec.backend.type fake failed (RuntimeError: a fault); the operator's log has the"
@@ -142,5 +142,38 @@ def test_a_backend_that_cannot_forget_keeps_no_finished_job() -> None:
         await world.work()
         assert world.job["status"]["phase"] == "Succeeded"
         assert world.job["metadata"]["finalizers"] == []
+
+    run(work())
+
+
+def test_a_deleted_job_that_cannot_be_read_stays_while_an_attempt_of_it_may_exist() -> None:
+    async def work() -> None:
+        world = FaultyWorld()
+        await world.apply(backend={"type": "fake"})
+        submit = world.fake.submit
+
+        async def die(request: object) -> object:
+            await submit(request)  # type: ignore[arg-type]
+            raise Crash
+
+        world.fake.submit = die  # type: ignore[method-assign,assignment]
+        await world.catch_up()
+        with pytest.raises(Crash):
+            await world.reconciler.reconcile(KEY)
+        world.fake.submit = submit  # type: ignore[method-assign]
+        readable = world.job["spec"]["training"]["globalBatchSize"]
+        await world.change(training={"globalBatchSize": "many"})
+        world.start_process()
+        await world.api.delete(FINE_TUNE_JOBS, KEY.name, KEY.namespace)
+        await world.work()
+        assert world.stalled().startswith(
+            "attempt 1 may exist, and cannot be searched for while the spec cannot be read; the "
+            "job stays until its attempt has ended. Fix that, or make sure that nothing of the "
+            "attempt runs, and then remove the finalizer finetune.dev/backend"
+        )
+        await world.change(training={"globalBatchSize": readable})
+        await world.work()
+        assert world.api.objects(FINE_TUNE_JOBS) == []
+        assert world.fake.alive == []
 
     run(work())

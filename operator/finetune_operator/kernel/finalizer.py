@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from finetune_operator.backends.base import AttemptPhase, AttemptRef, Observation
 from finetune_operator.backends.instances import Backends
-from finetune_operator.errors import FineTuneError, TransientError
+from finetune_operator.errors import BackendError, FineTuneError, TransientError
 from finetune_operator.kernel import rejections
 from finetune_operator.kernel.events import EventPoster, EventType, JobEvent
 from finetune_operator.kernel.jobs import JobView
@@ -176,8 +176,19 @@ class Finalizer:
         return await self._events.post(view.metadata, event)
 
     async def _last_created(self, view: JobView) -> JobView:
-        """Return the job with its last attempt, also where nobody wrote down that it exists."""
-        if view.parsed is None or view.handle is not None:
+        """Return the job with its last attempt, also where nobody wrote down that it exists.
+
+        Raises:
+            FineTuneError: that cannot be said.
+        """
+        if view.handle is not None:
+            return view
+        if view.parsed is None:
+            if view.attempt is not None and FINALIZER in view.finalizers:
+                raise BackendError(
+                    f"attempt {view.attempt.number} may exist, and cannot be searched for while "
+                    "the spec cannot be read"
+                )
             return view
         is_free = self._backends.finds_from_cache(view.backend) is not False
         may_exist = view.attempt is not None or (not view.status.attempt and is_free)
