@@ -38,7 +38,7 @@ from finetune_operator.kube.cache import Key
 from finetune_operator.kube.compact import compact
 from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
-from finetune_operator.kube.resources import CONFIG_MAPS, Object
+from finetune_operator.kube.resources import CONFIG_MAPS, Object, Resource
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 from finetune_operator.testing.fake import FakeBackend, folders_named_by_uri
@@ -46,6 +46,7 @@ from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 
 PENDING = {"phase": "Pending"}
 RETRY_AFTER_SECONDS = 40.0
+WIDGETS = Resource("example.com", "v1", "widgets", "Widget")
 
 
 def _demand_quiet(job: FineTuneJob) -> None:
@@ -218,6 +219,13 @@ class GreedyBackend(ConfigMapBackend):
 
     name: ClassVar[str] = "greedy"
     watches: ClassVar[tuple[Watch, ...]] = (Watch(CONFIG_MAPS, trim=compact),)
+
+
+class UnservedBackend(FakeBackend):
+    """Backend `unserved`: watches a kind that no API server has by itself."""
+
+    name: ClassVar[str] = "unserved"
+    watches: ClassVar[tuple[Watch, ...]] = (Watch(WIDGETS),)
 
 
 class FirstVersionBackend(ConfigMapBackend):

@@ -6,13 +6,15 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 
 from builders import manifest
-from configmap_backend import RETRY_AFTER_SECONDS, ThrottledBackend
+from configmap_backend import RETRY_AFTER_SECONDS, WIDGETS, ThrottledBackend
 from fake_api import FakeApi
 from finetune_operator.api.validate import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
-from kernel_world import START
+from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
+from finetune_operator.reconcile.decide import RECHECK_SECONDS
+from kernel_world import START, nothing
 from live_world import SETTINGS
 from virtual_time import run
 
@@ -64,6 +66,35 @@ def test_a_plugin_that_keeps_other_fields_of_a_shared_kind_is_named_and_the_firs
                 "Watch"
             )
             assert (await condition(api, "configmap", "Accepted"))["status"] == "True"
+
+    run(work())
+
+
+def test_a_plugin_that_watches_an_unknown_kind_is_named_until_that_is_served() -> None:
+    def is_unserved(verb: str, resource: Resource, name: str) -> None:
+        if resource == WIDGETS:
+            raise NotFoundError(404, "NotFound", "the server could not find the resource")
+
+    async def work() -> None:
+        plugins = ("configmap:ConfigMapBackend", "unserved:UnservedBackend")
+        named = (one.partition(":") for one in plugins)
+        points = [f"{name}=configmap_backend:{kind}" for name, _, kind in named]
+        async with operated(*points) as api:
+            api.before = is_unserved
+            await apply(api, "unserved")
+            await apply(api, "configmap")
+            await asyncio.sleep(45)
+            stalled = await condition(api, "unserved", "Stalled")
+            assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
+            assert stalled["message"].startswith(
+                "spec.backend.type unserved: the operator cannot see what runs in this namespace "
+                "(the server could not find the resource); have the cluster serve "
+                "widgets.example.com, or use another backend"
+            )
+            assert (await condition(api, "configmap", "Accepted"))["status"] == "True"
+            api.before = nothing
+            await asyncio.sleep(2 * RECHECK_SECONDS)
+            assert (await condition(api, "unserved", "Stalled"))["status"] == "False"
 
     run(work())
 

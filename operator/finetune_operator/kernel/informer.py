@@ -26,16 +26,18 @@ _PAUSE_SECONDS = 0.1  # between a watch that ended as it should and the next
 
 
 @dataclass(frozen=True)
-class WatchForbidden:
-    """The API server has answered 403, so that objects exist which are not shown.
+class NotShown:
+    """The API server does not show objects: that is forbidden, or it does not serve their kind.
 
     Attributes:
         message: Its sentence.
         since: From when on, on the loop's clock.
+        cure: What to do.
     """
 
     message: str
     since: float
+    cure: str = "give it that right"
 
 
 class Informer:
@@ -74,8 +76,9 @@ class Informer:
         self.watch = watch
         self.namespace = namespace
         self.is_synced = asyncio.Event()
-        self.forbidden: WatchForbidden | None = None
+        self.forbidden: NotShown | None = None
         self.absent = ""
+        self._absent_since = 0.0
         self.last_activity = asyncio.get_running_loop().time()
         self._client = client
         self._cache = cache
@@ -85,6 +88,14 @@ class Informer:
         self._version: str | None = None
         self._bookmark = -1
         self._is_list_forbidden = False
+
+    @property
+    def not_shown(self) -> NotShown | None:
+        """What keeps objects of jobs from being seen now."""
+        if self.forbidden or not self.absent or self.watch.selector is None:
+            return self.forbidden
+        cure = f"have the cluster serve {self.watch.resource}, or use another backend"
+        return NotShown(self.absent, self._absent_since, cure)
 
     async def run(self) -> None:
         """List and watch until cancelled; a failure is followed by another try."""
@@ -153,7 +164,7 @@ class Informer:
         """Note that the kind is not served; it has no objects then, unless it was for a moment."""
         self.is_synced.set()
         if not self.absent:
-            self.absent = message
+            self.absent, self._absent_since = message, asyncio.get_running_loop().time()
             log.warning("kind is not served", extra=self._about(error=message))
             return
         newest = max(map(version_of, self._cache), default=0)
@@ -162,7 +173,7 @@ class Informer:
 
     def _forbid(self, message: str) -> None:
         if self.forbidden is None:
-            self.forbidden = WatchForbidden(message, asyncio.get_running_loop().time())
+            self.forbidden = NotShown(message, asyncio.get_running_loop().time())
             log.warning("watch forbidden", extra=self._about(error=message))
         self.is_synced.set()
 

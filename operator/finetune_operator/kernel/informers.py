@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from finetune_operator.backends.base import Backend
-from finetune_operator.kernel.informer import Informer, WatchForbidden
+from finetune_operator.kernel.informer import Informer, NotShown
 from finetune_operator.kube.resources import Resource
 from finetune_operator.kube.watch import Watch
 
@@ -44,17 +44,15 @@ class Informers:
         for informer in self.all:
             await informer.is_synced.wait()
 
-    def forbidden_to(self, namespace: str, backend: str) -> WatchForbidden | None:
+    def not_shown_to(self, namespace: str, backend: str) -> NotShown | None:
         """Return what keeps a backend's attempts in a namespace from being seen."""
         needed = self._vital.get(backend, frozenset())
         found = (
-            informer.forbidden
+            informer.not_shown
             for informer in self.all
-            if informer.forbidden
-            and informer.watch.resource in needed
-            and informer.namespace in (None, namespace)
+            if informer.watch.resource in needed and informer.namespace in (None, namespace)
         )
-        return min(found, key=lambda one: one.since, default=None)
+        return min(filter(None, found), key=lambda one: one.since, default=None)
 
     def forbidden(self) -> dict[str, str]:
         """Return what is not shown, and why."""

@@ -113,7 +113,7 @@ class LeaderTerm:
             self._backends,
             EventPoster(client, settings.identity),
             now=now,
-            forbidden=self._informers.forbidden_to,
+            not_shown=self._informers.not_shown_to,
             is_busy=self._queue.is_busy,
             wake=self._queue.add,
         )

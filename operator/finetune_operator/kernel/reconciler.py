@@ -23,7 +23,7 @@ from finetune_operator.kernel import rejections
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
-from finetune_operator.kernel.informer import WatchForbidden
+from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 FIRST_OBSERVATION_SECONDS = 1.5
 """How long after an attempt was created it is observed, unless an event of it comes before."""
-_FORBIDDEN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
+_NOT_SHOWN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
 
 class Reconciler:
@@ -60,7 +60,7 @@ class Reconciler:
         backends: Who runs attempts.
         events: Posts Events.
         now: The time, with a zone.
-        forbidden: What keeps a backend's attempts in a namespace from being seen; by both names.
+        not_shown: What keeps a backend's attempts in a namespace from being seen; by both names.
         is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
         wake: Has a job reconciled, as what it waited for may be there.
     """
@@ -73,14 +73,14 @@ class Reconciler:
         events: EventPoster,
         *,
         now: Callable[[], datetime],
-        forbidden: Callable[[str, str], WatchForbidden | None] = lambda namespace, backend: None,
+        not_shown: Callable[[str, str], NotShown | None] = lambda namespace, backend: None,
         is_busy: Callable[[Key], bool] = lambda key: False,
         wake: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._backends = backends
         self._events = events
         self._now = now
-        self._forbidden = forbidden
+        self._not_shown = not_shown
         self._pending = PendingStatuses()
         self._index = JobIndex(cache.get, backends, self._pending)
         self._folders = FolderBook(cache, self._index.get, backends, self._pending, wake)
@@ -113,8 +113,8 @@ class Reconciler:
         if not view.is_ours:
             return NEVER
         try:
-            if (forbidden := self._forbidden(key.namespace, view.backend)) is not None:
-                return await self._stand_by(view, forbidden)
+            if (missing := self._not_shown(key.namespace, view.backend)) is not None:
+                return await self._stand_by(view, missing)
             if view.is_deleted:
                 return await self._finalize(view)
             if view.rejection is not None:
@@ -237,12 +237,12 @@ class Reconciler:
         await self._writer.report(view, status)
         return Result(RECHECK_SECONDS)
 
-    async def _stand_by(self, view: JobView, forbidden: WatchForbidden) -> Result:
+    async def _stand_by(self, view: JobView, missing: NotShown) -> Result:
         """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
-        left = forbidden.since + _FORBIDDEN_SECONDS - asyncio.get_running_loop().time()
+        left = missing.since + _NOT_SHOWN_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or view.is_deleted:
             return Result(max(left, OBSERVE_AGAIN_SECONDS))
-        return await self._reject(view, rejections.unseen(view, forbidden), "it can be seen")
+        return await self._reject(view, rejections.unseen(view, missing), "it can be seen")
 
     async def _finalize(self, view: JobView) -> Result:
         try:

@@ -3,7 +3,7 @@
 import logging
 
 from finetune_operator.errors import FineTuneError, UnknownBackendError
-from finetune_operator.kernel.informer import WatchForbidden
+from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobView
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import Reason
@@ -12,11 +12,11 @@ from finetune_operator.reconcile.decide import Rejection
 log = logging.getLogger(__name__)
 
 
-def unseen(view: JobView, forbidden: WatchForbidden) -> Rejection:
+def unseen(view: JobView, missing: NotShown) -> Rejection:
     """Return that the API server does not show what runs for a job."""
     text = (
         f"spec.backend.type {view.backend}: the operator cannot see what runs in this namespace "
-        f"({forbidden.message}); give it that right"
+        f"({missing.message}); {missing.cure}"
     )
     return Rejection(Reason.BACKEND_FAILED, text)
 
