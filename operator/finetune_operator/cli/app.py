@@ -57,8 +57,7 @@ def _version(is_asked: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_version, help="Print the version."),
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Take the options of `ftctl` itself; each acts in its own callback."""

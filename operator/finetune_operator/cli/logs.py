@@ -31,9 +31,7 @@ def logs(
     previous: Annotated[
         bool,
         typer.Option(
-            "--previous",
-            "-p",
-            help="The attempt before the newest; the only one, if it failed.",
+            "--previous", "-p", help="The attempt before the newest; the only one, if it failed."
         ),
     ] = False,
     follow: Annotated[

@@ -84,11 +84,7 @@ class Target:
 
 
 def open_target(
-    file: Path,
-    backend: str | None = None,
-    *,
-    runs_here: bool = False,
-    profile: Path | None = None,
+    file: Path, backend: str | None = None, *, runs_here: bool = False, profile: Path | None = None
 ) -> Target:
     """Read, validate and plan the job in `file`.
 

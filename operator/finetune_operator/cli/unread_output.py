@@ -16,11 +16,7 @@ _CTRL_C_SECONDS = 0.5
 
 
 async def until_unread(
-    work: Coroutine[Any, Any, _T],
-    *,
-    is_stopping: Callable[[], bool],
-    name: str,
-    again: str,
+    work: Coroutine[Any, Any, _T], *, is_stopping: Callable[[], bool], name: str, again: str
 ) -> _T:
     """Return what `work` returns; cancel it once standard output cannot be written any more.
 

@@ -194,11 +194,7 @@ class Actions:
     """
 
     def __init__(
-        self,
-        backends: Backends,
-        index: JobIndex,
-        writer: StatusWriter,
-        now: Callable[[], datetime],
+        self, backends: Backends, index: JobIndex, writer: StatusWriter, now: Callable[[], datetime]
     ) -> None:
         self._backends = backends
         self._index = index

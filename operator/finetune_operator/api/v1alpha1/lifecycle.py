@@ -126,9 +126,7 @@ class RestartBackoff(ApiModel):
 
     cel_rules = (
         Rule(
-            "self.baseSeconds <= self.maxSeconds",
-            "must be at most maxSeconds",
-            field="baseSeconds",
+            "self.baseSeconds <= self.maxSeconds", "must be at most maxSeconds", field="baseSeconds"
         ),
     )
 

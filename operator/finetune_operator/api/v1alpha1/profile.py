@@ -27,8 +27,7 @@ Path = Annotated[
     Rule("self.startsWith('/')", "must be an absolute path; write it from /"),
 ]
 Quantity = Annotated[
-    str,
-    Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", max_length=32),
+    str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", max_length=32)
 ]
 ResourceName = Annotated[str, Field(min_length=1, max_length=317)]
 UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]

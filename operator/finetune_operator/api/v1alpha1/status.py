@@ -216,9 +216,6 @@ class FineTuneJobStatus(ApiModel):
     """What was exported."""
     conditions: Annotated[list[Condition], Field(max_length=32)] = Field(
         list(FIRST_CONDITIONS),
-        json_schema_extra={
-            "x-kubernetes-list-type": "map",
-            "x-kubernetes-list-map-keys": ["type"],
-        },
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     """Conditions, one a type."""

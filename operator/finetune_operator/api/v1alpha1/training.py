@@ -93,8 +93,7 @@ class TrainingSpec(ApiModel):
 
     cel_rules = (
         Rule(
-            "has(self.epochs) != has(self.maxSteps)",
-            "must set exactly one of epochs and maxSteps",
+            "has(self.epochs) != has(self.maxSteps)", "must set exactly one of epochs and maxSteps"
         ),
         Rule(
             "!has(self.earlyStopping) || has(self.evalEverySteps)",

@@ -6,12 +6,7 @@ server is asked.
 
 from dataclasses import dataclass
 
-from finetune_operator.backends.aks.names import (
-    CONTROLLER_LABEL,
-    AttemptName,
-    child_name,
-    is_owned,
-)
+from finetune_operator.backends.aks.names import CONTROLLER_LABEL, AttemptName, child_name, is_owned
 from finetune_operator.backends.aks.watched import trim_job
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.cluster import Cluster

@@ -37,10 +37,7 @@ _RESERVED_VOLUMES = ("config", "dev-shm", "tmp", "scratch", "claim-*", "profile-
 _TEXT: Schema = {"type": "string"}
 _YES_OR_NO: Schema = {"type": "boolean"}
 _ANYTHING: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-_AMOUNTS: Schema = {
-    "type": "object",
-    "additionalProperties": {"x-kubernetes-int-or-string": True},
-}
+_AMOUNTS: Schema = {"type": "object", "additionalProperties": {"x-kubernetes-int-or-string": True}}
 
 
 def _fields(*required: str, **properties: Schema) -> Schema:
@@ -73,9 +70,7 @@ _SPEC = _fields(
     imagePullSecrets=_list_of(_fields("name", name=_TEXT)),
     nodeSelector={"type": "object", "additionalProperties": _TEXT},
     tolerations=_list_of(_ANYTHING),
-    volumes=_list_of(
-        _fields("name", name=_TEXT, emptyDir=_ANYTHING, persistentVolumeClaim=_CLAIM),
-    ),
+    volumes=_list_of(_fields("name", name=_TEXT, emptyDir=_ANYTHING, persistentVolumeClaim=_CLAIM)),
 )
 """The fields of a PodSpec that a job may set, in the form Kubernetes gives them."""
 

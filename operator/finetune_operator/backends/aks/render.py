@@ -161,10 +161,7 @@ def _config(plan: Plan, name: AttemptName, places: Locations) -> str:
 def _failure_rules() -> list[Json]:
     """Return rules that name the cause in the Job's condition; a lost pod always ends the Job."""
     return [
-        {
-            "action": "FailJob",
-            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-        },
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
             "onExitCodes": {"operator": "In", "values": [int(code) for code in _PERMANENT]},

@@ -17,12 +17,7 @@ def main(arguments: list[str]) -> None:
     me = proc.look_up(os.getpid())
     assert me is not None, "this process is alive"
     text = json.dumps(
-        {
-            "pid": me.pid,
-            "startTime": me.start_time,
-            "bootId": me.boot_id,
-            "uid": os.getuid(),
-        }
+        {"pid": me.pid, "startTime": me.start_time, "bootId": me.boot_id, "uid": os.getuid()}
     )
     with open(f"{record}.tmp", "w", encoding="utf-8") as file:
         file.write(text + "\n")

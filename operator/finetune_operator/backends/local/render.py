@@ -43,8 +43,7 @@ def render(
         objects=(
             _file(str(folder.attempt), record.model_dump(by_alias=True, exclude_none=True)),
             _file(
-                str(folder.config),
-                config.model_dump(by_alias=True, exclude_none=True, mode="json"),
+                str(folder.config), config.model_dump(by_alias=True, exclude_none=True, mode="json")
             ),
             *(_process(plan, folder, rank, command, context) for rank in range(plan.nodes)),
         ),
@@ -63,10 +62,7 @@ def _file(path: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
 def _process(
     plan: Plan, folder: AttemptFolder, rank: int, command: Sequence[str], context: BackendContext
 ) -> Mapping[str, Any]:
-    environment = {
-        ENV_NODE_RANK: str(rank),
-        ENV_TERMINATION_PATH: str(folder.termination(rank)),
-    }
+    environment = {ENV_NODE_RANK: str(rank), ENV_TERMINATION_PATH: str(folder.termination(rank))}
     if plan.device == "cuda" and plan.nodes > 1:
         # Nodes of this machine share its GPUs: each sees its part of those that we may use.
         first = rank * plan.processes_per_node
