@@ -11,6 +11,7 @@ from pathlib import Path
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Attempt, AttemptRef, Backend, BackendContext
+from finetune_operator.backends.hosting import HostedBackend
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -68,20 +69,29 @@ async def _lines(client: HttpClient, job: Key, wanted: RankLog) -> AsyncIterator
     if not made.status.attempt:
         said = next((one.message for one in made.status.conditions if one.type == "Ready"), "")
         raise FineTuneError(f"FineTuneJob {job} has no attempt yet ({said})")
-    number = attempt_number(f"FineTuneJob {job}", made.status, previous=wanted.previous)
     context = BackendContext(Path(), dict(os.environ), Cluster(client, ObjectCache))
-    backend = registry.load(made.spec.backend.type)(context)
-    ref = await find_attempt(backend, made, number)
-    async for line in backend.logs(ref, wanted.rank, wanted.follow):
+    async for line in lines_of(registry.load(made.spec.backend.type)(context), made, wanted):
         yield line
 
 
-async def find_attempt(backend: Backend, job: FineTuneJob, number: int) -> AttemptRef:
-    """Return one attempt of a job, which may be over.
+async def lines_of(backend: Backend, job: FineTuneJob, wanted: RankLog) -> AsyncIterator[str]:
+    """Yield the log of one rank; its backend is started for that, and may not write.
 
     Raises:
-        FineTuneError: nothing of it is left.
+        FineTuneError: there is no such attempt or log, or the backend cannot be asked.
     """
+    name = f"FineTuneJob {job.metadata.namespace}/{job.metadata.name}"
+    number = attempt_number(name, job.status, previous=wanted.previous)
+    hosted = HostedBackend(job.spec.backend.type, backend, seconds_to_write=lambda: 0.0)
+    try:
+        ref = await _find_attempt(hosted, job, number)
+        async for line in backend.logs(ref, wanted.rank, wanted.follow):
+            yield line
+    finally:
+        await hosted.close()
+
+
+async def _find_attempt(backend: HostedBackend, job: FineTuneJob, number: int) -> AttemptRef:
     # As if nothing was known of its attempts: what stands in the way of a new one is left alone.
     unopened = job.model_copy(update={"status": FineTuneJobStatus()})
     found = await backend.find(unopened, Attempt(number))
