@@ -12,7 +12,7 @@ from finetune_operator.errors import TransientError
 from finetune_operator.kernel.queue import Result
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.testing.fake import RUNNING, ended
+from finetune_operator.testing.fake import PREEMPTED, RUNNING, ended
 from kernel_world import KEY, POINTS, World
 from virtual_time import run
 
@@ -270,6 +270,23 @@ def test_an_attempt_that_cannot_be_told_to_stop_is_told_once_and_no_longer_than_
         world.backend.errors["cancel"] = []
         await world.settle()
         assert world.job["status"]["phase"] == "Suspended"
+        assert world.condition("Stalled")["status"] == "False"
+
+    run(work())
+
+
+def test_an_attempt_that_could_not_be_told_to_stop_is_not_told_of_the_next_one() -> None:
+    async def work() -> None:
+        world = await running()
+        world.backend.errors["cancel"] = [BUSY] * 10_000
+        await world.change(suspend=True)
+        await world.look_for(60)
+        assert world.condition("Stalled")["status"] == "True"
+        world.backend.run(1).script[:] = [PREEMPTED]
+        await world.look_for(10)
+        await world.change(suspend=False)
+        await world.look_for(60)
+        assert world.job["status"]["attempt"] == 2
         assert world.condition("Stalled")["status"] == "False"
 
     run(work())

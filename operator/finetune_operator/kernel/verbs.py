@@ -205,6 +205,7 @@ class Actions:
 
     async def create(self, view: JobView, number: int) -> Handle:
         """Create the attempt of that number."""
+        self.forget(view.key)  # what has failed was about the attempt before
         plan = self._index.plan(view.job)
         if isinstance(plan, Rejection):
             raise BackendError(plan.message)
