@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -195,6 +195,7 @@ class OperatorProcess:
         identity: Its name.
         source: Where its code is, if not in this checkout.
         run_by: Command that runs it, given as its last arguments.
+        environ: Variables besides those of this process and its settings.
         settings: Further settings.
     """
 
@@ -206,6 +207,7 @@ class OperatorProcess:
         *,
         source: Path | None = None,
         run_by: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
         **settings: object,
     ) -> None:
         given = {
@@ -225,7 +227,7 @@ class OperatorProcess:
         self._lines: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
             [*run_by, sys.executable, "-m", "finetune_operator.kernel"],
-            env={**os.environ, **variables, "PYTHONPATH": path},
+            env={**os.environ, **(environ or {}), **variables, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
         )

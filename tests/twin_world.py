@@ -10,18 +10,16 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from builders import manifest
 from fake_api import FakeApi
-from finetune_operator.api.validate import defaulted
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kube.errors import NotFoundError
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
+from finetune_operator.kube.resources import Resource
 from finetune_operator.testing.remote import RemoteBackend
 from finetune_operator.testing.remote_service import RemoteRun, RemoteService
 from kernel_world import START, WRITES, Crash
+from remote_world import RemoteWorld
 
 NAMESPACE = "ns"
 
@@ -59,23 +57,21 @@ class FragileService(RemoteService):
         return run
 
 
-class TwinWorld:
+class TwinWorld(RemoteWorld):
     """The cluster, the service and the operator; make it with `start`.
 
     Whoever made it is the user: what another task writes, the operator does.
 
     Args:
         settings: Of the operator.
-
-    Attributes:
-        deaths: How often the operator has died so far.
     """
+
+    service: FragileService
 
     def __init__(self, settings: Settings) -> None:
         self.api = FakeApi()
-        self.service = FragileService()
+        super().__init__(self.api, NAMESPACE, FragileService())
         self.api.now = self.service.now = self.time
-        self.deaths = 0
         self._settings = settings
         self._user = asyncio.current_task()
         self._operator: asyncio.Task[None] | None = None
@@ -109,35 +105,6 @@ class TwinWorld:
     def on_writes(self, *, before: OnWrite = nothing, after: OnWrite = nothing) -> None:
         """Call these at each write of the operator, to the cluster and to the service."""
         self._before, self._after = before, after
-
-    async def apply(self, name: str = "tiny", **overrides: Any) -> None:
-        """Apply a job of the twin."""
-        fields: dict[str, Any] = {
-            "model__source": "hf://a/b",
-            "dataset__source": "hf://a/c",
-            "backend": {"type": "remote"},
-            **overrides,
-        }
-        await self.api.create(FINE_TUNE_JOBS, defaulted(manifest(name=name, **fields)), NAMESPACE)
-
-    async def change(self, name: str = "tiny", **spec: Any) -> None:
-        """Change the spec of a job."""
-        await self.api.patch(FINE_TUNE_JOBS, name, NAMESPACE, {"spec": spec})
-
-    async def delete(self, name: str = "tiny") -> None:
-        """Delete a job."""
-        await self.api.delete(FINE_TUNE_JOBS, name, NAMESPACE)
-
-    async def job(self, name: str = "tiny") -> Object | None:
-        """Return a job, or None once it is gone."""
-        try:
-            return await self.api.get(FINE_TUNE_JOBS, name, NAMESPACE)
-        except NotFoundError:
-            return None
-
-    def jobs(self) -> dict[str, Object]:
-        """Return all jobs by name."""
-        return {one["metadata"]["name"]: one for one in self.api.objects(FINE_TUNE_JOBS)}
 
     def _before_api(self, verb: str, resource: Resource, name: str) -> None:
         if verb in WRITES and asyncio.current_task() is not self._user:

@@ -241,7 +241,7 @@ def test_a_resync_asks_the_service_for_nothing_and_so_does_an_operator_that_has_
             for name in list(world.service.runs):
                 world.service.start(name)
             await asyncio.sleep(60.0)
-            assert {job["status"]["phase"] for job in world.jobs().values()} == {"Running"}
+            assert {job["status"]["phase"] for job in (await world.jobs()).values()} == {"Running"}
             world.service.requests.clear()
             await asyncio.sleep(100 * POLL_SECONDS)
             assert {verb for verb, _ in world.service.requests} == {"list"}

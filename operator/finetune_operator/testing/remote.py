@@ -36,8 +36,8 @@ from finetune_operator.testing.fake import folders_named_by_uri
 from finetune_operator.testing.remote_service import (
     JOB_UID,
     RemoteRun,
-    RemoteService,
     RunState,
+    ServiceClient,
     ServiceError,
 )
 from finetune_trainer.config import FailureClass
@@ -64,6 +64,8 @@ class RemoteBackend(Backend):
     Args:
         context: Kept for the signature of the contract; unused.
         service: Whom it asks.
+        poll_seconds: Between two lists.
+        request_seconds: How long it waits for an answer.
     """
 
     name: ClassVar[str] = "remote"
@@ -72,8 +74,17 @@ class RemoteBackend(Backend):
     runs_without_cluster: ClassVar[bool] = False
     limits: ClassVar[Limits] = Limits(late_submit=120.0, unconfirmed_cancel=300.0)
 
-    def __init__(self, context: BackendContext, service: RemoteService) -> None:
+    def __init__(
+        self,
+        context: BackendContext,
+        service: ServiceClient,
+        *,
+        poll_seconds: float = POLL_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         self._service = service
+        self._poll_seconds = poll_seconds
+        self._request_seconds = request_seconds
         self._services: Services | None = None
         self._poller: asyncio.Task[None] | None = None
         self._runs: dict[str, RemoteRun] | None = None  # None until they were listed
@@ -165,7 +176,7 @@ class RemoteBackend(Backend):
         loop = asyncio.get_running_loop()
         heard_at = loop.time()
         while True:
-            wait, error = POLL_SECONDS, ""
+            wait, error = self._poll_seconds, ""
             try:
                 await self._list()
             except TransientError as failed:
@@ -251,10 +262,11 @@ class RemoteBackend(Backend):
         if self._services is None:
             raise TransientError("the backend is closed")
         try:
-            async with asyncio.timeout(REQUEST_SECONDS):
+            async with asyncio.timeout(self._request_seconds):
                 return await request(*args, **kwargs)
         except TimeoutError:
-            raise TransientError(f"the service has not answered in {REQUEST_SECONDS:g} s") from None
+            sentence = f"the service has not answered in {self._request_seconds:g} s"
+            raise TransientError(sentence) from None
         except ServiceError as error:
             raise TransientError(f"the service says: {error}", error.retry_after) from error
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 JOB_UID = "job-uid"
 """Tag with the job that a run belongs to."""
@@ -89,6 +89,25 @@ class ServiceError(Exception):
         self.retry_after = retry_after
 
 
+class ServiceClient(Protocol):
+    """Who sends the four requests; the service itself, for a client in its own process.
+
+    Each raises `ServiceError` where the answer is no success.
+    """
+
+    async def list_runs(self) -> Mapping[str, RemoteRun]:
+        """Return all runs by name."""
+
+    async def get(self, name: str) -> RemoteRun | None:
+        """Return a run, or None where there is none of that name."""
+
+    async def create(self, name: str, tags: Mapping[str, str]) -> RemoteRun:
+        """Create a run; 409 where there is one of that name."""
+
+    async def cancel(self, name: str, until: datetime) -> RemoteRun | None:
+        """Accept that a run is to save a checkpoint and stop, and is killed at `until`."""
+
+
 class RemoteService:
     """The service; a test sets what becomes of requests, and lets things happen to runs.
 
@@ -117,22 +136,22 @@ class RemoteService:
         self._runs: dict[str, RemoteRun] = {}
         self._alive: dict[str, set[str]] = defaultdict(set)  # by job
 
-    # Requests.
+    # Requests, as `ServiceClient` has them.
 
     async def list_runs(self) -> Mapping[str, RemoteRun]:
         """Return all runs by name."""
         return await self._serve("list", "", lambda: dict(self._runs))
 
     async def get(self, name: str) -> RemoteRun | None:
-        """Return a run, or None where there is none of that name."""
+        """Return a run, or None."""
         return await self._serve("get", name, lambda: self._runs.get(name))
 
     async def create(self, name: str, tags: Mapping[str, str]) -> RemoteRun:
-        """Create a run; 409 where there is one of that name."""
+        """Create a run."""
         return await self._serve("create", name, lambda: self._create(name, tags))
 
     async def cancel(self, name: str, until: datetime) -> RemoteRun | None:
-        """Accept that a run is to save a checkpoint and stop, and is killed at `until`."""
+        """Accept that a run is to stop."""
         return await self._serve("cancel", name, lambda: self._cancel(name, until))
 
     # What happens to runs.
