@@ -70,11 +70,12 @@ def test_a_plugin_that_keeps_other_fields_of_a_shared_kind_is_named_and_the_firs
     run(work())
 
 
-def test_a_plugin_that_watches_an_unknown_kind_is_named_until_that_is_served() -> None:
-    def is_unserved(verb: str, resource: Resource, name: str) -> None:
-        if resource == WIDGETS:
-            raise NotFoundError(404, "NotFound", "the server could not find the resource")
+def is_unserved(verb: str, resource: Resource, name: str) -> None:
+    if resource == WIDGETS:
+        raise NotFoundError(404, "NotFound", "the server could not find the resource")
 
+
+def test_a_plugin_that_watches_an_unknown_kind_is_named_until_that_is_served() -> None:
     async def work() -> None:
         plugins = ("configmap:ConfigMapBackend", "unserved:UnservedBackend")
         named = (one.partition(":") for one in plugins)
@@ -95,6 +96,27 @@ def test_a_plugin_that_watches_an_unknown_kind_is_named_until_that_is_served() -
             api.before = nothing
             await asyncio.sleep(2 * RECHECK_SECONDS)
             assert (await condition(api, "unserved", "Stalled"))["status"] == "False"
+
+    run(work())
+
+
+def test_a_deleted_job_of_a_kind_that_is_gone_says_why_it_stays() -> None:
+    async def work() -> None:
+        async with operated("unserved=configmap_backend:UnservedBackend") as api:
+            await apply(api, "unserved")
+            await asyncio.sleep(15)
+            api.before = is_unserved
+            api.break_watches()
+            await asyncio.sleep(5)
+            await api.delete(FINE_TUNE_JOBS, "by-unserved", "ns")
+            await asyncio.sleep(2 * RECHECK_SECONDS)
+            stalled = await condition(api, "unserved", "Stalled")
+            assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
+            assert "have the cluster serve widgets.example.com" in stalled["message"]
+            assert "then remove the finalizer finetune.dev/backend" in stalled["message"]
+            api.before = nothing
+            await asyncio.sleep(2 * RECHECK_SECONDS)
+            assert api.objects(FINE_TUNE_JOBS) == []
 
     run(work())
 

@@ -30,6 +30,7 @@ from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, 
 from finetune_operator.kernel.verbs import OBSERVE_AGAIN_SECONDS, Actions, Observer
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import is_finished
@@ -240,7 +241,7 @@ class Reconciler:
     async def _stand_by(self, view: JobView, missing: NotShown) -> Result:
         """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
         left = missing.since + _NOT_SHOWN_SECONDS - asyncio.get_running_loop().time()
-        if left > 0 or view.is_deleted:
+        if left > 0 or (view.is_deleted and FINALIZER not in view.finalizers):
             return Result(max(left, OBSERVE_AGAIN_SECONDS))
         return await self._reject(view, rejections.unseen(view, missing), "it can be seen")
 

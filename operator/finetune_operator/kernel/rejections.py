@@ -11,12 +11,17 @@ from finetune_operator.reconcile.decide import Rejection
 
 log = logging.getLogger(__name__)
 
+_STAYS = (
+    "; the job stays until its attempt has ended. Fix that, or make sure that nothing of the "
+    f"attempt runs, and then remove the finalizer {FINALIZER}"
+)
+
 
 def unseen(view: JobView, missing: NotShown) -> Rejection:
     """Return that the API server does not show what runs for a job."""
     text = (
         f"spec.backend.type {view.backend}: the operator cannot see what runs in this namespace "
-        f"({missing.message}); {missing.cure}"
+        f"({missing.message}); {missing.cure}{_STAYS if view.is_deleted else ''}"
     )
     return Rejection(Reason.BACKEND_FAILED, text)
 
@@ -29,11 +34,7 @@ def unreadable(view: JobView, error: FineTuneError) -> Rejection:
 
 def endless(error: FineTuneError) -> Rejection:
     """Return why a job that is deleted stays."""
-    text = (
-        f"{error}; the job stays until its attempt has ended. Fix that, or make sure that nothing "
-        f"of the attempt runs, and then remove the finalizer {FINALIZER}"
-    )
-    return Rejection(_reason_of(error), text)
+    return Rejection(_reason_of(error), f"{error}{_STAYS}")
 
 
 def _reason_of(error: FineTuneError) -> Reason:
