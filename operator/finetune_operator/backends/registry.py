@@ -3,13 +3,16 @@
 Looking at names imports nothing; only `load` imports the one plugin that is asked for.
 """
 
+import logging
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points, packages_distributions
 from typing import Any
 
-from finetune_operator.backends.base import Backend
+from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.errors import BrokenBackendError, UnknownBackendError
 from finetune_operator.kube.watch import Watch
+
+log = logging.getLogger(__name__)
 
 GROUP = "finetune_operator.backends"
 
@@ -60,6 +63,18 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
         f"spec.backend.type {name}: the plugin {point.value} {fault}; it needs a version for this "
         "release of finetune-operator"
     )
+
+
+def without_cluster(context: BackendContext, besides: str) -> dict[str, Backend]:
+    """Return what needs no cluster, by name; the log says what cannot be used."""
+    made = {}
+    for name in available():
+        try:
+            if name != besides and (kind := load(name)).runs_without_cluster:
+                made[name] = kind(context)
+        except Exception as error:
+            log.warning("backend left out", extra={"backend": name, "error": str(error)})
+    return made
 
 
 def cause_of(error: Exception, module: str) -> str:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.lifecycle import OutputFormat
+from finetune_operator.backends.local.layout import BACKEND
 from finetune_operator.cli.result import Outcome, print_outcome
 from finetune_operator.cli.target import Target
 from finetune_operator.cli.view import View, duration
@@ -37,8 +38,9 @@ def conclude(
     status, took = job.status, f"after {duration(seconds)}"
     if is_true(status, ConditionType.COMPLETE):
         console.print(Text(f"\nComplete {took}\n", style="bold green"))
-        print_outcome(console, _outcome(target, last.progress))
-        return
+        if target.job.spec.backend.type == BACKEND:
+            return print_outcome(console, _outcome(target, last.progress))
+        return console.print(Text("\n".join(status.artifacts)), soft_wrap=True)
     if is_true(status, ConditionType.FAILED):
         failed = find(status, ConditionType.FAILED)
         console.print(Text(f"\nFailed {took}", style="bold red"))

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
+from finetune_operator.backends import registry
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.cli.dev_folder import DevFolder
@@ -50,7 +51,7 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
     signals, stop = StopSignals(), asyncio.Event()
     context = BackendContext(folder.base, dict(os.environ))
     backend = FolderBackend(context, is_forced=signals.forced.is_set, command=command)
-    backends = {backend.name: backend}
+    backends = {backend.name: backend, **registry.without_cluster(context, besides=backend.name)}
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.held())
         await stack.enter_async_context(_api(folder, port))

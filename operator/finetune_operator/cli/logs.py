@@ -14,10 +14,10 @@ from finetune_operator.api.validate import load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, BackendContext
 from finetune_operator.backends.local import records
-from finetune_operator.backends.local.layout import attempt_folder, folders_of, handle_for
+from finetune_operator.backends.local.layout import BACKEND, attempt_folder, folders_of, handle_for
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.backends.local.run_folder import RunFolder
-from finetune_operator.cli.cluster_logs import RankLog, attempt_number, print_log
+from finetune_operator.cli.cluster_logs import RankLog, attempt_number, lines_of, print_log
 from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
@@ -64,9 +64,13 @@ def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
     stored = RunFolder(run_dir).load()
     if stored is None or not stored.status.attempt:
         raise FineTuneError(f"{job} has no attempt in {run_dir} yet; start one with ftctl run")
-    number = attempt_number(job, stored.status, previous=wanted.previous)
+    kind = registry.load(stored.spec.backend.type)
+    if kind.name != BACKEND:
+        backend = kind(BackendContext(run_dir.parents[2], dict(os.environ)))
+        return _until_ctrl_c(_print(lines_of(backend, stored, wanted)))
     # Relative to the run directory itself, which may be anywhere and needs no manifest.
-    backend = registry.load("local")(BackendContext(run_dir, dict(os.environ)))
+    backend = kind(BackendContext(run_dir, dict(os.environ)))
+    number = attempt_number(job, stored.status, previous=wanted.previous)
     folder = attempt_folder(run_dir, number)
     record = records.read(folder.attempt, AttemptRecord)
     if record is None:
@@ -74,7 +78,7 @@ def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
     handle = handle_for(folder, record.uid, run_dir)
     key = Key(stored.metadata.namespace, stored.metadata.name)
     ref = AttemptRef(key, stored.metadata.uid, number, handle, stored.spec)
-    _until_ctrl_c(_print(backend.logs(ref, wanted.rank, wanted.follow)))
+    return _until_ctrl_c(_print(backend.logs(ref, wanted.rank, wanted.follow)))
 
 
 def _runs_here(job: FineTuneJob) -> bool:

@@ -10,7 +10,8 @@ from contextlib import aclosing
 
 from finetune_operator.api.crd import custom_resource_definition
 from finetune_operator.api.v1alpha1 import KIND, FineTuneJob, FineTuneJobSpec
-from finetune_operator.backends.base import AttemptRef, BackendContext, Observation
+from finetune_operator.backends import registry
+from finetune_operator.backends.base import AttemptRef, Backend, BackendContext, Observation
 from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.folder_backend import FolderBackend
@@ -68,8 +69,8 @@ async def follow(
     """
     async with aclosing(_Operator(job, folder, context, stop, command)) as operator:
         while True:
-            if stop.asked.is_set() and not job.spec.suspend:
-                await operator.suspend()
+            if stop.asked.is_set():
+                await operator.stop(job.spec, kills=stop.forced.is_set())
             job = await operator.read()
             # A status of an older spec, such as Suspended, is not true any more.
             if is_finished(job.status) or job.status.observed_generation >= job.metadata.generation:
@@ -97,8 +98,13 @@ class _Operator:
     ) -> None:
         self._key = Key(job.metadata.namespace, job.metadata.name)
         self._folder = folder
+        self._name = job.spec.backend.type
         is_forced = stop.forced.is_set
-        self._backend = FolderBackend(context, is_forced=is_forced, command=command, held=folder)
+        backend: Backend
+        if self._name == FolderBackend.name:
+            backend = FolderBackend(context, is_forced=is_forced, command=command, held=folder)
+        else:
+            backend = registry.load(self._name)(context)
         self._client = EmbeddedClient(_store_of(job), self._save)
         settings = Settings(
             workers=1, leader_election=False, identity="ftctl-run", lease_namespace=""
@@ -106,7 +112,7 @@ class _Operator:
         self._term = LeaderTerm(
             self._client,
             settings,
-            backends={self._backend.name: self._backend},
+            backends={self._name: backend},
             folder=context.manifest_dir,
             listen=FollowedJobs,
         )
@@ -138,17 +144,21 @@ class _Operator:
             return None
         ref = AttemptRef(self._key, job.metadata.uid, job.status.attempt, handle, job.spec)
         try:
-            seen = self._seen = await self._backend.observe(ref)
+            seen = self._seen = await self._term.observe(self._name, ref)
         except TransientError:
             return None
         if before is None or (before.phase, before.all_gone) != (seen.phase, seen.all_gone):
             self._term.wake(self._key)
         return seen
 
-    async def suspend(self) -> None:
-        """Stop the attempt with a checkpoint, and start no other one."""
-        suspended = {"spec": {"suspend": True}}
-        await self._client.patch(FINE_TUNE_JOBS, self._key.name, self._key.namespace, suspended)
+    async def stop(self, spec: FineTuneJobSpec, *, kills: bool) -> None:
+        """Stop the attempt with a checkpoint, for which `kills` leaves no time; start no other."""
+        asked: Object = {} if spec.suspend else {"suspend": True}
+        if kills and spec.deadlines.termination_grace_seconds > 1:
+            asked["deadlines"] = {"terminationGraceSeconds": 1}  # the least that the API takes
+        if asked:
+            change = {"spec": asked}
+            await self._client.patch(FINE_TUNE_JOBS, self._key.name, self._key.namespace, change)
 
     async def change(self, spec: FineTuneJobSpec) -> None:
         """Make this the spec of the job."""

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import Backend, BackendContext
+from finetune_operator.backends.base import AttemptRef, Backend, BackendContext, Observation
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.backoff import Backoff
@@ -117,6 +117,10 @@ class LeaderTerm:
             is_busy=self._queue.is_busy,
             wake=self._queue.add,
         )
+
+    async def observe(self, backend: str, ref: AttemptRef) -> Observation:
+        """Observe an attempt beside the workers, for somebody who watches it."""
+        return await self._backends.get(backend).observe(ref)
 
     async def run(self) -> None:
         """Work until cancelled."""

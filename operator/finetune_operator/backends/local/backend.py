@@ -31,10 +31,10 @@ from finetune_operator.backends.base import (
 )
 from finetune_operator.backends.local import checks, layout, overlaps, proc, records, watch
 from finetune_operator.backends.local.environment import ENV_MARK, mark, passed_on
-from finetune_operator.backends.local.layout import AttemptFolder, Folders
+from finetune_operator.backends.local.layout import BACKEND, AttemptFolder, Folders
 from finetune_operator.backends.local.logs import read_log
 from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
-from finetune_operator.backends.local.render import BACKEND, attempt_uid, render
+from finetune_operator.backends.local.render import attempt_uid, render
 from finetune_operator.backends.local.start import start
 from finetune_operator.errors import BackendError
 from finetune_operator.planner.plan import Plan

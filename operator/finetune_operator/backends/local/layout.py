@@ -11,6 +11,7 @@ from pathlib import Path
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Handle
 
+BACKEND = "local"
 FILE = "file://"
 
 
@@ -61,7 +62,7 @@ class Folders:
 
 
 def folders_of(job: FineTuneJob, manifest_dir: Path) -> Folders:
-    """Return where the job's files are.
+    """Return where the job's files are; what another backend writes is elsewhere.
 
     Raises:
         BadUriError: `checkpoint.uri` or `output.uri` is not on this machine.
@@ -70,7 +71,9 @@ def folders_of(job: FineTuneJob, manifest_dir: Path) -> Folders:
     name = Path("runs") / job.metadata.namespace / job.metadata.name
     given = Path(local.run_directory).expanduser() if local and local.run_directory else name
     run = Path(os.path.normpath(manifest_dir / given))
-    checkpoint, output = spec.checkpoint.uri, spec.output.uri
+    checkpoint = output = None
+    if spec.backend.type == BACKEND:
+        checkpoint, output = spec.checkpoint.uri, spec.output.uri
     return Folders(
         run=run,
         checkpoint=file_path(checkpoint, manifest_dir) if checkpoint else run / "checkpoints",

@@ -6,13 +6,11 @@ from typing import Any
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Attempt, BackendContext, Request
 from finetune_operator.backends.local import layout
-from finetune_operator.backends.local.layout import AttemptFolder, Folders
+from finetune_operator.backends.local.layout import BACKEND, AttemptFolder, Folders
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.train_config import Locations, derive_train_config
 from finetune_trainer.config import ENV_NODE_RANK, ENV_TERMINATION_PATH
-
-BACKEND = "local"
 
 
 def render(

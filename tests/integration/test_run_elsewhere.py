@@ -1,0 +1,102 @@
+"""`ftctl run` and `ftctl logs` of a job whose backend is a plugin, as a user calls them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from builders import manifest
+from finetune_operator.kube.resources import FINE_TUNE_JOBS
+from local_runs import is_running, kill_what_runs_below, starts, write_inputs
+from operators import Api, wait_until
+from plugin_elsewhere import install
+
+FTCTL = [sys.executable, "-m", "finetune_operator"]
+ENDLESS = {"steps": 100_000, "step_seconds": 0.02, "save_every": 50}
+PATIENCE_SECONDS = 60.0
+
+
+class Project:
+    """A folder with the manifest of a job for the plugin."""
+
+    def __init__(self, folder: Path, **play: Any) -> None:
+        self.folder = folder
+        write_inputs(folder)
+        made = manifest(name="tiny", backend={"type": "elsewhere"})
+        (folder / "job.yaml").write_text(yaml.safe_dump(made))
+        plays = json.dumps({"*": play})
+        self._environ = {
+            **os.environ,
+            "PYTHONPATH": install(folder),
+            "FINETUNE_STAND_IN": plays,
+        }
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*FTCTL, *arguments],
+            cwd=self.folder,
+            env=self._environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def call(self, *arguments: str) -> tuple[int, str]:
+        process = self.start(*arguments)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        return process.returncode, said
+
+
+def test_a_job_runs_on_a_plugin_and_its_log_is_read_there(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    code, said = project.call("run", "job.yaml")
+    assert code == 0, said
+    assert f"file://{tmp_path}/runs/default/tiny/output" in said
+    assert starts(tmp_path) == [(1, 0)]
+    code, said = project.call("logs", "job.yaml")
+    assert code == 0, said
+    assert "node 0 of attempt 1 starts at step 0" in said
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_ctrl_c_once_saves_and_twice_kills(tmp_path: Path, is_deaf: bool) -> None:
+    project = Project(tmp_path, **ENDLESS, is_deaf=is_deaf)
+    with project.start("run", "job.yaml") as process:
+        try:
+            wait_until(lambda: starts(tmp_path) != [], PATIENCE_SECONDS)
+            file = tmp_path / "runs/default/tiny/starts.txt"
+            pid = int(file.read_text().split()[2])
+            for number in range(1 + is_deaf):
+                process.send_signal(signal.SIGINT)
+                log = tmp_path / "runs/default/tiny/attempts/1/cancel.json"
+                wait_until(log.exists, PATIENCE_SECONDS, f"Ctrl-C {number}")
+            said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        finally:
+            kill_what_runs_below(tmp_path)
+    assert process.returncode == 130, said
+    assert not is_running(pid)
+    assert ("killing it now" in said) == is_deaf
+
+
+def test_ftctl_dev_serves_it_too(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    with project.start("dev", "--port", "0") as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("export KUBECONFIG=")
+            api = Api(f"{tmp_path}/runs/.dev/kubeconfig")
+            made = manifest(name="tiny", backend={"type": "elsewhere"})
+            api.run(api.client.create(FINE_TUNE_JOBS, made, "default"))
+            wait_until(lambda: api.phase("default", "tiny") == "Succeeded", PATIENCE_SECONDS)
+            api.close()
+        finally:
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+            kill_what_runs_below(tmp_path)
+    assert process.returncode == 0, said
