@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -459,7 +460,7 @@ def test_an_unfinished_run_of_the_version_before_goes_on(tmp_path: Path) -> None
     """Its `job.json` has no time of creation, no finalizer and no version of the resource."""
     plays = {"1": {"steps": 40, "step_seconds": 0.05}}
     here, backend = local_context(tmp_path, plays), local_backend(tmp_path, plays)
-    old = job(metadata={"uid": "of-the-version-before"})
+    old = job(metadata={"uid": str(uuid4())})
     old = old.model_copy(update={"status": attempts.open_next(old.status, START)})
     with RunFolder(run_dir(tmp_path)) as folder:
         folder.save(old)

@@ -12,7 +12,7 @@ from finetune_operator.backends.base import AttemptPhase, Observation, Obstacle
 from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
 from finetune_operator.kernel.status_writer import is_worth_writing
-from finetune_operator.kube.merge import merge_patch
+from finetune_operator.kube.client import merge_patch
 from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase
 

@@ -45,7 +45,7 @@ class FolderBackend(LocalBackend):
         self,
         context: BackendContext,
         *,
-        is_forced: Callable[[], bool],
+        is_forced: Callable[[], bool] = lambda: False,
         command: Sequence[str] = TRAINER,
         held: RunFolder | None = None,
     ) -> None:

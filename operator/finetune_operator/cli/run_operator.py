@@ -67,7 +67,7 @@ async def follow(
         StalledError: somebody must fix something first.
         RunFolderError: the job's status cannot be saved.
     """
-    async with aclosing(_Operator(job, folder, context, stop, command)) as operator:
+    async with aclosing(_Operator(job, folder, context, command)) as operator:
         while True:
             if stop.asked.is_set():
                 await operator.stop(job.spec, kills=stop.forced.is_set())
@@ -89,20 +89,14 @@ class _Operator:
     """API and operator of one job, which work until `aclose`."""
 
     def __init__(
-        self,
-        job: FineTuneJob,
-        folder: RunFolder,
-        context: BackendContext,
-        stop: StopSignals,
-        command: Sequence[str],
+        self, job: FineTuneJob, folder: RunFolder, context: BackendContext, command: Sequence[str]
     ) -> None:
         self._key = Key(job.metadata.namespace, job.metadata.name)
         self._folder = folder
         self._name = job.spec.backend.type
-        is_forced = stop.forced.is_set
         backend: Backend
         if self._name == FolderBackend.name:
-            backend = FolderBackend(context, is_forced=is_forced, command=command, held=folder)
+            backend = FolderBackend(context, command=command, held=folder)
         else:
             backend = registry.load(self._name)(context)
         self._client = EmbeddedClient(_store_of(job), self._save)

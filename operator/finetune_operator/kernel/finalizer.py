@@ -11,12 +11,11 @@ from datetime import datetime, timedelta
 from finetune_operator.backends.base import AttemptPhase, AttemptRef, Observation
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import BackendError, FineTuneError, TransientError
-from finetune_operator.kernel import rejections
 from finetune_operator.kernel.events import EventPoster, EventType, JobEvent
 from finetune_operator.kernel.jobs import JobView
 from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import StatusWriter, is_worth_writing
-from finetune_operator.kernel.verbs import Actions, Observer
+from finetune_operator.kernel.verbs import Actions, Observer, endless
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339, rfc3339
 from finetune_operator.reconcile.decide import Cancel, Decision
@@ -86,7 +85,7 @@ class Finalizer:
             is_over = False
         if failure is not None:
             if failure.retryable and self._actions.obstruct(
-                view.key, rejections.endless(failure).message, failure
+                view.key, endless(failure).message, failure
             ):
                 await self._tell(view, last.with_status(decision.status), seen)
             raise failure

@@ -19,7 +19,6 @@ from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import Observation
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kernel import rejections
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
@@ -27,7 +26,14 @@ from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
-from finetune_operator.kernel.verbs import OBSERVE_AGAIN_SECONDS, Actions, Observer
+from finetune_operator.kernel.verbs import (
+    OBSERVE_AGAIN_SECONDS,
+    Actions,
+    Observer,
+    endless,
+    unreadable,
+    unseen,
+)
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.labels import FINALIZER
@@ -136,7 +142,7 @@ class Reconciler:
         except FineTuneError as error:
             if error.retryable:
                 raise
-            return await self._reject(view, rejections.unreadable(view, error), "that is fixed")
+            return await self._reject(view, unreadable(view, error), "that is fixed")
         if observation is not None and observation.warning:
             await self._events.post(view.metadata, warning(observation.warning))
         plan = await self._plan(view, observation)
@@ -243,7 +249,7 @@ class Reconciler:
         left = missing.since + _NOT_SHOWN_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or (view.is_deleted and FINALIZER not in view.finalizers):
             return Result(max(left, OBSERVE_AGAIN_SECONDS))
-        return await self._reject(view, rejections.unseen(view, missing), "it can be seen")
+        return await self._reject(view, unseen(view, missing), "it can be seen")
 
     async def _finalize(self, view: JobView) -> Result:
         try:
@@ -251,7 +257,7 @@ class Reconciler:
         except FineTuneError as error:
             if error.retryable:
                 raise
-            return await self._reject(view, rejections.endless(error), "that is fixed")
+            return await self._reject(view, endless(error), "that is fixed")
 
     def _forget(self, key: Key) -> None:
         self._pending.forget(key)

@@ -19,12 +19,14 @@ from finetune_operator.backends.base import (
     Obstacle,
 )
 from finetune_operator.backends.instances import Backends
-from finetune_operator.errors import BackendError, FineTuneError
+from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
 from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
 from finetune_operator.kernel.status_writer import StatusWriter
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import ApiError
+from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import Reason, parse_rfc3339
@@ -45,6 +47,11 @@ OBSERVE_AGAIN_SECONDS = 1.0
 _BACKOFF = Backoff(2 * OBSERVE_AGAIN_SECONDS, 30.0)
 _LATE_SUBMIT_SECONDS = 5.0  # how often an attempt is searched for that may yet appear
 _ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
+
+_STAYS = (
+    "; the job stays until its attempt has ended. Fix that, or make sure that nothing of the "
+    f"attempt runs, and then remove the finalizer {FINALIZER}"
+)
 
 T = TypeVar("T")
 
@@ -274,3 +281,28 @@ class Actions:
             raise
         self.forget(view.key)
         return answer
+
+
+def unseen(view: JobView, missing: NotShown) -> Rejection:
+    """Return that the API server does not show what runs for a job."""
+    text = (
+        f"spec.backend.type {view.backend}: the operator cannot see what runs in this namespace "
+        f"({missing.message}); {missing.cure}{_STAYS if view.is_deleted else ''}"
+    )
+    return Rejection(Reason.BACKEND_FAILED, text)
+
+
+def unreadable(view: JobView, error: FineTuneError) -> Rejection:
+    """Return why an attempt cannot be observed, and log it."""
+    log.warning("attempt cannot be observed", extra={"job": str(view.key), "error": error})
+    return Rejection(_reason_of(error), str(error))
+
+
+def endless(error: FineTuneError) -> Rejection:
+    """Return why a job that is deleted stays."""
+    return Rejection(_reason_of(error), f"{error}{_STAYS}")
+
+
+def _reason_of(error: FineTuneError) -> Reason:
+    is_missing = isinstance(error, UnknownBackendError)
+    return Reason.BACKEND_NOT_FOUND if is_missing else Reason.BACKEND_FAILED

@@ -341,3 +341,16 @@ def no_answer(error: Exception, call: Call) -> ApiError:
         return UnavailableError(0, "Timeout", f"no answer in time to {call}")
     word = str(error) or type(error).__name__
     return UnavailableError(0, type(error).__name__, f"no answer to {call} ({word})")
+
+
+def merge_patch(old: Any, new: Any) -> dict[str, Any]:
+    """Return the JSON merge patch (RFC 7396) that turns one object into another."""
+    made: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            if inner := merge_patch(before, value):
+                made[key] = inner
+        elif value != before or key not in old:
+            made[key] = value
+    return made

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION, AttemptName, child_name
-from finetune_operator.kube.merge import merge_patch
+from finetune_operator.kube.client import merge_patch
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     NETWORK_POLICIES,
