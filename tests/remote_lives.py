@@ -2,7 +2,8 @@
 
 `python tests/remote_lives.py SEED --jobs 500 --deaths 200` tells what went wrong. Users apply,
 suspend, resume and delete; the service throttles a fifth of all requests, loses answers, carries
-some out late, moves and requeues runs, and never confirms some cancels. Time is virtual.
+some out late, moves and requeues runs, and never confirms some cancels. Time is virtual; fewer live
+in real time in `integration/test_remote_kills.py`, where the operator is a process.
 """
 
 import argparse

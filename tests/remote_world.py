@@ -14,6 +14,13 @@ from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, Object
 from finetune_operator.testing.remote_service import RemoteService
 
 
+async def let_go(client: KubeClient, namespace: str) -> None:
+    """Take the finalizers off all jobs, as no operator is left that would."""
+    free: Object = {"metadata": {"finalizers": []}}
+    for one in (await client.list(FINE_TUNE_JOBS, namespace)).items:
+        await client.patch(FINE_TUNE_JOBS, one["metadata"]["name"], namespace, free)
+
+
 class RemoteWorld(ABC):
     """What users do there, and what they see.
 

@@ -15,7 +15,7 @@ from finetune_operator.testing.remote_service import RemoteService, RunState
 from operators import Api, OperatorProcess
 from remote_http import ENV_URL, HASTY_POLL_SECONDS, served
 from remote_lives import Lives
-from remote_world import RemoteWorld
+from remote_world import RemoteWorld, let_go
 
 pytestmark = pytest.mark.full
 
@@ -35,6 +35,7 @@ class ProcessWorld(RemoteWorld):
         client: Of the API server.
         kubeconfig: The operator's.
         namespace: Of the jobs.
+        service: Who runs their attempts.
         url: Of the service.
     """
 
@@ -62,6 +63,7 @@ class ProcessWorld(RemoteWorld):
                 yield world
             finally:
                 await world.end()
+                await let_go(client, namespace)
 
     async def apply(self, name: str = "tiny", **overrides: Any) -> None:
         waits = {
@@ -79,9 +81,9 @@ class ProcessWorld(RemoteWorld):
         """Wait until the operator leads and has listed everything."""
         await asyncio.to_thread(self._operator.wait_for, "synced")
 
-    async def end(self) -> None:
-        """Ask the operator to end, and wait."""
-        await asyncio.to_thread(self._operator.end)
+    async def end(self) -> int:
+        """Ask the operator to end, and return its exit code."""
+        return await asyncio.to_thread(self._operator.end)
 
     def _start(self) -> OperatorProcess:
         return OperatorProcess(
@@ -138,7 +140,7 @@ def test_a_submit_costs_two_requests_and_an_operator_that_has_ended_asks_for_not
             for name in list(service.runs)[: len(names) // 2]:  # the others have not ended
                 service.start(name)
                 service.end(name, RunState.COMPLETED)
-            await world.end()
+            assert await world.end() == 0
             requests = len(service.requests)
             await asyncio.sleep(8 * HASTY_POLL_SECONDS)
             assert len(service.requests) == requests
