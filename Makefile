@@ -19,7 +19,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-all e2e kill-series interleavings remote-lives fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev
+.PHONY: help install run test test-all e2e kill-series interleavings remote-lives fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -98,6 +98,10 @@ bench-operator: install  ## Measure the operator beside plain batch Jobs (22 min
 # Compares speeds, too.
 bench-dev: install quickstart-assets  ## Measure what `ftctl dev` adds to a bare run (5 min)
 	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/benchmarks/dev_share.py $(BENCH_ARGS)
+
+# Compares speeds, too. A real API server shares no process with the client: BENCH_ARGS="--kubeconfig FILE".
+bench-silent: install  ## Measure other jobs while the service of a backend is silent (7 min)
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/silent_backend.py $(BENCH_ARGS)
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -77,8 +77,8 @@ async def watching(client: KubeClient, namespace: str) -> AsyncIterator[Sighting
     """Note what happens to batch Jobs and pods of a namespace that is empty yet."""
     seen = Sightings()
     tasks = [
-        asyncio.create_task(_follow(client, JOBS, namespace, seen.note_job, seen.changed)),
-        asyncio.create_task(_follow(client, PODS, namespace, seen.note_pod, seen.changed)),
+        asyncio.create_task(follow(client, JOBS, namespace, seen.note_job, seen.changed)),
+        asyncio.create_task(follow(client, PODS, namespace, seen.note_pod, seen.changed)),
     ]
     try:
         yield seen
@@ -88,13 +88,14 @@ async def watching(client: KubeClient, namespace: str) -> AsyncIterator[Sighting
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _follow(
+async def follow(
     client: KubeClient,
     resource: Resource,
     namespace: str,
     note: Callable[[str, Object, float], None],
     changed: asyncio.Event,
 ) -> None:
+    """Call `note` with each event, its object and the time from now on, until cancelled."""
     loop = asyncio.get_running_loop()
     version = (await client.list(resource, namespace)).resource_version
     while True:

@@ -6,6 +6,7 @@ from typing import Any
 
 import dev_share
 import pytest
+import silent_backend
 import times_by_file
 from measured import FOLDER
 from operator_page import LIMITS, page
@@ -22,7 +23,13 @@ def row(text: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "render"), [("operator", page), ("dev", dev_share.page), ("tests", times_by_file.page)]
+    ("name", "render"),
+    [
+        ("operator", page),
+        ("dev", dev_share.page),
+        ("silent-backend", silent_backend.page),
+        ("tests", times_by_file.page),
+    ],
 )
 def test_a_published_page_is_what_its_json_makes(
     name: str, render: Callable[[dict[str, Any]], str]
