@@ -221,6 +221,16 @@ class GreedyBackend(ConfigMapBackend):
     watches: ClassVar[tuple[Watch, ...]] = (Watch(CONFIG_MAPS, trim=compact),)
 
 
+class HoardingBackend(ConfigMapBackend):
+    """Backend `hoarder`: keeps other fields than others do of two kinds."""
+
+    name: ClassVar[str] = "hoarder"
+    watches: ClassVar[tuple[Watch, ...]] = (
+        Watch(WIDGETS, trim=compact),
+        Watch(CONFIG_MAPS, trim=compact),
+    )
+
+
 class UnservedBackend(FakeBackend):
     """Backend `unserved`: watches a kind that no API server has by itself."""
 

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 
+import pytest
+
 from builders import manifest
 from configmap_backend import RETRY_AFTER_SECONDS, WIDGETS, ThrottledBackend
 from fake_api import FakeApi
@@ -70,12 +72,33 @@ def test_a_plugin_that_keeps_other_fields_of_a_shared_kind_is_named_and_the_firs
     run(work())
 
 
+def test_a_plugin_that_is_left_out_keeps_no_other_one_out() -> None:
+    async def work() -> None:
+        plugins = (
+            "configmap:ConfigMapBackend",
+            "hoarder:HoardingBackend",
+            "unserved:UnservedBackend",
+        )
+        named = (one.partition(":") for one in plugins)
+        points = [f"{name}=configmap_backend:{kind}" for name, _, kind in named]
+        async with operated(*points) as api:
+            await apply(api, "hoarder")
+            await apply(api, "unserved")
+            await asyncio.sleep(15)
+            assert (await condition(api, "hoarder", "Stalled"))["reason"] == "BackendFailed"
+            assert (await condition(api, "unserved", "Accepted"))["status"] == "True"
+
+    run(work())
+
+
 def is_unserved(verb: str, resource: Resource, name: str) -> None:
     if resource == WIDGETS:
         raise NotFoundError(404, "NotFound", "the server could not find the resource")
 
 
-def test_a_plugin_that_watches_an_unknown_kind_is_named_until_that_is_served() -> None:
+def test_a_plugin_that_watches_an_unknown_kind_is_named_until_that_is_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def work() -> None:
         plugins = ("configmap:ConfigMapBackend", "unserved:UnservedBackend")
         named = (one.partition(":") for one in plugins)
@@ -92,6 +115,8 @@ def test_a_plugin_that_watches_an_unknown_kind_is_named_until_that_is_served() -
                 "(the server could not find the resource); have the cluster serve "
                 "widgets.example.com, or use another backend"
             )
+            (said,) = (one for one in caplog.records if one.message == "kind is not served")
+            assert vars(said)["used_by"] == "unserved"
             assert (await condition(api, "configmap", "Accepted"))["status"] == "True"
             api.before = nothing
             await asyncio.sleep(2 * RECHECK_SECONDS)

@@ -162,14 +162,16 @@ class Backends:
 
     def _conflict(self, name: str, kept: dict[Resource, tuple[Watch, str]]) -> FineTuneError | None:
         """Note what a backend keeps of each kind; return where another one keeps it otherwise."""
+        declared = dict(kept)
         for watch in self._hosted[name].backend.watches:
-            there, other = kept.setdefault(watch.resource, (watch, name))
+            there, other = declared.setdefault(watch.resource, (watch, name))
             if there != watch:
                 return BrokenBackendError(
                     f"spec.backend.type {name} keeps other fields of {watch.resource} than "
                     f"{other} does, and they share a cache; uninstall one of the two, or "
                     "let both declare the same Watch"
                 )
+        kept.update(declared)
         return None
 
     def _host(self, name: str, backend: Backend) -> HostedBackend:

@@ -50,7 +50,7 @@ def logs(
     """
     wanted = RankLog(rank, previous, follow)
     manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
-    if manifest is not None and not _runs_here(manifest[0]):
+    if manifest and not registry.load(manifest[0].spec.backend.type).runs_without_cluster:
         metadata = manifest[0].metadata
         _until_ctrl_c(print_log(Key(namespace or metadata.namespace, metadata.name), wanted))
     elif namespace is not None:
@@ -79,10 +79,6 @@ def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
     key = Key(stored.metadata.namespace, stored.metadata.name)
     ref = AttemptRef(key, stored.metadata.uid, number, handle, stored.spec)
     return _until_ctrl_c(_print(backend.logs(ref, wanted.rank, wanted.follow)))
-
-
-def _runs_here(job: FineTuneJob) -> bool:
-    return registry.load(job.spec.backend.type).runs_without_cluster
 
 
 def _until_ctrl_c(printing: Coroutine[Any, Any, None]) -> None:

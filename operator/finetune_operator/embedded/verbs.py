@@ -132,10 +132,6 @@ def _list(store: Store, request: ApiRequest) -> Answer:
     return Answer({**kind, "metadata": metadata, "items": items})
 
 
-def _create(store: Store, request: ApiRequest) -> Answer:
-    return _created(store, request, _read(request))
-
-
 def _created(store: Store, request: ApiRequest, body: Object) -> Answer:
     kind, resource, namespace = request.kind, request.kind.resource, request.key.namespace
     if resource.namespaced:
@@ -231,7 +227,7 @@ def _delete(store: Store, request: ApiRequest) -> Answer:
 VERBS: Mapping[str, Callable[[Store, ApiRequest], Answer]] = {
     "get": _get,
     "list": _list,
-    "create": _create,
+    "create": lambda store, request: _created(store, request, _read(request)),
     "update": _update,
     "patch": _patch,
     "delete": _delete,

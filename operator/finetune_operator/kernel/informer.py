@@ -54,6 +54,7 @@ class Informer:
         on_missed_events: Called when a watch broke: events may be lost, also those of other kinds.
         namespace: Only this one; None for all.
         backoff: Waits between two tries.
+        used_by: Names of the backends that watch it, for the log.
 
     Attributes:
         is_synced: Set once the first list is done, or forbidden.
@@ -72,8 +73,10 @@ class Informer:
         on_missed_events: Callable[[], None],
         namespace: str | None,
         backoff: Backoff,
+        used_by: str = "",
     ) -> None:
         self.watch = watch
+        self._used_by = used_by
         self.namespace = namespace
         self.is_synced = asyncio.Event()
         self.forbidden: NotShown | None = None
@@ -185,7 +188,7 @@ class Informer:
 
     def _about(self, **fields: str) -> dict[str, str]:
         place = {"namespace": self.namespace} if self.namespace else {}
-        return {"resource": str(self.watch.resource), **place, **fields}
+        return {"resource": str(self.watch.resource), "used_by": self._used_by, **place, **fields}
 
     def _take_in(self, kind: str, made: Object) -> None:
         self._version = made["metadata"]["resourceVersion"]

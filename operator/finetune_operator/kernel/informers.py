@@ -20,7 +20,9 @@ class Informers:
         make: Makes the informer of one kind in one place.
     """
 
-    def __init__(self, namespaces: Sequence[str], make: Callable[[Watch, Place], Informer]) -> None:
+    def __init__(
+        self, namespaces: Sequence[str], make: Callable[[Watch, Place, str], Informer]
+    ) -> None:
         self._namespaces = namespaces
         self._make = make
         self._vital: dict[str, frozenset[Resource]] = {}
@@ -34,7 +36,7 @@ class Informers:
         }
         watches = {one.resource: one for each in backends.values() for one in each.watches}
         self.all = [
-            self._make(watch, place)
+            self._make(watch, place, _used_by(backends, watch))
             for watch in watches.values()
             for place in _places(watch.resource, self._namespaces)
         ]
@@ -76,6 +78,10 @@ def name_of(informer: Informer) -> str:
 def name_in(resource: Resource, place: Place) -> str:
     """Return `KIND NAMESPACE`."""
     return f"{resource} {place or ''}".strip()
+
+
+def _used_by(backends: Mapping[str, Backend], watch: Watch) -> str:
+    return ", ".join(name for name, one in backends.items() if watch in one.watches)
 
 
 def _places(resource: Resource, namespaces: Sequence[str]) -> Sequence[Place]:

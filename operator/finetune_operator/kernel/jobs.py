@@ -100,14 +100,10 @@ class JobView:
         return bool(self.raw["metadata"].get("deletionTimestamp"))
 
     @property
-    def is_or_was_suspended(self) -> bool:
-        """Whether its spec or its last written status says that it is suspended."""
-        return self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
-
-    @property
     def is_told_to_stop(self) -> bool:
         """Whether its open attempt may not go on, if it exists."""
-        return self.is_deleted or self.is_or_was_suspended or is_finished(self.status)
+        is_over = self.is_deleted or is_finished(self.status)
+        return is_over or self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
 
     @property
     def is_ours(self) -> bool:

@@ -50,10 +50,6 @@ def listen_by_kopf(client: KubeClient, options: ListenOptions, on_event: OnEvent
     return KopfThread(client.access, options, on_event)
 
 
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
-
-
 class LeaderTerm:
     """All that works while this process leads.
 
@@ -74,7 +70,7 @@ class LeaderTerm:
         backends: Mapping[str, Backend] | None = None,
         folder: Path | None = None,
         listen: Callable[[KubeClient, ListenOptions, OnEvent], JobEvents] = listen_by_kopf,
-        now: Callable[[], datetime] = _utc_now,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._client = client
         self._settings = settings
@@ -85,7 +81,7 @@ class LeaderTerm:
         self._queue = WorkQueue(
             retries,
             _SETTLE_SECONDS,
-            is_urgent=self._is_new,
+            is_urgent=lambda key: self._reconciler.is_new(key),
             group_of=self._backend_of,
             share=lambda: self._num_workers,
         )
@@ -243,20 +239,18 @@ class LeaderTerm:
         name = str((spec.get("backend") or {}).get("type", ""))
         return name if name in self._backends else ""
 
-    def _is_new(self, key: Key) -> bool:
-        return self._reconciler.is_new(key)
-
     def wake(self, key: Key | None) -> None:
         """Wake the job whose child changed; or all that wait until somebody fixes something."""
         if key is not None:
             self._queue.add(key)
             return
+        stalled = (ConditionType.STALLED, "True")
         for one in self._jobs:
             conditions = one.get("status", {}).get("conditions", ())
-            if any(_is_stalled(condition) for condition in conditions):
+            if any((c["type"], c["status"]) == stalled for c in conditions):
                 self._queue.add(key_of(one))
 
-    def _informer(self, watch: Watch, place: Place) -> Informer:
+    def _informer(self, watch: Watch, place: Place, used_by: str) -> Informer:
         return Informer(
             self._client,
             watch,
@@ -265,6 +259,7 @@ class LeaderTerm:
             on_missed_events=self._resync.missed_events.set,
             namespace=place,
             backoff=_WATCH_BACKOFF,
+            used_by=used_by,
         )
 
     def _cache(self, resource: Resource) -> ObjectCache:
@@ -275,10 +270,6 @@ def _points(settings: Settings) -> list[EntryPoint]:
     """Return the entry points that `settings.backends` names as NAME=MODULE:CLASS."""
     pairs = (one.partition("=") for one in settings.backends)
     return [EntryPoint(name, value, registry.GROUP) for name, _, value in pairs]
-
-
-def _is_stalled(condition: Object) -> bool:
-    return bool(condition["type"] == ConditionType.STALLED and condition["status"] == "True")
 
 
 def _failure(key: Key, error: Exception, wait: float) -> dict[str, object]:

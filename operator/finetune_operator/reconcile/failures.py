@@ -21,7 +21,7 @@ PERMANENT = frozenset(
 DISRUPTIONS = frozenset({FailureClass.PREEMPTED, FailureClass.SERVICE_FAILED})
 """Classes that are no fault of the job."""
 
-_CLASS_OF_CODE = {
+_CLASS_OF_CODE: dict[int, FailureClass] = {
     ExitCode.DONE: FailureClass.COMPLETED,
     ExitCode.DATA: FailureClass.DATA_ERROR,
     ExitCode.PREEMPTED: FailureClass.PREEMPTED,
@@ -54,7 +54,7 @@ def verdict(observation: Observation) -> Termination:
 
 def classify(said: Termination) -> FailureClass:
     """Return the class by exit code where the code has one of its own, else the class it claims."""
-    by_code = _CLASS_OF_CODE.get(ExitCode(said.exit_code)) if _is_known(said.exit_code) else None
+    by_code = _CLASS_OF_CODE.get(said.exit_code)
     overtaken = FailureClass.OVERTAKEN
     if by_code is FailureClass.DO_NOT_RESTART and said.failure_class is overtaken:
         return overtaken  # the one class that shares a code
@@ -66,10 +66,6 @@ def classify(said: Termination) -> FailureClass:
         killed = said.exit_code == ExitCode.KILLED
         return FailureClass.WORKER_LOST if killed else FailureClass.ERROR
     return said.failure_class
-
-
-def _is_known(code: int) -> bool:
-    return code in ExitCode.__members__.values()
 
 
 def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: int) -> RestartAction:
