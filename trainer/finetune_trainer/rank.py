@@ -35,6 +35,7 @@ from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.export import check_replaceable, export
 from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
+from finetune_trainer.importing import uncollected
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import settle_family
@@ -78,7 +79,7 @@ def run(
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
     asked = config.model
-    config = settle_family(pinned(config, world), telemetry.warn)
+    config = _settle(config, world, telemetry)
     strategy = create(config, world)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
@@ -134,6 +135,13 @@ def run(
         pad_id=tokenizer.pad_token_id,
     )
     return _train_and_export(run, tokenizer)
+
+
+def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainConfig:
+    """Return the configuration with which this model is trained; this imports transformers."""
+    config = pinned(config, world)
+    with uncollected():
+        return settle_family(config, telemetry.warn)
 
 
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:

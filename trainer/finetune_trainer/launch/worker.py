@@ -28,6 +28,7 @@ from finetune_trainer.errors import (
     OvertakenError,
     TrainerError,
 )
+from finetune_trainer.importing import uncollected
 from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
@@ -116,6 +117,7 @@ class _Rank:
             self._open_telemetry(launch)
             fence.watch(self._end_overtaken)
         with ExitStack() as importing:
+            importing.enter_context(uncollected())
             if config.world.world_size == 1:  # else the others must learn of it when they meet
                 importing.enter_context(stop.leads_to(self._end_before_training))
             with open_world(config, environ, should_stop=lambda: stop.requested) as world:
