@@ -1,5 +1,6 @@
 """What tests share: no network, their order, no time limit for an example, a disk soon full."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tell_run(item)
     if hasattr(config, "workerinput"):
         sort_files(items, config.rootpath)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often, and not among what was imported: that is a million objects."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture
