@@ -37,7 +37,7 @@ PYTEST := $(OFFLINE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dis
 test: install quickstart-assets  ## Run what each change must pass, in minutes (PYTEST_ARGS="-k words")
 	$(PYTEST) -m "not full and not cluster" $(PYTEST_ARGS)
 
-test-all: install quickstart-assets  ## Run every test this machine can run, those of `make test` first
+test-all: install quickstart-assets  ## Run every test this machine can run
 	$(PYTEST) $(PYTEST_ARGS)
 
 # One process, as the tests share one release of the chart. Images and more: tests/real_cluster.py.

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -38,18 +39,17 @@ def tell_run(item: pytest.Item) -> None:
 
 
 def sort_files(items: list[ItemT], root: Path) -> None:
-    """Put files with tests of `make test` first, and of these the one that takes longest.
+    """Put the file first that takes longest, and a new one before all others.
 
     The tests of a file stay together and in their order.
     """
-    runs = {item: run_of(item) for item in items}
     files = {item: item.path.relative_to(root).as_posix() for item in items}
-    quick = {files[item] for item in items if runs[item] == QUICK}
-    seconds = measured_seconds(QUICK if set(runs.values()) == {QUICK} else FULL)
+    is_quick = all(run_of(item) == QUICK for item in items)
+    seconds = measured_seconds(QUICK if is_quick else FULL)
 
-    def place(item: ItemT) -> tuple[bool, float, str]:
+    def place(item: ItemT) -> tuple[float, str]:
         file = files[item]
-        return file not in quick, -seconds.get(file, 0.0), file
+        return -seconds.get(file, math.inf), file
 
     items.sort(key=place)
 

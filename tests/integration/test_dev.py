@@ -138,7 +138,7 @@ def test_a_job_runs_to_its_end_and_its_log_is_found_by_its_name(serve: Serve, fo
     done = dev.wait_for("Succeeded")
     assert condition(done, "Complete")["status"] == "True"
     assert done["status"]["artifacts"] == [f"file://{run_dir(folder)}/output"]
-    assert "finalizers" in done["metadata"]
+    wait_until(lambda: "finalizers" not in dev.job()["metadata"], PROMPT_SECONDS)
     wait_until(lambda: len(dev.api.events("default")) == 3, PROMPT_SECONDS)
     assert dev.api.events("default") == ["AttemptCreated", "Completed", "Training"]
     said = ftctl("logs", "tiny", folder=folder)

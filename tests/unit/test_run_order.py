@@ -60,18 +60,14 @@ def test_a_mark_says_which_run_a_test_is_in(marks: tuple[str, ...], run: str) ->
     assert run_of(item("tests/unit/test_a.py", "one", *marks)) == run
 
 
-def test_the_file_that_takes_longest_comes_first_and_a_new_one_last() -> None:
+@pytest.mark.parametrize("marks", [(), ("full",)])
+def test_a_new_file_comes_first_then_the_one_that_takes_longest(marks: tuple[str, ...]) -> None:
     longest, shortest = longest_and_shortest()
     assert ordered(
-        item("tests/unit/test_new.py", "new"),
         item(shortest, "short"),
-        item(longest, "long"),
-    ) == ["long", "short", "new"]
-
-
-def test_files_with_tests_of_make_test_come_before_the_others() -> None:
-    longest, shortest = longest_and_shortest()
-    assert ordered(item(longest, "long", "full"), item(shortest, "short")) == ["short", "long"]
+        item(longest, "long", *marks),
+        item("tests/unit/test_new.py", "new"),
+    ) == ["new", "long", "short"]
 
 
 def test_the_tests_of_a_file_stay_together_in_their_order() -> None:
