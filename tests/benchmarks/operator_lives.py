@@ -309,6 +309,7 @@ async def killed_burst(bench: Bench, count: int) -> Result:
             await _without(second, "queue")
             idle = loop.time() - begun
             await _all_running(seen, count)
+            await _without(second, "queue")  # of what follows from pods that run
             surplus = await count_surplus(bench.client, namespace, count, PODS_EACH)
     return {
         "jobs_at_kill": at_kill,
