@@ -471,3 +471,25 @@ def test_a_long_queue_that_waits_for_its_share_costs_the_others_nothing() -> Non
         return num_calls
 
     assert run(work(10_000)) == run(work(10))
+
+
+def test_a_key_whose_group_changed_while_it_was_deferred_is_in_one_hand() -> None:
+    """A child's event comes before its job is listed, so that its backend is not known yet."""
+
+    async def work() -> None:
+        groups = {A: "unknown", B: "aks"}
+        made = WorkQueue(Backoff(1.0, 8.0), group_of=groups.__getitem__, share=lambda: 1)
+        made.add(A)
+        made.done(await made.get(), when_idle=True)
+        made.add(B)
+        assert await made.get() == B  # its group has its share now
+        groups[A] = "aks"
+        made.add(A)  # waits for the share, and is deferred in the other group
+        assert await made.get() == A
+        made.done(B)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await made.get()
+        made.done(A, when_idle=True)
+
+    run(work())

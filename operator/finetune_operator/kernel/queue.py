@@ -177,12 +177,12 @@ class WorkQueue:
             self._idle.append(turn)
             await turn
         key, group = found
-        if self._waiting.pop(key, None) is not None:
+        if (waits := self._waiting.pop(key, None)) is not None:  # the group may have changed since
+            waits.urgent.pop(key, None)
+            waits.ready.pop(key, None)
             self._echoing.discard(key)
         else:
             self._echoing.add(key)
-        group.urgent.pop(key, None)
-        group.ready.pop(key, None)
         if (other := self._deferred.pop(key, None)) is not None:
             del other.deferred[key]
         self._taken[key] = group
