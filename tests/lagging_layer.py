@@ -64,6 +64,7 @@ def lagging_layer(
     seed: int = 0,
     num_nodes: int = 1,
     lookup_lag: bool = False,
+    blobfuse: bool = False,
 ) -> Iterator[LaggingLayer]:
     """Mount a layer below a folder; skip the test, with the reason, where none can be mounted.
 
@@ -79,6 +80,7 @@ def lagging_layer(
         num_nodes: How many mounts there are of the one folder.
         lookup_lag: Also by its name, a new file is unknown to other nodes than its own until
             listings show it.
+        blobfuse: Files are renamed, by copying them, and exclusive creates do not fail.
     """
     if lookup_lag and num_nodes < 2:
         raise ValueError("lookup_lag has no effect with one node")
@@ -89,6 +91,7 @@ def lagging_layer(
     command = [sys.executable, lagging_server.__file__, str(backing), str(log)]
     command += [*map(str, nodes), f"--lag-seconds={lag_seconds}", f"--seed={seed}"]
     command += ["--lookup-lag"] if lookup_lag else []
+    command += ["--blobfuse"] if blobfuse else []
     pipe = subprocess.PIPE
     with (
         errors.open("wb") as stderr,

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import stat
 import struct
 import sys
@@ -66,6 +67,7 @@ MKDIR_IN = struct.Struct("=II")
 OPEN_IN = struct.Struct("=II")
 CREATE_IN = struct.Struct("=IIII")
 OPEN_OUT = struct.Struct("=QII")
+RENAME_IN = struct.Struct("=Q")  # the folder it goes to; both names follow
 RELEASE_IN = struct.Struct("=QII")  # a lock's owner follows
 IO_IN = struct.Struct("=QQIIQII")
 WRITE_OUT = struct.Struct("=II")
@@ -102,10 +104,19 @@ class Layer:
         backing: The folder.
         listings: What its listings show.
         lookup_lag: Whether a new name, too, is unknown to the other nodes until listings show it.
+        blobfuse: Whether a file is renamed, by copying it, and exclusive creates do not fail.
         refused: Where a line of JSON is written for all that was asked for and cannot be done.
     """
 
-    def __init__(self, backing: bytes, listings: Listings, *, lookup_lag: bool, refused: int):
+    def __init__(
+        self,
+        backing: bytes,
+        listings: Listings,
+        *,
+        lookup_lag: bool,
+        blobfuse: bool,
+        refused: int,
+    ):
         self._backing = backing
         self._listings = listings
         self._lookup_lag = lookup_lag
@@ -134,10 +145,13 @@ class Layer:
             RELEASEDIR: self._releasedir,
             STATFS: self._statfs,
         }
+        self._blobfuse = blobfuse
+        if blobfuse:
+            self._answers[RENAME] = self._rename
 
     def answer(self, request: Request) -> bytes:
         """Do what is asked and return the answer's body; whatever fails is an OSError."""
-        if request.opcode in REFUSED:
+        if request.opcode not in self._answers and request.opcode in REFUSED:
             operation, error, offset = REFUSED[request.opcode]
             name = None if offset is None else request.name(offset)
             raise self._refuse(request, operation, error, name)
@@ -215,8 +229,7 @@ class Layer:
             self._known[path][0].add(request.node)
         return self._entry(path)
 
-    def _remove(self, request: Request, remove: Callable[[bytes], None]) -> bytes:
-        path = self._child(request, request.name())
+    def _remove(self, path: bytes, remove: Callable[[bytes], None]) -> bytes:
         status = os.lstat(path)
         remove(path)
         inode, _ = self._inodes.pop(path, (0, 0))
@@ -228,10 +241,23 @@ class Layer:
         return b""
 
     def _unlink(self, request: Request) -> bytes:
-        return self._remove(request, os.unlink)
+        return self._remove(self._child(request, request.name()), os.unlink)
 
     def _rmdir(self, request: Request) -> bytes:
-        return self._remove(request, os.rmdir)
+        return self._remove(self._child(request, request.name()), os.rmdir)
+
+    def _rename(self, request: Request) -> bytes:
+        (folder,) = RENAME_IN.unpack_from(request.body)
+        old = request.name(RENAME_IN.size)
+        new = request.name(RENAME_IN.size + len(old) + 1)
+        source, target = self._child(request, old), self._path(folder) + b"/" + new
+        if os.path.isdir(source):
+            raise self._refuse(request, "rename", errno.EOPNOTSUPP, old)
+        is_new = not os.path.lexists(target)
+        shutil.copy(os.fsdecode(source), os.fsdecode(target))
+        if is_new:
+            self._came(request, target)
+        return self._remove(source, os.unlink)
 
     def _mkdir(self, request: Request) -> bytes:
         mode, _ = MKDIR_IN.unpack_from(request.body)
@@ -280,7 +306,7 @@ class Layer:
     def _create(self, request: Request) -> bytes:
         flags, mode, _, _ = CREATE_IN.unpack_from(request.body)
         name = request.name(CREATE_IN.size)
-        if flags & os.O_EXCL:
+        if flags & os.O_EXCL and not self._blobfuse:
             raise self._refuse(request, "exclusive create", errno.EOPNOTSUPP, name)
         path = self._child(request, name)
         is_new = not os.path.lexists(path)
@@ -431,6 +457,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lag-seconds", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--lookup-lag", action="store_true")
+    parser.add_argument("--blobfuse", action="store_true")
     given = parser.parse_args(arguments)
     os.umask(0)  # the kernel has taken the caller's into account
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -438,7 +465,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     refused = os.open(given.refused, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     listings = Listings(given.lag_seconds, given.seed)
     backing = os.fsencode(given.backing.resolve())
-    layer = Layer(backing, listings, lookup_lag=given.lookup_lag, refused=refused)
+    layer = Layer(
+        backing,
+        listings,
+        lookup_lag=given.lookup_lag,
+        blobfuse=given.blobfuse,
+        refused=refused,
+    )
     lock = threading.Lock()
     try:
         devices = [mount(folder) for folder in given.nodes]

@@ -22,6 +22,7 @@ from checkpoint_fixtures import (
 from finetune_trainer.checkpoint.commit import MANIFEST, ledger, verify
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE
+from lagging_layer import lagging_layer
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,24 @@ def test_a_kill_while_saving_loses_no_step_beyond_the_last_commit(
 
     assert json.loads(report.read_text()) == undisturbed | {"resumed": resumed}
     assert steps_in(root) == ["step-8"]
+
+
+def test_a_checkpoint_is_committed_in_place_where_nothing_can_be_renamed(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    report, killed = tmp_path / "report", tmp_path / "killed"
+    points = ("saving@2", "before-manifest@4", "before-commit@4", "retention@4", "after-commit@6")
+    environ = {ENV_FAILPOINT: ",".join(points), ENV_FAILPOINT_ONCE: str(killed)}
+    with lagging_layer(tmp_path / "layer", lag_seconds=0.0) as layer:
+        root = layer.root / "checkpoints"
+        codes = [run_processes(train_and_save, root, report, environ=environ) for _ in points]
+        assert codes == [[-signal.SIGKILL]] * len(points)
+        assert sorted(path.name for path in killed.iterdir()) == sorted(points)
+        assert run_processes(train_and_save, root, report, environ=environ) == [0]
+        assert json.loads(report.read_text()) == undisturbed | {"resumed": 6}
+        assert steps_in(root) == ["step-8"]
+        verify(step_path(root, 8))
+        assert layer.refusals() == []
 
 
 def test_a_kill_while_restoring_changes_nothing(

@@ -503,7 +503,7 @@ def test_a_backend_that_nobody_installed_is_said_to_be_that(tmp_path: Path, comm
 
     done = ftctl(command, file.name, "--backend", "nope", folder=tmp_path)
 
-    assert "nope is not installed (available: aks, local)" in done.stderr
+    assert "nope is not installed (available: aks, azureml, local)" in done.stderr
     assert done.returncode == 1
 
 

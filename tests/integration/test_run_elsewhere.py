@@ -1,10 +1,11 @@
-"""`ftctl run` and `ftctl logs` of a job whose backend is a plugin, as a user calls them."""
+"""`ftctl run`, `ftctl logs` and `ftctl dev` of a job whose backend is a plugin."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,31 @@ from plugin_elsewhere import install
 FTCTL = [sys.executable, "-m", "finetune_operator"]
 ENDLESS = {"steps": 100_000, "step_seconds": 0.02, "save_every": 50}
 PATIENCE_SECONDS = 60.0
+STARTS = "runs/default/tiny/starts.txt"
 
 
 class Project:
     """A folder with the manifest of a job for the plugin."""
 
-    def __init__(self, folder: Path, **play: Any) -> None:
+    def __init__(
+        self, folder: Path, backend: str = "elsewhere", play: Mapping[str, Any] | None = None
+    ) -> None:
         self.folder = folder
+        self._backend = backend
         write_inputs(folder)
-        made = manifest(name="tiny", backend={"type": "elsewhere"})
-        (folder / "job.yaml").write_text(yaml.safe_dump(made))
-        plays = json.dumps({"*": play})
+        self.write_job()
+        plays = json.dumps({"*": play or {}})
         self._environ = {
             **os.environ,
             "PYTHONPATH": install(folder),
             "FINETUNE_STAND_IN": plays,
         }
+
+    def job(self, **spec: Any) -> dict[str, Any]:
+        return manifest(name="tiny", backend={"type": self._backend}, **spec)
+
+    def write_job(self, **spec: Any) -> None:
+        (self.folder / "job.yaml").write_text(yaml.safe_dump(self.job(**spec)))
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -66,12 +76,11 @@ def test_a_job_runs_on_a_plugin_and_its_log_is_read_there(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_ctrl_c_once_saves_and_twice_kills(tmp_path: Path, is_deaf: bool) -> None:
-    project = Project(tmp_path, **ENDLESS, is_deaf=is_deaf)
+    project = Project(tmp_path, play={**ENDLESS, "is_deaf": is_deaf})
     with project.start("run", "job.yaml") as process:
         try:
             wait_until(lambda: starts(tmp_path) != [], PATIENCE_SECONDS)
-            file = tmp_path / "runs/default/tiny/starts.txt"
-            pid = int(file.read_text().split()[2])
+            pid = int((tmp_path / STARTS).read_text().split()[2])
             for number in range(1 + is_deaf):
                 process.send_signal(signal.SIGINT)
                 log = tmp_path / "runs/default/tiny/attempts/1/cancel.json"
@@ -84,6 +93,57 @@ def test_ctrl_c_once_saves_and_twice_kills(tmp_path: Path, is_deaf: bool) -> Non
     assert ("killing it now" in said) == is_deaf
 
 
+def test_ctrl_c_leaves_a_job_running_that_a_service_runs(tmp_path: Path) -> None:
+    project = Project(tmp_path, "service", ENDLESS)
+    try:
+        for _ in range(2):
+            with project.start("run", "job.yaml") as process:
+                assert process.stdout is not None
+                said = process.stdout.readline()
+                while "Training" not in said:
+                    said = process.stdout.readline()
+                process.send_signal(signal.SIGINT)
+                said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode == 130, said
+            assert "tiny goes on: " in said
+            assert "Follow it again: ftctl run job.yaml" in said
+            assert is_running(int((tmp_path / STARTS).read_text().split()[2]))
+        project.write_job(suspend=True)
+        code, said = project.call("run", "job.yaml")
+        assert code == 130, said
+        assert "Stopped" in said
+        assert not is_running(int((tmp_path / STARTS).read_text().split()[2]))
+        assert starts(tmp_path) == [(1, 0)]
+    finally:
+        kill_what_runs_below(tmp_path)
+
+
+def wait_until_running(api: Api) -> None:
+    wait_until(lambda: api.phase("default", "tiny") == "Running", PATIENCE_SECONDS)
+
+
+def test_the_end_of_ftctl_dev_leaves_jobs_of_a_service_to_the_next_start(tmp_path: Path) -> None:
+    project = Project(tmp_path, "service", ENDLESS)
+    try:
+        for number in range(2):
+            with project.start("dev", "--port", "0") as process:
+                assert process.stdout is not None
+                assert process.stdout.readline().startswith("export KUBECONFIG=")
+                api = Api(f"{tmp_path}/runs/.dev/kubeconfig")
+                if not number:
+                    api.run(api.client.create(FINE_TUNE_JOBS, project.job(), "default"))
+                wait_until_running(api)
+                api.close()
+                process.send_signal(signal.SIGINT)
+                said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode == 0, said
+            assert "left running, and found by the next start: default/tiny" in said
+            assert is_running(int((tmp_path / STARTS).read_text().split()[2]))
+        assert starts(tmp_path) == [(1, 0)]
+    finally:
+        kill_what_runs_below(tmp_path)
+
+
 def test_ftctl_dev_serves_it_too(tmp_path: Path) -> None:
     project = Project(tmp_path)
     with project.start("dev", "--port", "0") as process:
@@ -91,8 +151,7 @@ def test_ftctl_dev_serves_it_too(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("export KUBECONFIG=")
             api = Api(f"{tmp_path}/runs/.dev/kubeconfig")
-            made = manifest(name="tiny", backend={"type": "elsewhere"})
-            api.run(api.client.create(FINE_TUNE_JOBS, made, "default"))
+            api.run(api.client.create(FINE_TUNE_JOBS, project.job(), "default"))
             wait_until(lambda: api.phase("default", "tiny") == "Succeeded", PATIENCE_SECONDS)
             api.close()
         finally:

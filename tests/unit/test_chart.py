@@ -17,6 +17,7 @@ from finetune_operator import __version__
 from finetune_operator.api.crd import crd_files
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks.network import OPERATOR_LABELS
+from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
 from finetune_operator.kernel.settings import PREFIX, Settings, read_settings
 
 ROOT = Path(__file__).parents[2]
@@ -243,6 +244,28 @@ def test_pods_need_no_rights_on_their_node_and_are_let_in_by_jobs() -> None:
     }
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "health"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "health"}
+
+
+@needs_helm
+def test_operator_asks_azure_as_the_identity_that_the_values_name() -> None:
+    azure = {"clientId": "an-id", "tenantId": "a-tenant", "requestsPerSecond": 0.5}
+    objects = rendered(
+        azure=azure,
+        podLabels={"team": "a"},
+        serviceAccount={"annotations": {"azure.workload.identity/client-id": "another-id"}},
+    )
+
+    (account,) = of_kind(objects, "ServiceAccount")
+    assert account["metadata"]["annotations"] == {
+        "azure.workload.identity/client-id": "another-id",
+        "azure.workload.identity/tenant-id": "a-tenant",
+    }
+    pod = pod_of(objects)
+    labels = pod["metadata"]["labels"]
+    assert (labels["azure.workload.identity/use"], labels["team"]) == ("true", "a")
+    (container,) = pod["spec"]["containers"]
+    assert {"name": REQUESTS_PER_SECOND, "value": "0.5"} in container["env"]
+    assert "azure.workload.identity/use" not in pod_of(rendered())["metadata"]["labels"]
 
 
 @needs_helm

@@ -422,6 +422,20 @@ def test_a_later_attempt_goes_on_from_what_the_job_has_committed(
     assert tensors_differ(state, make_state(expected)) == []
 
 
+def test_a_successor_that_starts_anew_goes_on_from_its_own_commits_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    heir = JOB.model_copy(update={"uid": "uid-9"})
+    anew: dict[str, Any] = {"job": heir, "take_over": True, "resume_from": "none"}
+    open_store(tmp_path, **anew)  # killed before it wrote down where it starts
+    store = open_store(tmp_path, is_continued=True, **anew)
+    assert store.restore(make_state(0)) is None
+    store.save(7, make_state(7))
+    store.wait()
+    state = make_state(0)
+    open_store(tmp_path, is_continued=True, **anew).restore(state)
+    assert tensors_differ(state, make_state(7)) == []
+
+
 @pytest.mark.parametrize(
     ("make", "error", "reason"),
     [

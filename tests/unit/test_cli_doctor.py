@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune_operator.cli.app import app
-from finetune_operator.cli.doctor import Finding, State, examine, install_command, packages
+from finetune_operator.cli.doctor import examine, install_command, packages
+from finetune_operator.cli.findings import Finding, State
 
 REQUIREMENTS = [
     "pydantic<3,>=2.11",

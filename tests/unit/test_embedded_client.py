@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from azureml_cases import SETTINGS
 from builders import manifest
-from finetune_operator.api.crd import custom_resource_definition
+from finetune_operator.api.crd import custom_resource_definition, profile_definition
 from finetune_operator.embedded.client import EmbeddedClient
 from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.store import Store
@@ -18,7 +19,13 @@ from finetune_operator.kube.errors import (
     NotFoundError,
     UnavailableError,
 )
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, PODS, Object
+from finetune_operator.kube.resources import (
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    NAMESPACES,
+    PODS,
+    Object,
+)
 
 
 def on_a_store(
@@ -93,3 +100,33 @@ def test_what_the_caller_cannot_keep_was_written_and_is_told() -> None:
         await client.get(FINE_TUNE_JOBS, "tiny", "default")
 
     on_a_store(work, refuse)
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("subscriptionId", "11111111-1111-1111-1111-111111111111"),
+        ("resourceGroup", "other"),
+        ("workspace", "other"),
+    ],
+)
+def test_a_profile_stays_with_its_workspace_where_attempts_are_searched_for(
+    field: str, other: str
+) -> None:
+    made = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneProfile",
+        "metadata": {"name": "gpu"},
+        "spec": {"azureml": dict(SETTINGS)},
+    }
+
+    async def work(client: EmbeddedClient, store: Store) -> None:
+        store.put(store.kinds[str(CRDS)], profile_definition())
+        await client.create(FINE_TUNE_PROFILES, made)
+        moved = {"spec": {"azureml": {field: other}}}
+        with pytest.raises(InvalidError, match="create another profile"):
+            await client.patch(FINE_TUNE_PROFILES, "gpu", None, moved)
+        compute = {"spec": {"azureml": {"compute": "other"}}}
+        await client.patch(FINE_TUNE_PROFILES, "gpu", None, compute)
+
+    on_a_store(work)

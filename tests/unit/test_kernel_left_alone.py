@@ -13,7 +13,7 @@ from kernel_world import KEY, POINTS, World
 from virtual_time import run
 
 NO_PLUGIN = [point for point in POINTS if point.name != "fake"]
-UNKNOWN = "spec.backend.type fake is not installed (available: aks, configmap, local)"
+UNKNOWN = "spec.backend.type fake is not installed (available: aks, azureml, configmap, local)"
 
 
 def reasons(world: World) -> list[str]:

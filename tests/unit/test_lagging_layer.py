@@ -252,3 +252,22 @@ def test_a_layer_is_gone_after_its_test_even_with_a_file_open(tmp_path: Path) ->
         file.write(b"late")
     with pytest.raises(OSError, match=r"connect|aborted"):
         file.close()
+
+
+def test_a_layer_like_blobfuse_copies_a_file_over_another_and_renames_no_folder(
+    tmp_path: Path,
+) -> None:
+    with lagging_layer(tmp_path, lag_seconds=0.0, blobfuse=True) as layer:
+        at = layer.root
+        (at / "sub").mkdir()
+        with (at / "file").open("x") as file:
+            file.write("new")
+        (at / "file").rename(at / "sub" / "moved")
+        (at / "other").write_text("old and longer")
+        (at / "sub" / "moved").replace(at / "other")
+        assert (at / "other").read_text() == "new"
+        assert sorted(os.listdir(layer.backing)) == ["other", "sub"]
+        assert os.listdir(at / "sub") == []
+        with pytest.raises(OSError, match="not supported"):
+            (at / "sub").rename(at / "new")
+        assert [(one.operation, one.path) for one in layer.refusals()] == [("rename", "sub")]

@@ -163,13 +163,17 @@ def test_what_a_named_checkpoint_was_made_of_is_known_before_anything_is_loaded(
         store.wait()
     [named] = (tmp_path / "named").glob("step-5.*")
     own = CheckpointConfig(dir=str(tmp_path / "own"))
-    assert recorded(own) == FINGERPRINT
-    assert recorded(own.model_copy(update={"resume_from": "none"})) is None
+    assert recorded(own, JOB) == FINGERPRINT
+    anew = own.model_copy(update={"resume_from": "none"})
+    assert recorded(anew, JOB) is None
+    again = anew.model_copy(update={"is_continued": True})
+    assert recorded(again, JOB) == FINGERPRINT
+    assert recorded(again, JOB.model_copy(update={"uid": "its successor"})) is None
     asked = own.model_copy(update={"resume_from": str(named)})
-    assert recorded(asked) == theirs
-    assert recorded(asked.model_copy(update={"is_continued": True})) == theirs
+    assert recorded(asked, JOB) == theirs
+    assert recorded(asked.model_copy(update={"is_continued": True}), JOB) == theirs
     gone = own.model_copy(update={"resume_from": str(tmp_path / "gone")})
-    assert recorded(gone) is None
+    assert recorded(gone, JOB) is None
 
 
 def test_weights_that_changed_in_the_folder_are_found_by_a_resume(tmp_path: Path) -> None:

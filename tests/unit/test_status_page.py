@@ -16,6 +16,7 @@ from finetune_operator.api.v1alpha1.status import (
     JobPhase,
 )
 from finetune_operator.backends.aks.reasons import AksReason
+from finetune_operator.backends.azureml.states import STATES
 from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.kernel import events
 from finetune_operator.kernel.events import events_between
@@ -55,7 +56,7 @@ def named(rows: list[list[str]]) -> list[str]:
 
 def claims() -> dict[str, set[tuple[str, str]]]:
     """Return by reason the conditions that the page says to give it, and their status."""
-    reasons, _, _ = tables("Reasons")
+    reasons, *_ = tables("Reasons")
     return {
         names(row[0])[0]: set(re.findall(r"`(\w+)` (True|False|Unknown)", row[1]))
         for row in reasons
@@ -85,10 +86,23 @@ def test_conditions_and_which_of_them_are_never_false() -> None:
 
 
 def test_reasons() -> None:
-    reasons, of_aks, classes = tables("Reasons")
+    reasons, of_aks, _, classes = tables("Reasons")
     assert named(reasons) == [FIRST_CONDITIONS[0].reason, *(one.value for one in Reason)]
     assert named(of_aks) == [one.value for one in AksReason]
     assert named(classes) == [one.value for one in FailureClass]
+
+
+def test_reasons_of_azureml_and_when_they_are_stalled() -> None:
+    _, _, rows, _ = tables("Reasons")
+    limits = {row.obstacle.reason: row.limit for row in STATES.values() if row.obstacle}
+    unlisted = {"NotStopped", "UnknownState", "ServiceSilent", "NotSeen"}
+    assert sorted(named(rows)) == sorted(limits.keys() | unlisted)
+    for row in rows:
+        for name in names(row[0]):
+            number, _, unit = row[2].partition(" ")
+            if name in limits:
+                seconds = float(number) * {"minute": 60.0, "hour": 3600.0}[unit.rstrip("s")]
+                assert seconds == limits[name]
 
 
 @pytest.mark.parametrize("reason", Reason)

@@ -1,3 +1,6 @@
+import base64
+import re
+import zlib
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,6 +26,8 @@ from finetune_trainer.config import (
     StrategyConfig,
     TrainConfig,
     TrainingConfig,
+    pack,
+    unpack,
 )
 
 LOCATIONS = Locations(
@@ -261,3 +266,32 @@ def test_train_config_refuses_an_adapter_of_full_fine_tuning():
         ValidationError, match=r"spec\.output\.format adapter needs spec\.method\.type"
     ):
         TrainConfig.model_validate_json(text)
+
+
+def test_a_configuration_travels_as_one_word_that_no_shell_or_template_touches():
+    odd = 'it\'s {{ x }} ${{inputs.x}} `a` "b" \\ \n' * 100
+    config = derived(observability={"samplePrompts": [odd, "Grüße 🙂"]})
+    packed = pack(config)
+    assert unpack(packed) == config
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
+    assert len(packed) < len(config.to_json()) / 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("", id="nothing"),
+        pytest.param("{}", id="JSON"),
+        pytest.param(base64.b64encode(zlib.compress(b"{}")[:-4]).decode(), id="cut off"),
+        pytest.param("YWJj", id="not compressed"),
+    ],
+)
+def test_what_is_no_packed_configuration_is_said_so(text):
+    with pytest.raises(ValueError, match="it is no packed configuration"):
+        unpack(text)
+
+
+def test_a_packed_configuration_of_another_version_is_refused_by_its_key():
+    text = derived().to_json().replace('"seed":', '"sead":')
+    with pytest.raises(ValidationError, match="sead"):
+        unpack(base64.b64encode(zlib.compress(text.encode())).decode())

@@ -186,7 +186,7 @@ def test_a_backend_that_is_not_installed_is_named_with_those_that_are(tmp_path: 
     value = manifest(backend__type="slurm", model__source="hf://a/b", dataset__source="hf://a/c")
     code, out = ftctl(write(tmp_path, value))
     assert code == 1
-    assert "spec.backend.type slurm is not installed here; use aks or local" in out
+    assert "spec.backend.type slurm is not installed here; use aks or azureml or local" in out
 
 
 def test_a_status_in_a_manifest_is_a_note(tmp_path: Path) -> None:

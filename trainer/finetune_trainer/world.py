@@ -9,6 +9,7 @@ starts a single unconnected process without a word).
 import hashlib
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,10 @@ _POLL_SECONDS = 0.02
 ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0's store
 ACCELERATE = "accelerate launch"  # by name, where it starts a single process
 _ENV_OF_ACCELERATE = "ACCELERATE_DYNAMO_MODE"  # which it always sets, and a user hardly ever
+_OF_LAUNCHERS = re.compile(
+    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|"
+    rf"(TORCHELASTIC|OMPI_COMM_WORLD)_\w+|{_ENV_OF_ACCELERATE}"
+)
 
 _T = TypeVar("_T")
 
@@ -97,6 +102,11 @@ def launched_by_another(environ: Mapping[str, str]) -> bool:
     """Say whether a launcher made this process one rank among others (or the only one)."""
     single = "OMPI_COMM_WORLD_SIZE" in environ or _ENV_OF_ACCELERATE in environ
     return single or {"RANK", "WORLD_SIZE"} <= environ.keys()
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what makes a process a rank, or tells it about its peers."""
+    return {name: text for name, text in environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:

@@ -48,6 +48,7 @@ COLUMNS = (
 
 PROFILE_COLUMNS = (
     _column("Image", ".spec.image"),
+    _column("Workspace", ".spec.azureml.workspace"),
     _column("Namespaces", ".spec.allow.namespaces"),
     _column("Max-nodes", ".spec.allow.maxNodes", "integer"),
     _column("Age", ".metadata.creationTimestamp", "date"),

@@ -285,6 +285,10 @@ class Backend(ABC):
     runs_without_cluster: ClassVar[bool]
     """Whether `ftctl run` and `ftctl dev` may use it."""
 
+    runs_on_this_machine: ClassVar[bool] = False
+    """Whether its attempts are processes of this machine: Ctrl-C of `ftctl run` and `ftctl dev`
+    stops these with a checkpoint, and leaves all others running."""
+
     watches: ClassVar[tuple[Watch, ...]] = ()
     """Kinds in the cluster whose events have a job reconciled; may be empty.
 

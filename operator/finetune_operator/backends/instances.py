@@ -34,7 +34,8 @@ class Backends:
     Args:
         context: What each is given.
         points: Entry points besides those of installed packages.
-        given: By name, in place of those of installed packages; None for those.
+        given: By name, in place of those of installed packages; None for those. A class is made
+            here.
         wake: Has a job reconciled; for backends that ask for it.
     """
 
@@ -42,16 +43,20 @@ class Backends:
         self,
         context: BackendContext,
         points: Iterable[EntryPoint],
-        given: Mapping[str, Backend] | None = None,
+        given: Mapping[str, Backend | type[Backend]] | None = None,
         *,
         wake: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self._context = context
         installed = entry_points(group=registry.GROUP) if given is None else ()
         self._points = [*installed, *points]
-        self._has_only_given = given is not None
+        self._given = given
         self._wake = wake
-        self._hosted = {name: self._host(name, one) for name, one in (given or {}).items()}
+        self._hosted = {
+            name: self._host(name, one)
+            for name, one in (given or {}).items()
+            if isinstance(one, Backend)
+        }
         self._broken: dict[str, FineTuneError] = {}
 
     async def load_all(self) -> dict[str, Backend]:
@@ -64,7 +69,7 @@ class Backends:
             point.name for point in self._points if point.value.startswith("finetune_operator.")
         }
         names = sorted(
-            {*self._hosted, *registry.available(self._points)},
+            {*(self._given or ()), *registry.available(self._points)},
             key=lambda name: (name not in ours, name),
         )
         faults = await asyncio.gather(*(self._load(name, name in ours) for name in names))
@@ -146,12 +151,15 @@ class Backends:
             UnknownBackendError: none is registered under that name.
             BrokenBackendError: it cannot be imported or made.
         """
-        if self._has_only_given and name not in registry.available(self._points):
+        kind = (self._given or {}).get(name)
+        is_registered = name in registry.available(self._points)
+        if self._given is not None and kind is None and not is_registered:
             raise UnknownBackendError(
                 f"spec.backend.type {name} does not run here (available: "
-                f"{', '.join(self._hosted)}); use one of these, or apply the job to a cluster"
+                f"{', '.join(self._given)}); use one of these, or apply the job to a cluster"
             )
-        kind = registry.load(name, self._points)
+        if not isinstance(kind, type):
+            kind = registry.load(name, self._points)
         try:
             return kind(self._context)
         except Exception as error:

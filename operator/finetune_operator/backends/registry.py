@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points, packages_distributions
 from typing import Any
 
-from finetune_operator.backends.base import Backend, BackendContext
+from finetune_operator.backends.base import Backend
 from finetune_operator.errors import BrokenBackendError, UnknownBackendError
 from finetune_operator.kube.watch import Watch
 
@@ -65,14 +65,14 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
     )
 
 
-def without_cluster(context: BackendContext, besides: str) -> dict[str, Backend]:
+def without_cluster(besides: str) -> dict[str, type[Backend]]:
     """Return what needs no cluster, by name; the log says what cannot be used."""
     made = {}
     for name in available():
         try:
             if name != besides and (kind := load(name)).runs_without_cluster:
-                made[name] = kind(context)
-        except Exception as error:
+                made[name] = kind
+        except BrokenBackendError as error:
             log.warning("backend left out", extra={"backend": name, "error": str(error)})
     return made
 

@@ -1,6 +1,7 @@
 """Which node's failure is the root cause of an attempt's end; a node that was stopped is none."""
 
 import signal
+from collections.abc import Mapping
 
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
@@ -8,7 +9,9 @@ TERMINATED = 128 + signal.SIGTERM
 STOPPED_BY_SIGNAL = frozenset({TERMINATED, 128 + signal.SIGINT})
 """Codes of a trainer that a signal ended before it could take it over: nothing was trained yet."""
 
-_PERMANENT = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
+PERMANENT = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
+"""Codes of a trainer that would meet the same again."""
+
 _SECONDARY = frozenset({ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 
 
@@ -17,6 +20,26 @@ def stopped_by_signal(node: str, exit_code: int) -> Termination:
     name = signal.Signals(exit_code - 128).name
     text = f"{node} was asked to stop ({name}) before it could save or say anything"
     return Termination(failure_class=FailureClass.PREEMPTED, exit_code=exit_code, message=text)
+
+
+def ended_silently(node: str, exit_code: int, *, reason: str = "", more: str = "") -> Termination:
+    """Return the termination of a node that ended without a message.
+
+    Args:
+        node: As messages name it.
+        exit_code: Of its main process.
+        reason: What is known besides the code, such as ` (Reason)`.
+        more: The rest of the sentence.
+    """
+    if exit_code in STOPPED_BY_SIGNAL:
+        return stopped_by_signal(node, exit_code)
+    failure, text = FailureClass.ERROR, f"{node} ended with exit code {exit_code}{reason}"
+    if exit_code == ExitCode.DONE:
+        failure, more = FailureClass.COMPLETED, ""
+    elif exit_code == ExitCode.KILLED:
+        failure, text, more = FailureClass.WORKER_LOST, f"{node} was killed (SIGKILL)", ""
+    message = f"{text} without a termination message{more}"
+    return Termination(failure_class=failure, exit_code=exit_code, message=message)
 
 
 def with_seen_exit_code(node: str, said: Termination, exit_code: int) -> Termination:
@@ -40,10 +63,24 @@ def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
     """
     if is_victim:
         return 4
-    if exit_code in _PERMANENT:
+    if exit_code in PERMANENT:
         return 0
     if exit_code == ExitCode.KILLED:
         return 1
     if exit_code in _SECONDARY:
         return 3
     return 5 if exit_code == ExitCode.DONE else 2
+
+
+def root_cause(said: Mapping[int, Termination]) -> int | None:
+    """Return the node whose failure is the root cause, by what each has said; None if none has.
+
+    Who only noticed that others were gone comes after those that failed in the same way.
+    """
+
+    def order(node: int) -> tuple[int, bool, int]:
+        one = said[node]
+        has_lost_others = one.failure_class is FailureClass.WORKER_LOST
+        return root_cause_order(one.exit_code, is_victim=False), has_lost_others, node
+
+    return min(said, key=order, default=None)

@@ -1,23 +1,31 @@
 """The log of one rank of a job in a cluster: its pod's, or the lines kept of a pod that is gone.
 
-`ftctl logs` calls it. It reads FineTuneJobs, batch Jobs, pods and logs with the user's own rights.
+`ftctl logs` calls it. It reads FineTuneJobs, batch Jobs, pods and logs with the user's own rights,
+and FineTuneProfiles for a backend that asks a service.
 """
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, FineTuneProfile
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Attempt, AttemptRef, Backend, BackendContext
 from finetune_operator.backends.hosting import HostedBackend
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.resources import FINE_TUNE_JOBS
+from finetune_operator.kube.resources import (
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    Object,
+    Resource,
+)
+from finetune_operator.kube.watch import Watch
 from finetune_trainer.config import FailureClass
 
 
@@ -35,14 +43,19 @@ class RankLog:
     follow: bool
 
 
-async def print_log(job: Key, wanted: RankLog) -> None:
+async def print_log(job: Key, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]) -> None:
     """Print the log of one rank of a job in the cluster that kubectl uses.
+
+    Args:
+        job: Whose log.
+        wanted: Which log.
+        profiles: By name; they count more than the cluster's own.
 
     Raises:
         FineTuneError: there is no such job, attempt or batch Job, or the cluster cannot be reached.
     """
     async with await HttpClient.connect() as client:
-        async for line in _lines(client, job, wanted):
+        async for line in _lines(client, job, wanted, profiles):
             print(line, flush=True)
 
 
@@ -64,14 +77,65 @@ def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> in
     return newest
 
 
-async def _lines(client: HttpClient, job: Key, wanted: RankLog) -> AsyncIterator[str]:
+async def _lines(
+    client: HttpClient, job: Key, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
+) -> AsyncIterator[str]:
     made = await _get_job(client, job)
     if not made.status.attempt:
         said = next((one.message for one in made.status.conditions if one.type == "Ready"), "")
         raise FineTuneError(f"FineTuneJob {job} has no attempt yet ({said})")
-    context = BackendContext(Path(), dict(os.environ), Cluster(client, ObjectCache))
-    async for line in lines_of(registry.load(made.spec.backend.type)(context), made, wanted):
+    kind = registry.load(made.spec.backend.type)
+    cluster = await cluster_for(kind, client, profiles)
+    context = BackendContext(Path(), dict(os.environ), cluster)
+    async for line in lines_of(kind(context), made, wanted):
         yield line
+
+
+async def cluster_for(
+    kind: type[Backend], client: KubeClient, profiles: Mapping[str, FineTuneProfile]
+) -> Cluster:
+    """Return the cluster as a backend needs it to find an attempt.
+
+    One that finds attempts in the cluster reads there what its caches lack. Any other has its
+    attempts elsewhere, and in its caches what it watches of the whole cluster, such as profiles.
+
+    Args:
+        kind: The backend.
+        client: With the user's rights.
+        profiles: By name; they count more than the cluster's own.
+
+    Raises:
+        FineTuneError: the user may not read one of the kinds.
+    """
+    caches: dict[Resource, ObjectCache] = {}
+    for watch in () if kind.finds_from_cache else kind.watches:
+        if watch.selector is None and not watch.resource.namespaced:
+            given = profiles if watch.resource == FINE_TUNE_PROFILES else {}
+            found = await _read(client, watch, given)
+            caches[watch.resource] = ObjectCache(watch.resource)
+            caches[watch.resource].replace(found.values(), "0")
+    return Cluster(client, lambda resource: caches.setdefault(resource, ObjectCache(resource)))
+
+
+async def _read(
+    client: KubeClient, watch: Watch, given: Mapping[str, FineTuneProfile]
+) -> dict[str, Object]:
+    """Return the objects of a kind by name, where those that are given count more."""
+    try:
+        listing = await client.list(watch.resource, trim=watch.trim)
+        found = {one["metadata"]["name"]: one for one in listing.items}
+    except ForbiddenError as error:
+        if not given:
+            remedy = "ask for the right to list them"
+            if watch.resource == FINE_TUNE_PROFILES:
+                remedy += ", or give the job's with --profile FILE"
+            what = f"{watch.resource.plural} of the cluster cannot be read"
+            raise FineTuneError(f"the {what} ({error}); {remedy}") from error
+        found = {}
+    for name, profile in given.items():
+        spec = profile.spec.model_dump(by_alias=True, exclude_none=True, mode="json")
+        found[name] = {"metadata": {"name": name, "resourceVersion": "0"}, "spec": spec}
+    return found
 
 
 async def lines_of(backend: Backend, job: FineTuneJob, wanted: RankLog) -> AsyncIterator[str]:

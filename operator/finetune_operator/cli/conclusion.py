@@ -8,10 +8,13 @@ from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.lifecycle import OutputFormat
+from finetune_operator.backends.base import Handle
 from finetune_operator.backends.local.layout import BACKEND
 from finetune_operator.cli.result import Outcome, print_outcome
 from finetune_operator.cli.target import Target
 from finetune_operator.cli.view import View, duration
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_true
 from finetune_trainer.config import Progress
 
@@ -48,6 +51,13 @@ def conclude(
         file = shlex.quote(target.manifest.file)
         console.print(Text(f"\nLogs:   ftctl logs {file}\nAgain:  {again}"))
         raise typer.Exit(EXIT_FAILED)
+    attempt = attempts.current(status)
+    if attempt and not target.backend.runs_on_this_machine:
+        if handle := handle_of(status):
+            _say_that_it_goes_on(console, job.metadata.name, handle, again)
+        else:
+            _say_that_it_may_start(console, job.metadata.name, attempt.number, again)
+        raise typer.Exit(EXIT_STOPPED)
     # Not the progress of the last attempt, which may have ended before its first step.
     at = status.checkpoint.last
     kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
@@ -56,6 +66,31 @@ def conclude(
         console.print(Text("spec.suspend is true; set it to false to go on"))
     console.print(Text(f"Go on with: {again}"))
     raise typer.Exit(EXIT_STOPPED)
+
+
+def _say_that_it_goes_on(console: Console, name: str, handle: Handle, again: str) -> None:
+    _say(
+        console,
+        f"{name} goes on: {handle.url or handle.name}",
+        f"Nothing restarts it while nobody follows it. Follow it again: {again}",
+        "To stop it with a checkpoint, set spec.suspend: true and run that again.",
+    )
+
+
+def _say_that_it_may_start(console: Console, name: str, number: int, again: str) -> None:
+    _say(
+        console,
+        f"{name} may be starting as attempt {number}, which had no answer yet",
+        f"Follow it, or see that it runs: {again}",
+        "To stop it, set spec.suspend: true and run that again.",
+    )
+
+
+def _say(console: Console, first: str, *more: str) -> None:
+    """Print lines that can be copied."""
+    console.print(Text(f"\n{first}", style="bold yellow"), soft_wrap=True)
+    for line in more:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _outcome(target: Target, progress: Progress) -> Outcome:

@@ -36,7 +36,7 @@ def dev(
 
     Jobs of the local backend run here, with their files beside the manifests of FOLDER. The first
     line printed makes kubectl ask this API. Ctrl-C once stops all jobs with a checkpoint, twice
-    kills them; the next start goes on with them.
+    kills them; the next start goes on with them. Jobs that a service runs, such as Azure ML, go on.
     """
     if run is not None or fresh or plain:
         options = " --fresh" * fresh + " --plain" * plain

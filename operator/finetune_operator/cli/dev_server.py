@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -11,10 +11,10 @@ import yaml
 
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.cli.dev_folder import DevFolder
-from finetune_operator.cli.dev_stop import resume_all, stop_all
+from finetune_operator.cli.dev_stop import resume_all, running_elsewhere, stop_all
 from finetune_operator.cli.folder_backend import FolderBackend
 from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.embedded.server import EmbeddedApi
@@ -51,7 +51,9 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
     signals, stop = StopSignals(), asyncio.Event()
     context = BackendContext(folder.base, dict(os.environ))
     backend = FolderBackend(context, is_forced=signals.forced.is_set, command=command)
-    backends = {backend.name: backend, **registry.without_cluster(context, besides=backend.name)}
+    others = registry.without_cluster(besides=backend.name)
+    backends: dict[str, Backend | type[Backend]] = {backend.name: backend, **others}
+    here = {name for name, one in backends.items() if one.runs_on_this_machine}
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.held())
         await stack.enter_async_context(_api(folder, port))
@@ -67,7 +69,7 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
             log.info("serving", extra={"folder": str(folder.base)})
             await _first_of(operator, asyncio.create_task(signals.asked.wait()))
             log.info("stopping all jobs after a checkpoint; Ctrl-C again kills them")
-            await _stop_jobs(client, operator, signals)
+            await _stop_jobs(client, operator, signals, here)
         finally:
             stop.set()
             await operator
@@ -98,10 +100,15 @@ async def _first_of(operator: "asyncio.Task[None]", *tasks: "asyncio.Task[Any]")
 
 
 async def _stop_jobs(
-    client: KubeClient, operator: "asyncio.Task[None]", signals: StopSignals
+    client: KubeClient, operator: "asyncio.Task[None]", signals: StopSignals, here: Collection[str]
 ) -> None:
-    """Stop all jobs with a checkpoint, and kill them when the user insists."""
-    stopped = asyncio.create_task(stop_all(client))
+    """Stop all jobs with a checkpoint, and kill them when the user insists.
+
+    Jobs of backends that are not among `here` run on, as they do not need this machine.
+    """
+    if others := await running_elsewhere(client, here):
+        log.info("left running, and found by the next start: %s", ", ".join(others))
+    stopped = asyncio.create_task(stop_all(client, here))
     forced = asyncio.create_task(signals.forced.wait())
     try:
         await _first_of(operator, stopped, forced)

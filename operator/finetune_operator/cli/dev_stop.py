@@ -5,6 +5,7 @@ resumes these, also after a crash, and leaves those alone that a person has susp
 """
 
 import asyncio
+from collections.abc import Collection
 from contextlib import suppress
 
 from finetune_operator.kernel.jobs import JobView, read_job
@@ -30,9 +31,20 @@ async def resume_all(client: KubeClient) -> None:
             await _suspend(client, key_of(known.raw), suspend=False)
 
 
-async def stop_all(client: KubeClient) -> None:
-    """Suspend every job of ours; return when none runs any more and their status says so."""
-    while running := [known for known in await _jobs(client) if not _is_stopped(known)]:
+async def running_elsewhere(client: KubeClient, here: Collection[str]) -> list[str]:
+    """Return the names of the jobs with an attempt by a backend that is not among `here`."""
+    return [
+        str(key_of(known.raw))
+        for known in await _jobs(client)
+        if known.backend not in here and attempts.current(known.status) is not None
+    ]
+
+
+async def stop_all(client: KubeClient, here: Collection[str]) -> None:
+    """Suspend the jobs of the backends `here`; return when their status says that none runs."""
+    while running := [
+        known for known in await _jobs(client) if known.backend in here and not _is_stopped(known)
+    ]:
         for known in running:
             if not _is_deleted(known) and not known.raw["spec"].get("suspend"):
                 await _suspend(client, key_of(known.raw), suspend=True)

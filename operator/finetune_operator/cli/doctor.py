@@ -12,8 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune_operator.backends import registry
+from finetune_operator.cli.doctor_azureml import examine_azureml
+from finetune_operator.cli.findings import Finding, State
 from finetune_operator.errors import BrokenBackendError
 
 DISTRIBUTION = "finetune-operator"
@@ -33,42 +34,29 @@ NEEDED_EXTRA = "trainer"
 GIB = 2**30
 
 
-class State(StrEnum):
-    """What was found."""
-
-    OK = "ok"
-    ABSENT = "absent"  # and not needed for a run on this machine
-    MISSING = "missing"  # and needed
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        topic: Heading it is printed under.
-        detail: Version, size or reason.
-        requirement: What pip installs to get it; empty when there is nothing to install.
-    """
-
-    topic: str
-    name: str
-    state: State
-    detail: str = ""
-    requirement: str = ""
-
-
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    azureml: Annotated[
+        bool, typer.Option("--azureml", help="Ask Azure for what a profile names; only reads.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="FineTuneProfiles for --azureml.")
+    ] = None,
 ) -> None:
     """Show what is installed, what is missing, and the exact command that installs it.
 
-    Exit code 1 when something that a run on this machine needs is missing, else 0.
+    With --azureml it asks instead whether Azure has the workspace, the computes, the environments
+    and the datastores that the profiles of a file name, and lets you read them.
+
+    Exit code 1 when something is missing that a run needs, else 0.
     """
-    findings = examine(os.environ, Path.cwd())
+    if profile is not None and not azureml:
+        raise typer.BadParameter("--profile has no effect without --azureml; add that")
+    environ = os.environ
+    findings = examine_azureml(profile, environ) if azureml else examine(environ, Path.cwd())
     if as_json:
-        found = [{**asdict(one), "command": install_command([one])} for one in findings]
-        print(json.dumps(found, indent=2))
+        shown = [{**asdict(one), "command": install_command([one])} for one in findings]
+        print(json.dumps(shown, indent=2))
     else:
         _print(findings)
     if any(finding.state is State.MISSING for finding in findings):
@@ -189,6 +177,8 @@ def _print(findings: list[Finding]) -> None:
     for topic in dict.fromkeys(finding.topic for finding in findings):
         console.print(Text(topic, style="bold"))
         table = Table.grid(padding=(0, 2))
+        for _ in range(4):
+            table.add_column(overflow="fold")
         for finding in findings:
             if finding.topic == topic:
                 table.add_row(

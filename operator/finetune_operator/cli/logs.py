@@ -2,14 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from finetune_operator.api.manifest import Manifest
-from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.validate import load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, BackendContext
@@ -19,6 +19,7 @@ from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.cluster_logs import RankLog, attempt_number, lines_of, print_log
 from finetune_operator.cli.conclusion import EXIT_STOPPED
+from finetune_operator.cli.target import ProfileOption, profiles_of
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
 
@@ -41,6 +42,7 @@ def logs(
         str | None,
         typer.Option("--namespace", "-n", help="Read it from the cluster: the job's namespace."),
     ] = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Print the log of one rank of a job on this machine, or in a cluster.
 
@@ -50,23 +52,27 @@ def logs(
     """
     wanted = RankLog(rank, previous, follow)
     manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
+    profiles = profiles_of(Path(job) if manifest else None, profile)
     if manifest and not registry.load(manifest[0].spec.backend.type).runs_without_cluster:
         metadata = manifest[0].metadata
-        _until_ctrl_c(print_log(Key(namespace or metadata.namespace, metadata.name), wanted))
+        key = Key(namespace or metadata.namespace, metadata.name)
+        _until_ctrl_c(print_log(key, wanted, profiles))
     elif namespace is not None:
         name = manifest[0].metadata.name if manifest is not None else job
-        _until_ctrl_c(print_log(Key(namespace, name), wanted))
+        _until_ctrl_c(print_log(Key(namespace, name), wanted, profiles))
     else:
-        _print_local(job, _run_directory(job, manifest), wanted)
+        _print_local(job, _run_directory(job, manifest), wanted, profiles)
 
 
-def _print_local(job: str, run_dir: Path, wanted: RankLog) -> None:
+def _print_local(
+    job: str, run_dir: Path, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
+) -> None:
     stored = RunFolder(run_dir).load()
     if stored is None or not stored.status.attempt:
         raise FineTuneError(f"{job} has no attempt in {run_dir} yet; start one with ftctl run")
     kind = registry.load(stored.spec.backend.type)
     if kind.name != BACKEND:
-        backend = kind(BackendContext(run_dir.parents[2], dict(os.environ)))
+        backend = kind(BackendContext(run_dir.parents[2], dict(os.environ), profiles=profiles))
         return _until_ctrl_c(_print(lines_of(backend, stored, wanted)))
     # Relative to the run directory itself, which may be anywhere and needs no manifest.
     backend = kind(BackendContext(run_dir, dict(os.environ)))

@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ import yaml
 
 from finetune_operator.backends.base import Attempt, Request
 from finetune_operator.cli.output import takes_unicode
-from finetune_operator.cli.target import BackendOption, FileArgument, open_target
+from finetune_operator.cli.target import BackendOption, FileArgument, ProfileOption, open_target
 
 
 class RequestFormat(StrEnum):
@@ -24,12 +23,7 @@ class RequestFormat(StrEnum):
 def render(
     file: FileArgument,
     backend: BackendOption = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="FineTuneProfiles to use; FILE itself may hold them too."
-        ),
-    ] = None,
+    profile: ProfileOption = None,
     attempt: Annotated[int, typer.Option(min=1, help="Number of the attempt.")] = 1,
     output: Annotated[
         RequestFormat, typer.Option("-o", "--output", help="yaml or json.")

@@ -5,7 +5,6 @@ progress, and turns the end into an exit code.
 """
 
 import asyncio
-import os
 import shlex
 import sys
 import time
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import check_start
-from finetune_operator.backends.base import BackendContext, Observation
+from finetune_operator.backends.base import Observation
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.conclusion import conclude
 from finetune_operator.cli.live import LiveScreen
@@ -25,7 +24,13 @@ from finetune_operator.cli.plain import PlainScreen
 from finetune_operator.cli.run_opening import open_job
 from finetune_operator.cli.run_operator import follow
 from finetune_operator.cli.stop_signals import StopSignals
-from finetune_operator.cli.target import BackendOption, FileArgument, Target, open_target
+from finetune_operator.cli.target import (
+    BackendOption,
+    FileArgument,
+    ProfileOption,
+    Target,
+    open_target,
+)
 from finetune_operator.cli.unread_output import until_unread
 from finetune_operator.cli.view import View, duration, view_of
 from finetune_operator.kernel.logs import LogFile, set_up
@@ -38,19 +43,21 @@ def run(
         bool, typer.Option("--fresh", help="Start anew; an earlier run is moved aside.")
     ] = False,
     backend: BackendOption = None,
+    profile: ProfileOption = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Print lines, as when the output is no terminal.")
     ] = False,
 ) -> None:
-    """Run a job on this machine and follow it; run again, it goes on where it stopped.
+    """Run a job without a cluster and follow it; run again, it goes on where it stopped.
 
-    Ctrl-C once stops it with a checkpoint, twice kills it.
+    Ctrl-C once stops it with a checkpoint, twice kills it. A job that a service runs, such as
+    Azure ML, goes on there; run again, it is followed again.
 
     Exit codes: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped before its end, 141
     nobody reads the output any more: the job goes on.
     """
     start = time.monotonic()
-    target = open_target(file, backend, runs_here=True)
+    target = open_target(file, backend, runs_here=True, profile=profile)
     target.refuse(target.backend.check_inputs(target.job))
     if fresh:
         target.refuse_fresh()
@@ -60,6 +67,8 @@ def run(
     if not folder.path.exists():
         target.refuse(check_start(target.job))  # with its line, and before a folder is made
     again = f"ftctl run {shlex.quote(target.manifest.file)}"
+    if profile is not None:
+        again += f" --profile {shlex.quote(str(profile))}"
     with folder:
         job, last = asyncio.run(
             _follow(target, folder, console, again=again, fresh=fresh, plain=plain)
@@ -71,7 +80,7 @@ async def _follow(
     target: Target, folder: RunFolder, console: Console, *, again: str, fresh: bool, plain: bool
 ) -> tuple[FineTuneJob, View]:
     """Follow the job to its end on a screen; return it with the last view of it."""
-    context = BackendContext(target.manifest.directory, dict(os.environ))
+    context = target.context
     opened = await open_job(target.job, folder, context, fresh=fresh)
     set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
     if opened.note:
@@ -85,11 +94,15 @@ async def _follow(
             screen.show(last)
 
         grace = duration(target.job.spec.deadlines.termination_grace_seconds)
+        leaving = "leaving it running; it is followed no longer"
         stopping = (
             f"stopping after a checkpoint, within {grace}; Ctrl-C again kills it at once and loses "
             "the steps since the last checkpoint"
         )
-        stop.listen(lambda: screen.note("killing it now" if stop.forced.is_set() else stopping))
+        if not target.backend.runs_on_this_machine:
+            stop.listen(lambda: screen.note(leaving))
+        else:
+            stop.listen(lambda: screen.note("killing it now" if stop.forced.is_set() else stopping))
         work = follow(opened.job, folder, context, on_observation=show, stop=stop, then=opened.then)
         job = await until_unread(work, is_stopping=stop.asked.is_set, name=last.name, again=again)
     return job, last

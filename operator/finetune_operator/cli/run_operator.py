@@ -5,11 +5,11 @@ it is saved before the operator goes on. An attempt that runs when the operator 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 
-from finetune_operator.api.crd import custom_resource_definition
-from finetune_operator.api.v1alpha1 import KIND, FineTuneJob, FineTuneJobSpec
+from finetune_operator.api.crd import custom_resource_definition, profile_definition
+from finetune_operator.api.v1alpha1 import KIND, FineTuneJob, FineTuneJobSpec, FineTuneProfile
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, Backend, BackendContext, Observation
 from finetune_operator.backends.local.backend import TRAINER
@@ -25,7 +25,7 @@ from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import FINALIZER
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, Object
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, NAMESPACES, Object
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
 
@@ -50,6 +50,7 @@ async def follow(
 ) -> FineTuneJob:
     """Run `job` until it is Complete, Failed or Suspended, and return it as it is then.
 
+    A stop leaves an attempt running that does not run on this machine, and returns.
     Cancelling this coroutine, or killing the process, leaves a running attempt running: the next
     call adopts it.
 
@@ -69,9 +70,11 @@ async def follow(
     """
     async with aclosing(_Operator(job, folder, context, command)) as operator:
         while True:
-            if stop.asked.is_set():
+            if stop.asked.is_set() and operator.runs_on_this_machine:
                 await operator.stop(job.spec, kills=stop.forced.is_set())
             job = await operator.read()
+            if stop.asked.is_set() and not operator.runs_on_this_machine:
+                return job
             # A status of an older spec, such as Suspended, is not true any more.
             if is_finished(job.status) or job.status.observed_generation >= job.metadata.generation:
                 on_observation(job, await operator.observe(job))
@@ -80,9 +83,15 @@ async def follow(
                         return job
                     await operator.change(then)
                     then = None
-                elif (found := find(job.status, ConditionType.STALLED)) and found.status == "True":
-                    raise StalledError(found.message)
+                elif operator.runs_on_this_machine or handle_of(job.status) is None:
+                    _raise_if_stalled(job)
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def _raise_if_stalled(job: FineTuneJob) -> None:
+    found = find(job.status, ConditionType.STALLED)
+    if found and found.status == "True":
+        raise StalledError(found.message)
 
 
 class _Operator:
@@ -94,12 +103,11 @@ class _Operator:
         self._key = Key(job.metadata.namespace, job.metadata.name)
         self._folder = folder
         self._name = job.spec.backend.type
-        backend: Backend
+        backend: Backend | type[Backend] = registry.load(self._name)
+        self.runs_on_this_machine = backend.runs_on_this_machine
         if self._name == FolderBackend.name:
             backend = FolderBackend(context, command=command, held=folder)
-        else:
-            backend = registry.load(self._name)(context)
-        self._client = EmbeddedClient(_store_of(job), self._save)
+        self._client = EmbeddedClient(_store_of(job, context.profiles.values()), self._save)
         settings = Settings(
             workers=1, leader_election=False, identity="ftctl-run", lease_namespace=""
         )
@@ -166,13 +174,18 @@ class _Operator:
             self._is_saved = True
 
 
-def _store_of(job: FineTuneJob) -> Store:
-    """Return a store with the job, its kind and its namespace.
+def _store_of(job: FineTuneJob, profiles: Iterable[FineTuneProfile]) -> Store:
+    """Return a store with the job, its namespace, the profiles, and their kinds.
 
     The job has the finalizer that the operator would add before the first attempt.
     """
     store = Store()
-    store.put(store.kinds[str(CRDS)], custom_resource_definition())
+    for definition in (custom_resource_definition(), profile_definition()):
+        store.put(store.kinds[str(CRDS)], definition)
+    for one in profiles:
+        shown = one.model_dump(by_alias=True, exclude_none=True, mode="json")
+        shown["metadata"] = {"name": one.metadata.name}  # profiles have no namespace
+        store.put(store.kinds[str(FINE_TUNE_PROFILES)], shown)
     store.put(store.kinds[str(NAMESPACES)], {"metadata": {"name": job.metadata.namespace}})
     made = job.to_object()
     made["metadata"].setdefault("creationTimestamp", timestamp())

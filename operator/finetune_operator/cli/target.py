@@ -30,6 +30,10 @@ from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.planner.uris import is_on_hub
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Manifest of one FineTuneJob.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="FineTuneProfiles to use; FILE itself may hold them too."),
+]
 BackendOption = Annotated[
     str | None,
     typer.Option(
@@ -46,12 +50,14 @@ class Target:
 
     Attributes:
         manifest: Where it was read from.
-        backend: Made for the manifest's folder and this process's environment.
+        context: The manifest's folder, this process's environment and the known profiles.
+        backend: Made for that.
     """
 
     job: FineTuneJob
     manifest: Manifest
     plan: Plan
+    context: BackendContext
     backend: Backend
 
     @property
@@ -92,7 +98,7 @@ def open_target(
         file: The manifest; it may hold the job's FineTuneProfile as well.
         backend: Takes the place of the manifest's own.
         profile: Another file with FineTuneProfiles.
-        runs_here: Refuse a backend that does not run on this machine.
+        runs_here: Refuse a backend that does not run without a cluster.
 
     Raises:
         InvalidJobError: the manifest is refused, by the API's rules, the planner or the backend.
@@ -104,11 +110,11 @@ def open_target(
     kind = registry.load(job.spec.backend.type)
     if runs_here and not kind.runs_without_cluster:
         message = (
-            f"{kind.name} does not run on this machine; apply the manifest to a cluster, or add "
+            f"{kind.name} does not run without a cluster; apply the manifest to one, or add "
             "--backend local to run it here"
         )
         raise InvalidJobError([manifest.locate(Problem("spec.backend.type", message))])
-    profiles = _profiles(file, profile)
+    profiles = profiles_of(file, profile)
     context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
     made = kind(context)
     _refuse(made.validate(job), manifest)
@@ -116,7 +122,7 @@ def open_target(
         plan = make_plan(job)
     except InvalidJobError as error:
         raise InvalidJobError(map(manifest.locate, error.problems)) from error
-    return Target(job=job, manifest=manifest, plan=plan, backend=made)
+    return Target(job=job, manifest=manifest, plan=plan, context=context, backend=made)
 
 
 def known_profiles(
@@ -133,11 +139,21 @@ def known_profiles(
     return known
 
 
-def _profiles(file: Path, more: Path | None) -> dict[str, FineTuneProfile]:
+def profiles_of(file: Path | None, more: Path | None = None) -> dict[str, FineTuneProfile]:
+    """Return the profiles in a job's file and in another one, by name.
+
+    Args:
+        file: The job's manifest; None where it is not known.
+        more: Holds nothing but profiles.
+
+    Raises:
+        InvalidJobError: one of them cannot be used.
+    """
     found = read_manifests([str(more)]) if more is not None else Reading((), ())
     problems = errors_of(found.problems)
     # A stream can be read only once, and was, for the job.
-    beside = () if is_stream(str(file)) else read_manifests([str(file)]).profiles
+    is_readable = file is not None and not is_stream(str(file))
+    beside = read_manifests([str(file)]).profiles if is_readable else ()
     known = known_profiles([*beside, *found.profiles], problems)
     raise_errors(problems)
     return known

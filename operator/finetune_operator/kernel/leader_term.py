@@ -67,7 +67,7 @@ class LeaderTerm:
         client: KubeClient,
         settings: Settings,
         *,
-        backends: Mapping[str, Backend] | None = None,
+        backends: Mapping[str, Backend | type[Backend]] | None = None,
         folder: Path | None = None,
         listen: Callable[[KubeClient, ListenOptions, OnEvent], JobEvents] = listen_by_kopf,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),

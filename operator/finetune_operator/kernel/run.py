@@ -65,7 +65,7 @@ async def operate(
     settings: Settings,
     stop: asyncio.Event,
     *,
-    backends: Mapping[str, Backend] | None = None,
+    backends: Mapping[str, Backend | type[Backend]] | None = None,
     folder: Path | None = None,
 ) -> None:
     """Run the operator until `stop` is set; attempts run on.

@@ -14,6 +14,9 @@ from finetune_trainer import config as trainer
 # Defaults, in seconds: spot nodes are reclaimed, others fail.
 SPOT_MEAN_TIME_BETWEEN_FAILURES = 7_200
 MEAN_TIME_BETWEEN_FAILURES = 86_400
+SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
+"""Where a machine of Azure announces its eviction."""
+
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
 _FRACTION = re.compile(r"-?[0-9]{1,15}\.[0-9]{1,15}")
 

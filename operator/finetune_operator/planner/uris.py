@@ -1,13 +1,23 @@
 """The URIs that a job names, by the field that holds them. Pure."""
 
+import re
+
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 
 HUB = "hf://"
+
+# The libraries would read any other name as a folder of the machine.
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 
 
 def is_on_hub(uri: str) -> bool:
     """Say whether the URI names something on the hub."""
     return uri.startswith(HUB)
+
+
+def is_hub_name(uri: str) -> bool:
+    """Say whether an `hf://` URI names a repository of the hub."""
+    return _HUB_NAME.fullmatch(uri.removeprefix(HUB)) is not None
 
 
 def inputs_of(job: FineTuneJob) -> dict[str, str]:

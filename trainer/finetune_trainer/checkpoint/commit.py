@@ -239,15 +239,20 @@ def refuse_deleted(folder: Path) -> None:
         )
 
 
-def newest_verified(root: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+def newest_verified(
+    root: Path, warn: Callable[[str], None], writer: str | None = None
+) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint in `root` that verifies, or None when there is none.
 
-    Each newer one that does not verify is reported to `warn` in a sentence.
+    Only those of the job whose identity is `writer` count, where one is named. Each newer one that
+    does not verify is reported to `warn` in a sentence.
     """
     for folder in steps(root):
         if not (folder.path / MANIFEST).exists():
             continue  # never committed: a leftover
         try:
+            if writer not in (None, read_manifest(folder.path).job.identity):
+                continue
             return folder.path, verify(folder.path)
         except CheckpointError as error:
             name = folder.path.name

@@ -47,7 +47,7 @@ def prepare_start(
     _refuse_another_job(root, wanted)
     fence.check()
     commit.remove_leftovers(root, claim)
-    source = _choose(root, config, warn)
+    source = _choose(root, config, wanted.job, warn)
     if source is not None:
         _refuse_foreign(*source, wanted, config)
         _refuse_other_training(*source, wanted, fingerprint)
@@ -63,14 +63,16 @@ def prepare_start(
     return Start(course, source, last, best(refs))
 
 
-def recorded(config: CheckpointConfig) -> Fingerprint | None:
-    """Return what the checkpoint that training will go on from was made of; None without any.
+def recorded(config: CheckpointConfig, job: JobRef) -> Fingerprint | None:
+    """Return what the checkpoint that `job` will go on from was made of; None without any.
 
     Its files are not read, so that it is known before anything is loaded.
     """
     found = []
     if config.resume_from == "auto" or config.is_continued:
-        found = commit.manifests(Path(config.dir).absolute())[:1]
+        writer = _writer(config, job)
+        there = commit.manifests(Path(config.dir).absolute())
+        found = [one for one in there if writer in (None, one[1].job.identity)][:1]
     if config.resume_from not in ("auto", "none"):
         folder = Path(config.resume_from).absolute()
         with suppress(CheckpointError):  # `prepare_start` will say it
@@ -143,16 +145,16 @@ def _refuse_other_training(
 
 
 def _choose(
-    root: Path, config: CheckpointConfig, warn: Callable[[str], None]
+    root: Path, config: CheckpointConfig, job: JobRef, warn: Callable[[str], None]
 ) -> tuple[Path, Manifest] | None:
     """Return the named checkpoint, or the newest of the job's own where that is further on.
 
-    A later attempt must not fall back to where the job once began: neither to the folder that
+    A later start must not fall back to where the job once began: neither to the folder that
     `resumeFrom` names, nor, with `none`, to step 0.
     """
     own = named = None
     if config.resume_from == "auto" or config.is_continued:
-        own = commit.newest_verified(root, warn)
+        own = commit.newest_verified(root, warn, _writer(config, job))
     if config.resume_from not in ("auto", "none"):
         folder = Path(config.resume_from).absolute()
         if not folder.is_dir():
@@ -164,3 +166,8 @@ def _choose(
     if own is None or named is None:
         return own or named
     return own if own[1].step > named[1].step else named
+
+
+def _writer(config: CheckpointConfig, job: JobRef) -> str | None:
+    """Return whose checkpoints alone count: with `none` not those of a job that is taken over."""
+    return job.identity if config.resume_from == "none" else None

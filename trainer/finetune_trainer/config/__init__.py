@@ -1,7 +1,8 @@
 """The contract the operator and the trainer share: configuration in, progress and termination out.
 
-The operator writes `TrainConfig` as one JSON file and reads back `Progress` and `Termination`;
-nothing else crosses. This package imports pydantic alone, so the operator never imports torch.
+The operator writes `TrainConfig` as one JSON file, or packs it into one environment variable, and
+reads back `Progress` and `Termination`; on Azure ML they also meet in the tags of the run. Nothing
+else crosses. This package imports pydantic alone, so the operator never imports torch.
 Keys are camelCase in JSON and snake_case in Python; unknown keys are refused.
 """
 
@@ -17,6 +18,9 @@ from finetune_trainer.config.inputs import LongRows as LongRows
 from finetune_trainer.config.inputs import ModelConfig as ModelConfig
 from finetune_trainer.config.inputs import data_suffix as data_suffix
 from finetune_trainer.config.inputs import is_data_file as is_data_file
+from finetune_trainer.config.packed import ENV_TRAIN_CONFIG as ENV_TRAIN_CONFIG
+from finetune_trainer.config.packed import pack as pack
+from finetune_trainer.config.packed import unpack as unpack
 from finetune_trainer.config.report import CheckpointRef as CheckpointRef
 from finetune_trainer.config.report import DataReport as DataReport
 from finetune_trainer.config.report import ExitCode as ExitCode
@@ -25,6 +29,12 @@ from finetune_trainer.config.report import Phase as Phase
 from finetune_trainer.config.report import Progress as Progress
 from finetune_trainer.config.report import SampleAnswer as SampleAnswer
 from finetune_trainer.config.report import Termination as Termination
+from finetune_trainer.config.run_tags import HEARD_TAG as HEARD_TAG
+from finetune_trainer.config.run_tags import MAX_TAG_LENGTH as MAX_TAG_LENGTH
+from finetune_trainer.config.run_tags import PROGRESS_TAG as PROGRESS_TAG
+from finetune_trainer.config.run_tags import STOP_TAG as STOP_TAG
+from finetune_trainer.config.run_tags import Heard as Heard
+from finetune_trainer.config.run_tags import StopRequest as StopRequest
 from finetune_trainer.config.train import ENV_NODE_RANK as ENV_NODE_RANK
 from finetune_trainer.config.train import ENV_RDZV_ENDPOINT as ENV_RDZV_ENDPOINT
 from finetune_trainer.config.train import ENV_TERMINATION_PATH as ENV_TERMINATION_PATH

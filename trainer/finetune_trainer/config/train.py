@@ -317,6 +317,11 @@ class TrainConfig(ContractModel):
             )
         return self
 
+    def continued(self) -> Self:
+        """Return it for a start that may not be the first: its own commits count, too."""
+        checkpoint = self.checkpoint.model_copy(update={"is_continued": True})
+        return self.model_copy(update={"checkpoint": checkpoint})
+
     @property
     def gradient_accumulation_steps(self) -> int:
         """Forward passes a rank makes for one optimizer step."""

@@ -1,7 +1,8 @@
 """What `python -m finetune_trainer CONFIG` does: be the main process of a node, or one rank of it.
 
 Started once per node it supervises the node's ranks. Started once per process by another launcher
-(torchrun, `accelerate launch`, mpirun, Azure ML) it is the rank that the environment names.
+(torchrun, `accelerate launch`, mpirun, Azure ML) it is the rank that the environment names;
+once per node of an Azure ML job, `launch.azureml` supervises.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import psutil
 from pydantic import ValidationError
@@ -22,12 +23,10 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.control import leave
+from finetune_trainer.launch.problems import sentences
 from finetune_trainer.launch.report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, write_termination_message
 from finetune_trainer.world import launched_by_another
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 
 def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
@@ -91,14 +90,7 @@ def _problems(path: Path, error: OSError | ValidationError) -> list[str]:
     """Return a sentence for each thing that is wrong with the configuration file."""
     if isinstance(error, OSError):
         return [f"{path} cannot be read ({error.strerror}); pass the path of a TrainConfig file"]
-    return [_sentence(path, problem) for problem in error.errors(include_url=False)]
-
-
-def _sentence(path: Path, problem: "ErrorDetails") -> str:
-    said = problem["msg"].removeprefix("Value error, ")
-    if said.startswith("spec."):  # it names its field as the user's manifest does
-        return said
-    return f"{'.'.join(map(str, problem['loc'])) or path}: {said}"
+    return sentences(str(path), error)
 
 
 def _termination_path(path: Path) -> str | None:

@@ -8,6 +8,7 @@ every process of this one is gone.
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,33 +48,39 @@ class Supervisor:
         config_path: Path,
         *,
         entry: str = DEFAULT_ENTRY,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Prepare; the ranks read `config` from its path, and do the work of `module:function`."""
+        """Prepare; the ranks read `config` from its path, and do the work of `module:function`.
+
+        `environ` names this node's place; the ranks get it as well. A request to `stop` is passed
+        on to them as SIGTERM.
+        """
         self._config = config
         self._config_path = config_path
         self._entry = entry
-        self._stop = StopSignal()
+        self._environ = environ
+        self.stop = StopSignal()
 
     def run(self) -> Termination:
         """Run the attempt to its end, write its termination message, and return it."""
-        self._stop.install()
+        self.stop.install()
         with TemporaryDirectory(prefix="finetune-ranks-") as folder:
-            termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=_explain)
+            termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=explain)
         config = self._config
         termination = with_published(termination, Path(config.run_dir), config.job.attempt)
         write_termination_message(termination, config.termination_path)
         return termination
 
     def _supervise(self, folder: Path) -> Termination:
-        node = read_node(self._config, os.environ)
+        node = read_node(self._config, self._environ)
         allowed, restart = self._config.world.restarts_in_place, 0
         while True:
-            if self._stop.requested:
-                return preempted_before_training(self._stop.reason)
+            if self.stop.requested:
+                return preempted_before_training(self.stop.reason)
             reports = folder / str(restart)
             reports.mkdir()
             termination = self._run_ranks(node, reports, restart)
-            if restart == allowed or self._stop.requested or not _may_restart(termination):
+            if restart == allowed or self.stop.requested or not _may_restart(termination):
                 return termination
             restart += 1
             print(
@@ -88,7 +95,7 @@ class Supervisor:
         config = self._config
         started = time.time() if restart else psutil.Process().create_time()
         environ = {
-            **os.environ,
+            **self._environ,
             # torch and the BLAS libraries read it when they are loaded, so it cannot wait.
             "OMP_NUM_THREADS": str(config.world.threads_per_process),
             "TOKENIZERS_PARALLELISM": "false",
@@ -99,11 +106,11 @@ class Supervisor:
         }
         arguments = ("-m", "finetune_trainer.launch.worker", str(self._config_path), self._entry)
         oom_kills_before = count_oom_kills()
-        watch = Watch(reports, self._stop, config.termination_grace_seconds)
+        watch = Watch(reports, self.stop, config.termination_grace_seconds)
         watch.until_all_ended(start_ranks(config, node, arguments, environ, restart=restart))
         return agree(
             watch.exits,
-            stop_reason=self._stop.reason,
+            stop_reason=self.stop.reason,
             is_out_of_memory=count_oom_kills() > oom_kills_before,
         )
 
@@ -133,6 +140,7 @@ def write_termination_message(termination: Termination, default_path: str | None
         )
 
 
-def _explain(verdict: Verdict, trace: str) -> None:
+def explain(verdict: Verdict, trace: str) -> None:
+    """Print the traceback of an error that no sentence explains; for `guard`."""
     if verdict.exit_code == ExitCode.ERROR:
         print(trace, file=sys.stderr, flush=True)

@@ -108,14 +108,23 @@ def preempted_before_training(reason: str | None) -> Termination:
 
 
 def write_termination(path: Path, termination: Termination) -> None:
-    """Write it as JSON of at most 4096 bytes, atomically where the file allows it."""
-    text = _shortened(termination)
+    """Write its `message_text`, atomically where the file allows it."""
+    text = message_text(termination)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         replace_text(path, text)
     except OSError:
         # Kubernetes mounts the file itself: it can be written but not replaced.
         path.write_text(text, encoding="utf-8")
+
+
+def message_text(termination: Termination) -> str:
+    """Return it as one line of JSON, of at most 4096 bytes, with its newline."""
+    for candidate in _ever_shorter(termination):
+        text = candidate.model_dump_json(by_alias=True, exclude_none=True) + "\n"
+        if len(text.encode()) <= MAX_TERMINATION_BYTES:
+            break
+    return text
 
 
 def with_published(termination: Termination, run_dir: Path, attempt: int) -> Termination:
@@ -193,14 +202,6 @@ def _lost_peers(exits: Sequence[RankExit]) -> Termination:
 def _termination(rank: int | None, code: ExitCode, message: str) -> Termination:
     failure_class = _CLASS_OF_CODE.get(code, FailureClass.ERROR)
     return Termination(failure_class=failure_class, exit_code=code, message=message, rank=rank)
-
-
-def _shortened(termination: Termination) -> str:
-    for candidate in _ever_shorter(termination):
-        text = candidate.model_dump_json(by_alias=True, exclude_none=True) + "\n"
-        if len(text.encode()) <= MAX_TERMINATION_BYTES:
-            break
-    return text
 
 
 def _ever_shorter(full: Termination) -> Iterator[Termination]:

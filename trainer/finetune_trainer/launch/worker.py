@@ -114,7 +114,9 @@ class _Rank:
         fence = None
         if launch.rank == 0:  # the others come no further than to meet it before it has the folders
             fence = claim_folders(config, lambda: stop.requested)
-            self._open_telemetry(launch)
+            telemetry = self._open_telemetry(launch)
+            generation = fence.holding(Path(config.checkpoint.dir)).claim.generation
+            telemetry.log("claimed", generation=generation)
             fence.watch(self._end_overtaken)
         with ExitStack() as importing:
             importing.enter_context(uncollected())
@@ -198,10 +200,7 @@ def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
             f"spec.restartPolicy.restartsInPlace {restarts} has no effect under another launcher; "
             "set it to 0 (torchrun has --max-restarts), or start python -m finetune_trainer itself"
         )
-    if restart_count(environ) == 0:
-        return config
-    continued = config.checkpoint.model_copy(update={"is_continued": True})
-    return config.model_copy(update={"checkpoint": continued})
+    return config.continued() if restart_count(environ) else config
 
 
 def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, str]) -> Telemetry:

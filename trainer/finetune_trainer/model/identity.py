@@ -81,7 +81,7 @@ def pinned(config: TrainConfig, world: World) -> TrainConfig:
 
 def _commit(config: TrainConfig) -> str | None:
     model = config.model
-    recorded = start.recorded(config.checkpoint)
+    recorded = start.recorded(config.checkpoint, config.job)
     if recorded is not None and recorded.model == model_fingerprint(model):
         kind, _, commit = recorded.weights.partition(":")
         if f"{kind}:" == _PINNED:

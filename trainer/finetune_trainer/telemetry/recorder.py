@@ -158,8 +158,9 @@ class Telemetry:
     def step(self, report: StepReport) -> None:
         """Report one finished optimizer step."""
         now = self._clock()
-        self.log("step", **vars(report))
         self._throughput.add(report.tokens, report.seconds)
+        tokens_per_second = self._throughput.tokens_per_second
+        self.log("step", **vars(report), tokens_per_second=tokens_per_second)
         is_skipped = report.grad_norm is not None and not math.isfinite(report.grad_norm)
         if is_skipped:
             self.log("skipped", step=report.step, reason="a gradient was not finite")
@@ -176,7 +177,7 @@ class Telemetry:
             grad_norm=known.grad_norm if report.grad_norm is None else report.grad_norm,
             skipped_steps=known.skipped_steps + is_skipped,
             learning_rate=report.learning_rate,
-            tokens_per_second=self._throughput.tokens_per_second,
+            tokens_per_second=tokens_per_second,
             eta_seconds=self._eta_seconds(report.step),
             first_step_seconds=first,
         )
@@ -191,7 +192,7 @@ class Telemetry:
                 "train/loss": report.loss,
                 "train/grad_norm": report.grad_norm,
                 "train/learning_rate": report.learning_rate,
-                "train/tokens_per_second": self._throughput.tokens_per_second,
+                "train/tokens_per_second": tokens_per_second,
             },
         )
 

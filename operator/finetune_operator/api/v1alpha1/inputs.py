@@ -40,8 +40,11 @@ class ModelSpec(ApiModel):
     """The base model."""
 
     source: Source
-    """Where the base model is: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, https://…blob…, or
-    file://PATH (file://./x is relative to the manifest; local backend)."""
+    """Where the base model is: hf://ORG/NAME, pvc://CLAIM/PATH, https://…blob…, or file://PATH
+    (file://./x is relative to the manifest; local backend). On Azure ML also
+    azureml://models/NAME/versions/VERSION or
+    azureml://registries/REGISTRY/models/NAME/versions/VERSION, both perhaps with /PATH, or
+    azureml://datastores/DATASTORE/paths/PATH."""
     revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Branch, tag or commit of a hub model; absent means its default branch."""
     token_secret_ref: SecretKeyRef | None = None
@@ -133,9 +136,9 @@ class DatasetSpec(ApiModel):
     """The rows to train and to evaluate on."""
 
     source: Source
-    """Training rows: hf://ORG/NAME, azureml://…, pvc://CLAIM/PATH, https://…blob…, or file://PATH
-    of a .jsonl, .json or .csv file, perhaps compressed (.gz, .zst), of a .parquet file, or of a
-    folder of them."""
+    """Training rows: hf://ORG/NAME, azureml://datastores/DATASTORE/paths/PATH, pvc://CLAIM/PATH,
+    https://…blob…, or file://PATH of a .jsonl, .json or .csv file, perhaps compressed (.gz, .zst),
+    of a .parquet file, or of a folder of them."""
     format: DataFormat = DataFormat.CHAT
     """What a row holds: chat (messages, conversations, or prompt and completion), instruction
     (instruction, input, output) or text."""

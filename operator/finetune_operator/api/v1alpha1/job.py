@@ -43,6 +43,8 @@ _BATCH_DETAIL = (
 
 
 _ON_CLUSTER = "(self.backend.type in ['aks', 'azureml'])"
+# On Azure ML they are kept in the profile's datastore where the job names no other place.
+_KEEPS_CHECKPOINTS = "(has(self.checkpoint.uri) || self.backend.type == 'azureml')"
 _LOCAL_ONLY = (
     "is a path of this machine, which only backend type local can read; "
     "use backend.type: local or another source"
@@ -124,12 +126,12 @@ class FineTuneJobSpec(ApiModel):
             field="training.evalEverySteps",
         ),
         Rule(
-            "self.capacity == 'onDemand' || has(self.checkpoint.uri)",
+            f"self.capacity == 'onDemand' || {_KEEPS_CHECKPOINTS}",
             "needs checkpoint.uri, else an eviction loses the work; set it",
             field="capacity",
         ),
         Rule(
-            "!has(self.topology.minNodes) || has(self.checkpoint.uri)",
+            f"!has(self.topology.minNodes) || {_KEEPS_CHECKPOINTS}",
             "needs checkpoint.uri, else a smaller restart loses the work; set it",
             field="topology.minNodes",
         ),

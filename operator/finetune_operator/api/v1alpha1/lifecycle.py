@@ -19,7 +19,7 @@ class CheckpointSpec(ApiModel):
     """Committed checkpoints: where, how often, how many, and which one to start from."""
 
     uri: Source | None = None
-    """Folder of the checkpoints, of this job alone; the local backend has a default. {namespace}
+    """Folder of the checkpoints, of this job alone; local and azureml have a default. {namespace}
     and {name} stand for the job's own, in every URI: pvc://checkpoints/{name}."""
     every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Save every so many optimizer steps; without everySteps and everySeconds the interval follows
@@ -75,7 +75,7 @@ class OutputSpec(ApiModel):
     """The trained model."""
 
     uri: Source | None = None
-    """Folder of the trained model, of this job alone; the local backend has a default. {namespace}
+    """Folder of the trained model, of this job alone; local and azureml have a default. {namespace}
     and {name} stand for the job's own."""
     format: OutputFormat | None = None
     """adapter, merged (adapter folded into the base), or both; absent means adapter for lora and

@@ -1,8 +1,9 @@
-"""`FineTuneProfile`: what a cluster's administrator decides for all jobs of the aks backend.
+"""`FineTuneProfile`: what a cluster's administrator decides for all jobs of aks or azureml.
 
-Cluster-scoped. A job names a profile and gets its image, volumes and node pools; `allow` says who
-may do so, and what else such a job may name. Everything that it does not allow is refused, as users
-who may create FineTuneJobs but no pods must not gain rights through them.
+Cluster-scoped. A job names a profile and gets its image, volumes and node pools, or its workspace,
+compute and datastore; `allow` says who may do so, and what else such a job may name. Everything
+that it does not allow is refused, as users who may create FineTuneJobs but no pods must not gain
+rights through them.
 """
 
 from enum import StrEnum
@@ -11,23 +12,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.v1alpha1.allowances import Allowances, Quantity
+from finetune_operator.api.v1alpha1.azureml_profile import AzureMLSettings
 from finetune_operator.api.v1alpha1.job import ObjectMeta
 from finetune_operator.api.v1alpha1.lifecycle import LabelValue
-from finetune_operator.api.v1alpha1.topology import Image, Name, NumNodes
+from finetune_operator.api.v1alpha1.topology import Image, Name
 from finetune_operator.api.v1alpha1.training import INT32_MAX
 
-Patterns = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=256)
-]
 LabelKey = Annotated[str, Field(max_length=317)]
 Text = Annotated[str, Field(max_length=4096)]
 Path = Annotated[
     str,
     Field(min_length=1, max_length=1024),
     Rule("self.startsWith('/')", "must be an absolute path; write it from /"),
-]
-Quantity = Annotated[
-    str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", max_length=32)
 ]
 ResourceName = Annotated[str, Field(min_length=1, max_length=317)]
 UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]
@@ -142,49 +139,13 @@ class RankZeroName(StrEnum):
     SERVICE = "service"
 
 
-class Allowances(ApiModel):
-    """Who may use the profile, and what their jobs may name. `*` and `?` stand for any text."""
-
-    namespaces: Patterns = Field([])
-    """Namespaces whose jobs may use the profile."""
-    service_accounts: Patterns = Field([])
-    """Service accounts a job may choose, besides the profile's own."""
-    secrets: Patterns = Field([])
-    """Secrets a job may name, for the hub token, for env or to pull its image."""
-    claims: Patterns = Field([])
-    """PersistentVolumeClaims of its namespace that a job may name."""
-    volumes: Patterns = Field([])
-    """Volumes of the profile that a job may name, all of which it may read, and write unless they
-    are readOnly."""
-    images: Patterns = Field([])
-    """Images a job may choose, besides the profile's own."""
-    priority_classes: Patterns = Field([])
-    """Kueue's WorkloadPriorityClasses a job may wait with."""
-    env: Patterns = Field([])
-    """Variables that a job's podTemplate may set. Some can load code or send a token elsewhere;
-    those that the operator or the profile sets are refused in any case."""
-    metadata: Patterns = Field([])
-    """Keys of labels and annotations that a job's podTemplate may set; Services, policies and
-    injectors of others may act on them."""
-    max_nodes: NumNodes = 1
-    """Most nodes of a job."""
-    max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 8
-    """Most GPUs of each node."""
-    max_resources: Annotated[dict[str, Quantity], Field(max_length=3)] = Field({})
-    """Most cpu, memory and ephemeral-storage that a job's podTemplate may ask for in each pod; what
-    is not listed it may not ask for, nor what the profile sets itself."""
-    foreign_checkpoints: bool = False
-    """Whether checkpoint.resumeFrom may name a checkpoint that another job has written, as far as
-    its volume may be named; else such a job ends with exit code 78."""
-    scheduling: bool = False
-    """Whether a job's podTemplate may set nodeSelector, tolerations and affinity."""
-
-
 class FineTuneProfileSpec(ApiModel):
     """What every job that names the profile gets, and what it may ask for besides."""
 
-    image: Image
-    """Image of the trainer."""
+    image: Image | None = None
+    """Image of the trainer, in a profile of the aks backend."""
+    azureml: AzureMLSettings | None = None
+    """The workspace, in a profile of the azureml backend."""
     command: Annotated[list[Text], Field(min_length=1, max_length=64)] = Field(
         ["python", "-m", "finetune_trainer"]
     )
@@ -230,9 +191,16 @@ class FineTuneProfileSpec(ApiModel):
     allow: Allowances = Allowances()
     """Who may use the profile, and what their jobs may name."""
 
+    cel_rules = (
+        Rule(
+            "has(self.image) != has(self.azureml)",
+            "needs exactly one of image, for the aks backend, and azureml",
+        ),
+    )
+
 
 class FineTuneProfile(ApiModel):
-    """A blueprint for jobs of the aks backend."""
+    """A blueprint for jobs of the aks or the azureml backend."""
 
     api_version: Literal["finetune.dev/v1alpha1"] = "finetune.dev/v1alpha1"
     kind: Literal["FineTuneProfile"] = "FineTuneProfile"

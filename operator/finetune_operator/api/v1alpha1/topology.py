@@ -12,6 +12,19 @@ from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Image = Annotated[str, Field(min_length=1, max_length=512)]
 NumNodes = Annotated[int, Field(ge=1, le=4096)]
+AzureMLCompute = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9-]*$", max_length=32)]
+_ASSET = "[A-Za-z0-9_][A-Za-z0-9._-]*"
+AzureMLEnvironment = Annotated[
+    str,
+    Field(max_length=512),
+    Rule(
+        # Without a version, a restart could get another trainer than the first attempt had.
+        f"self.matches('^azureml:(//registries/{_ASSET}/environments/{_ASSET}/versions/{_ASSET}|"
+        f"{_ASSET}:{_ASSET})$')",
+        "names no environment with its version; write azureml:NAME:VERSION, or "
+        "azureml://registries/REGISTRY/environments/NAME/versions/VERSION",
+    ),
+]
 
 
 class Rdma(StrEnum):
@@ -89,21 +102,41 @@ class AksSpec(ApiModel):
     """Image of the trainer, of those that the profile allows; absent means the profile's."""
 
 
+class JobPriority(StrEnum):
+    """Which jobs of a workspace get compute first."""
+
+    LOW = "low"
+    MEDIUM = "medium"
+    HIGH = "high"
+
+
 class AzureMLSpec(ApiModel):
     """Settings of the azureml backend."""
 
-    subscription_id: Annotated[str, Field(min_length=1, max_length=64)]
-    """Azure subscription."""
-    resource_group: Annotated[str, Field(min_length=1, max_length=90)]
-    """Resource group of the workspace."""
-    workspace: Annotated[str, Field(min_length=1, max_length=260)]
-    """Azure ML workspace."""
-    compute: Name
-    """Compute target that runs the job."""
-    environment: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """Environment, azureml:NAME:VERSION."""
-    experiment: Name | None = None
+    profile: Name = "default"
+    """FineTuneProfile that says which workspace, identity and datastore to use."""
+    compute: AzureMLCompute | None = None
+    """Compute that runs the job, of those that the profile allows; absent means the profile's."""
+    serverless: bool = False
+    """Run on serverless compute of the VM size topology.instanceType, where the profile allows
+    it."""
+    environment: AzureMLEnvironment | None = None
+    """Environment of the trainer, of those that the profile allows; absent means the profile's."""
+    experiment: (
+        Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=255)] | None
+    ) = None
     """Experiment the job is listed under; absent means the job's namespace."""
+    priority: JobPriority | None = None
+    """Which jobs of the workspace get compute first: low, medium or high; absent leaves it to
+    Azure ML."""
+
+    cel_rules = (
+        Rule(
+            "!self.serverless || !has(self.compute)",
+            "has no effect on serverless compute; remove it, or serverless",
+            field="compute",
+        ),
+    )
 
 
 class LocalSpec(ApiModel):
@@ -146,10 +179,5 @@ class BackendSpec(ApiModel):
                 field=block,
             )
             for block in ("aks", "azureml", "local")
-        ),
-        Rule(
-            "self.type != 'azureml' || has(self.azureml)",
-            "needs the block azureml beside it, which names the workspace and the compute",
-            field="type",
         ),
     )

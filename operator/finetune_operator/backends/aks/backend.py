@@ -13,7 +13,7 @@ from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.aks import checks
 from finetune_operator.backends.aks.names import BACKEND, AttemptName
-from finetune_operator.backends.aks.profiles import FIELD, ProfileError, Profiles
+from finetune_operator.backends.aks.profiles import FIELD, AttemptProfiles
 from finetune_operator.backends.aks.render import render
 from finetune_operator.backends.aks.watched import WATCHES
 from finetune_operator.backends.aks.written import written
@@ -29,6 +29,7 @@ from finetune_operator.backends.base import (
     Request,
     Written,
 )
+from finetune_operator.backends.profiles import ProfileError
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
@@ -65,7 +66,7 @@ class AksBackend(Backend):
     def __init__(self, context: BackendContext) -> None:
         self._cluster = context.cluster
         self._now = context.now
-        self._profiles = Profiles(context.cluster, context.profiles)
+        self._profiles = AttemptProfiles(context.cluster, context.profiles)
         self._operator_namespace = context.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE
         self._attempts: LiveAttempts | None = None
 

@@ -5,7 +5,6 @@
 
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from finetune_operator.api.metadata import wrong_key, wrong_label_value
 from finetune_operator.api.paths import show_path
@@ -13,11 +12,12 @@ from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import Rdma
+from finetune_operator.backends import allowances
 from finetune_operator.backends.aks import pod_template, scheduling, volumes
 from finetune_operator.backends.aks.names import RENDEZVOUS_PORT
-from finetune_operator.backends.aks.pod_template import refused
 from finetune_operator.backends.aks.profiles import FIELD, Snapshot, aks_of
 from finetune_operator.backends.aks.volumes import CLAIM, BadUriError
+from finetune_operator.backends.allowances import refused
 from finetune_operator.planner import uris
 
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -31,10 +31,8 @@ def impossible(job: FineTuneJob) -> list[Problem]:
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
     """Return what this profile does not allow or offer."""
     return [
-        *_namespace(job, profile),
-        *_sizes(job, profile),
+        *allowances.forbidden(job, FIELD, profile.name, profile.spec.allow),
         *_names(job, profile.spec),
-        *_foreign(job, profile),
         *_kept(job, profile),
         *_queue(job, profile.spec),
         *_nodes(job, profile),
@@ -47,7 +45,7 @@ def _uris(job: FineTuneJob) -> Iterator[Problem]:
     for path, uri in (inputs | uris.starts_of(job) | uris.outputs_of(job)).items():
         may_be_hub = path in inputs
         if may_be_hub and uris.is_on_hub(uri):
-            if not volumes.is_hub_name(uri):
+            if not uris.is_hub_name(uri):
                 yield Problem(path, f"{uri} names nothing on the hub; write hf://ORG/NAME")
             continue
         try:
@@ -116,27 +114,6 @@ def _pod_metadata(job: FineTuneJob) -> Iterator[Problem]:
             yield Problem(show_path((*place, "annotations", key)), wrong)
 
 
-def _namespace(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
-    namespace, allowed = job.metadata.namespace, profile.spec.allow.namespaces
-    if not any(fnmatchcase(namespace, pattern) for pattern in allowed):
-        text = (
-            f"{profile.name} may not be used in namespace {namespace}; name another profile, or "
-            "have the namespace added to its allow.namespaces"
-        )
-        yield Problem(FIELD, text)
-
-
-def _sizes(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
-    topology, allow = job.spec.topology, profile.spec.allow
-    for field, value, most in (
-        ("nodes", topology.nodes, allow.max_nodes),
-        ("gpusPerNode", topology.gpus_per_node, allow.max_gpus_per_node),
-    ):
-        if value > most:
-            text = f"{value} is more than the {most} that profile {profile.name} allows"
-            yield Problem(f"spec.topology.{field}", f"{text}; use at most {most}")
-
-
 def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
     aks, allow = aks_of(job), profile.allow
     account = aks.service_account_name
@@ -157,16 +134,6 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
                 yield from refused(path, "a claim", claim, allow.claims)
             else:
                 yield from refused(path, "a volume", claim, allow.volumes)
-
-
-def _foreign(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
-    """Check the permission; only the trainer can read whose a checkpoint is."""
-    if job.spec.checkpoint.allow_foreign and not profile.spec.allow.foreign_checkpoints:
-        text = (
-            f"true is not allowed by profile {profile.name}; remove it, or have the profile's "
-            "allow.foreignCheckpoints set"
-        )
-        yield Problem("spec.checkpoint.allowForeign", text)
 
 
 def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:

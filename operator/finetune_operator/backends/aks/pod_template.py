@@ -6,17 +6,18 @@ or replaced.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.structural import check_structure
+from finetune_operator.api.v1alpha1.allowances import Allowances
 from finetune_operator.api.v1alpha1.lifecycle import PodTemplate
-from finetune_operator.api.v1alpha1.profile import Allowances, FineTuneProfileSpec
+from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.backends.aks.names import CONTAINER, OWNED_PREFIXES
 from finetune_operator.backends.aks.quantity import amount
+from finetune_operator.backends.allowances import fits, refused
 
 Json = dict[str, Any]
 
@@ -122,18 +123,6 @@ def requested_cpu(template: PodTemplate | None) -> str | int | None:
     return None
 
 
-def refused(path: str, what: str, name: str, allowed: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if no pattern of `allowed` fits `name`."""
-    if not _fits(name, allowed):
-        listed = f" (allowed: {', '.join(allowed)})" if allowed else ""
-        text = f"{name} is {what} that the profile does not allow{listed}; name another"
-        yield Problem(path, text)
-
-
-def _fits(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _problem(finding: Finding) -> Problem:
     text = finding.message
     if finding.is_unknown:  # to us, but perhaps not to Kubernetes
@@ -150,7 +139,7 @@ def _metadata(template: PodTemplate, allow: Allowances) -> Iterator[Problem]:
             path = f'{FIELD}.metadata.{kind}["{key}"]'
             if key.startswith(OWNED_PREFIXES):
                 yield Problem(path, "is set by the operator; remove it")
-            elif not _fits(key, allow.metadata):
+            elif not fits(key, allow.metadata):
                 yield Problem(path, "is not allowed by the profile (allow.metadata); remove it")
 
 
@@ -176,7 +165,7 @@ def _scheduling(
 def _volumes(spec: Mapping[str, Any], allow: Allowances) -> Iterator[Problem]:
     for index, volume in enumerate(spec.get("volumes", ())):
         path, name = f"{FIELD}.spec.volumes[{index}]", volume["name"]
-        if _fits(name, _RESERVED_VOLUMES):
+        if fits(name, _RESERVED_VOLUMES):
             yield Problem(f"{path}.name", f"{name} is a volume of the operator; use another name")
         if ("emptyDir" in volume) == ("persistentVolumeClaim" in volume):
             yield Problem(path, "must be either emptyDir or persistentVolumeClaim")
@@ -245,7 +234,7 @@ def _resource(
 
 def _variable(variable: Json, path: str, profile: FineTuneProfileSpec) -> Iterator[Problem]:
     name = variable["name"]
-    if _fits(name, _RESERVED_ENV):
+    if fits(name, _RESERVED_ENV):
         yield Problem(f"{path}.name", f"{name} is set by the operator; remove it")
     elif name in profile.env:
         yield Problem(f"{path}.name", f"{name} is set by the profile; remove it")

@@ -7,9 +7,8 @@ from pydantic import ValidationError
 
 from finetune_operator.backends.aks.names import CONTAINER, INDEX_LABEL
 from finetune_operator.backends.root_cause import (
-    STOPPED_BY_SIGNAL,
+    ended_silently,
     root_cause_order,
-    stopped_by_signal,
     with_seen_exit_code,
 )
 from finetune_operator.kube.resources import Object
@@ -105,18 +104,9 @@ def _without_message(name: str, code: int, reason: str, tail: str) -> Terminatio
             "spec.training.microBatchSize or maxSeqLength, or give the pods more memory"
         )
         return _termination(ExitCode.KILLED, FailureClass.OUT_OF_MEMORY, text)
-    if code == ExitCode.DONE:
-        text = f"pod {name} ended with exit code 0 without a termination message"
-        return _termination(code, FailureClass.COMPLETED, text)
-    if code == ExitCode.KILLED:
-        text = f"pod {name} was killed (SIGKILL) without a termination message"
-        return _termination(code, FailureClass.WORKER_LOST, text)
-    if code in STOPPED_BY_SIGNAL:
-        return stopped_by_signal(f"pod {name}", code)
-    said = f" ({reason})" if reason not in ("", "Error") else ""
+    said = f" ({reason})" if reason not in ("", "Error", "Completed") else ""
     more = f"; it said last: {last}" if last else "; see its log"
-    text = f"pod {name} ended with exit code {code}{said} without a termination message{more}"
-    return _termination(code, FailureClass.ERROR, text)
+    return ended_silently(f"pod {name}", code, reason=said, more=more)
 
 
 def _from_status(name: str, pod: Object) -> Termination:

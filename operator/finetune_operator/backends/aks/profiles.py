@@ -9,7 +9,6 @@ and a changed snapshot is refused.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -19,8 +18,9 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import AksSpec
 from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION, PROFILE_ANNOTATION, owner_of
+from finetune_operator.backends.profiles import USED_BY_AZUREML, ProfileError, Profiles
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
+from finetune_operator.kube.resources import JOBS, Object
 
 if TYPE_CHECKING:
     from finetune_operator.kube.cluster import Cluster
@@ -42,35 +42,22 @@ class Snapshot(ApiModel):
         return self.model_dump_json(by_alias=True, exclude_none=True, exclude={"spec": {"allow"}})
 
 
-class ProfileError(ValueError):
-    """There is no usable profile; the message is a sentence about `FIELD`.
-
-    Attributes:
-        is_unknown: The profile is only in a cluster, which is not read here.
-    """
-
-    def __init__(self, message: str, *, is_unknown: bool = False) -> None:
-        super().__init__(message)
-        self.is_unknown = is_unknown
-
-
 def aks_of(job: FineTuneJob) -> AksSpec:
     """Return the job's settings for this backend; the defaults where it has none."""
     return job.spec.backend.aks or AksSpec()
 
 
-@dataclass(frozen=True)
-class Profiles:
-    """Where profiles are found.
+class AttemptProfiles:
+    """Profiles of jobs, each as the job's attempts use it.
 
-    Attributes:
+    Args:
         cluster: In the operator.
         given: By name, where there is no cluster.
     """
 
-    cluster: "Cluster | None"
-    given: Mapping[str, FineTuneProfile]
-    _read: dict[str, tuple[Object, FineTuneProfileSpec]] = field(default_factory=dict, repr=False)
+    def __init__(self, cluster: "Cluster | None", given: Mapping[str, FineTuneProfile]) -> None:
+        self._cluster = cluster
+        self._profiles = Profiles(cluster, given, USED_BY_AZUREML)
 
     def of(self, job: FineTuneJob) -> Snapshot:
         """Return the job's profile: of an earlier attempt, with the present `allow`.
@@ -79,22 +66,11 @@ class Profiles:
             ProfileError: there is none, it cannot be read, or its snapshot was changed.
         """
         name = aks_of(job).profile
-        if self.cluster is None:
-            if name not in self.given:
-                text = f"{name} is looked up in the cluster; what it allows is not checked here"
-                raise ProfileError(text, is_unknown=True)
-            return Snapshot(name=name, spec=self.given[name].spec)
-        now = self._current(name, self.cluster)
-        if (kept := self._kept(job, self.cluster)) is not None and kept.name == name:
+        now = self._profiles.get(name)
+        kept = self._kept(job, self._cluster) if self._cluster is not None else None
+        if kept is not None and kept.name == name:
             return Snapshot(name=name, spec=kept.spec.model_copy(update={"allow": now.allow}))
         return Snapshot(name=name, spec=now)
-
-    def _current(self, name: str, cluster: "Cluster") -> FineTuneProfileSpec:
-        made = cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
-        there = self._read.get(name)
-        if made is None or there is None or there[0] is not made:
-            self._read[name] = there = (made or {}, _parsed(name, made))
-        return there[1]
 
     def _kept(self, job: FineTuneJob, cluster: "Cluster") -> Snapshot | None:
         """Return the snapshot of the newest attempt that is there."""
@@ -142,18 +118,6 @@ def kept_texts(batch_job: Object) -> tuple[str, ...]:
 def _snapshot_text(batch_job: Object) -> str:
     annotations = batch_job["metadata"].get("annotations") or {}
     return str(annotations.get(PROFILE_ANNOTATION, ""))
-
-
-def _parsed(name: str, made: Object | None) -> FineTuneProfileSpec:
-    if made is None:
-        raise ProfileError(f"{name} does not exist; create that FineTuneProfile or name another")
-    try:
-        return FineTuneProfileSpec.model_validate(made["spec"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        text = f"{name} cannot be used (spec.{where}: {first['msg']}); correct the profile"
-        raise ProfileError(text) from error
 
 
 def _number(job: str, batch_job: Object) -> int:

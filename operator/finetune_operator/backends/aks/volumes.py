@@ -12,20 +12,17 @@ from pathlib import PurePosixPath
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, ProfileVolume
-from finetune_operator.planner.train_config import Locations
-from finetune_operator.planner.uris import HUB, inputs_of, outputs_of, starts_of
+from finetune_operator.planner.train_config import SCHEDULED_EVENTS, Locations
+from finetune_operator.planner.uris import inputs_of, outputs_of, starts_of
 
 CLAIM = "pvc://"
 MOUNT_ROOT = PurePosixPath("/mnt")
 SCRATCH = PurePosixPath("/scratch")
 TERMINATION_PATH = "/dev/termination-log"
 CONFIG_FOLDER = "/etc/finetune"
-SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
 
 _LOST_WITH_ITS_POD = frozenset({"emptyDir", "ephemeral"})
 _NEVER_WRITABLE = frozenset({"configMap", "downwardAPI", "image", "projected", "secret"})
-# The libraries would read any other name as a folder of the pod.
-_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
@@ -105,11 +102,6 @@ def output_uri(path: str, output: str, folder: str) -> str:
         return str(exported)
     below = exported.relative_to(folder)
     return "/".join((output.rstrip("/"), *below.parts))
-
-
-def is_hub_name(uri: str) -> bool:
-    """Say whether an `hf://` URI names a repository of the hub."""
-    return _HUB_NAME.fullmatch(uri.removeprefix(HUB)) is not None
 
 
 def claims_of(job: FineTuneJob, profile: FineTuneProfileSpec) -> Mapping[str, bool]:

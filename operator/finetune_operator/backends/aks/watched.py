@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from finetune_operator.backends.profiles import PROFILES
 from finetune_operator.kube import resources
 from finetune_operator.kube.compact import compact
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
@@ -49,7 +50,7 @@ def trim_job(made: Object) -> Object:
 WATCHES = (
     Watch(resources.JOBS, trim=trim_job),
     Watch(resources.PODS, trim=trim_pod),
-    Watch(resources.FINE_TUNE_PROFILES, selector=None),
+    PROFILES,
     Watch(resources.SERVICES, trim=compact, is_vital=False),
     Watch(resources.NETWORK_POLICIES, trim=compact, is_vital=False),
     Watch(

@@ -62,6 +62,7 @@ class LocalBackend(Backend):
     needs_finalizer: ClassVar[bool] = True
     finds_from_cache: ClassVar[bool] = False
     runs_without_cluster: ClassVar[bool] = True
+    runs_on_this_machine: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,0 +1,65 @@
+"""What a profile's `allow` says of a job, whatever backend runs it. Pure.
+
+`fits` is the one meaning of a pattern.
+"""
+
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
+
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1.allowances import Allowances
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+
+
+def fits(name: str, patterns: Collection[str]) -> bool:
+    """Say whether one of the patterns stands for the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def refused(path: str, what: str, name: str, allowed: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem if no pattern of `allowed` fits `name`."""
+    if not fits(name, allowed):
+        listed = f" (allowed: {', '.join(allowed)})" if allowed else ""
+        text = f"{name} is {what} that the profile does not allow{listed}; name another"
+        yield Problem(path, text)
+
+
+def forbidden(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> Iterator[Problem]:
+    """Yield what is not allowed of the job's namespace, its size and the checkpoint it starts from.
+
+    Args:
+        job: The job.
+        field: Field of it that names the profile.
+        profile: Name of the profile.
+        allow: What that allows.
+    """
+    yield from _namespace(job, field, profile, allow)
+    yield from _sizes(job, profile, allow)
+    # Only the trainer can read whose a checkpoint is.
+    if job.spec.checkpoint.allow_foreign and not allow.foreign_checkpoints:
+        text = (
+            f"true is not allowed by profile {profile}; remove it, or have the profile's "
+            "allow.foreignCheckpoints set"
+        )
+        yield Problem("spec.checkpoint.allowForeign", text)
+
+
+def _namespace(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> Iterator[Problem]:
+    namespace = job.metadata.namespace
+    if not fits(namespace, allow.namespaces):
+        text = (
+            f"{profile} may not be used in namespace {namespace}; name another profile, or "
+            "have the namespace added to its allow.namespaces"
+        )
+        yield Problem(field, text)
+
+
+def _sizes(job: FineTuneJob, profile: str, allow: Allowances) -> Iterator[Problem]:
+    topology = job.spec.topology
+    for field, value, most in (
+        ("nodes", topology.nodes, allow.max_nodes),
+        ("gpusPerNode", topology.gpus_per_node, allow.max_gpus_per_node),
+    ):
+        if value > most:
+            text = f"{value} is more than the {most} that profile {profile} allows"
+            yield Problem(f"spec.topology.{field}", f"{text}; use at most {most}")

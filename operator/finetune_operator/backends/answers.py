@@ -1,0 +1,96 @@
+"""Keeps what a service has answered, so that a submit need not wait for it. Of one event loop."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from finetune_operator.errors import BackendError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEPT_SECONDS = 300.0
+"""An answer is used for so long; one that is older is still used once more while it is renewed."""
+
+STALE_SECONDS = 3600.0
+"""An answer older than that is worth nothing."""
+
+MISSING_SECONDS = 20.0
+"""What is missing or refused is asked for again so much later; somebody may have mended it."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    value: Any
+    refusal: BackendError | None
+    came_at: float
+
+
+class Answers:
+    """What was answered last, by what was asked."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, _Answer] = {}
+        self._asking: dict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._renewals: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Renew none any more."""
+        for task in self._renewals:
+            task.cancel()
+        await asyncio.gather(*self._renewals, return_exceptions=True)
+
+    async def get(self, key: Hashable, ask: Callable[[], Awaitable[T | None]]) -> T | None:
+        """Return the answer to a question, which is asked once for all who want it.
+
+        Args:
+            key: Of the question.
+            ask: Asks it; None says that there is no such thing.
+
+        Raises:
+            BackendError: it is refused, which is kept as well, or cannot be answered now.
+        """
+        answer = self._kept.get(key)
+        age = self._age(answer)
+        if answer is None or answer.value is None or age > STALE_SECONDS:
+            await self._ask(key, ask)
+        elif age > KEPT_SECONDS and not self._asking[key].locked():
+            task = asyncio.create_task(self._renew(key, ask))
+            self._renewals.add(task)
+            task.add_done_callback(self._renewals.discard)
+        answer = self._kept[key]
+        if answer.refusal is not None:
+            raise answer.refusal.with_traceback(None)  # else it would grow with each raise
+        value: T | None = answer.value
+        return value
+
+    async def _renew(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await self._ask(key, ask)
+        except BackendError as error:  # the next one who needs it asks again, and is told
+            log.info("answer not renewed", extra={"asked": str(key), "error": str(error)})
+
+    async def _ask(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> None:
+        """Ask, unless somebody else has just been answered."""
+        async with self._asking[key]:
+            answer = self._kept.get(key)
+            is_missing = answer is None or answer.value is None
+            if self._age(answer) > (MISSING_SECONDS if is_missing else KEPT_SECONDS):
+                value, refusal = None, None
+                try:
+                    value = await ask()
+                except BackendError as error:
+                    if error.retryable:
+                        raise
+                    refusal = error
+                self._kept[key] = _Answer(value, refusal, asyncio.get_running_loop().time())
+
+    def _age(self, answer: _Answer | None) -> float:
+        """Return how many seconds ago an answer came; endless without one."""
+        if answer is None:
+            return float("inf")
+        return asyncio.get_running_loop().time() - answer.came_at

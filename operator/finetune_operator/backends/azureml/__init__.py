@@ -1,0 +1,1 @@
+"""The azureml backend: one command job an attempt, in the workspace that a profile names."""

@@ -1,0 +1,247 @@
+"""The azureml backend: an attempt is one command job of an Azure ML workspace.
+
+What runs is seen by looks that are made beside the work (`look`), so that observing asks nobody.
+The Azure SDK is imported when the first job of this backend is about to run.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
+from functools import partial
+from typing import ClassVar
+
+from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.backends.azureml import checks, names
+from finetune_operator.backends.azureml.client import Azure, Workspace
+from finetune_operator.backends.azureml.computes import Computes
+from finetune_operator.backends.azureml.logs import read_log
+from finetune_operator.backends.azureml.look import Looks
+from finetune_operator.backends.azureml.names import (
+    BACKEND,
+    PROFILE_FIELD,
+    JobProfile,
+    azureml_of,
+    profile_of,
+)
+from finetune_operator.backends.azureml.places import OUTPUT, written
+from finetune_operator.backends.azureml.render import render
+from finetune_operator.backends.azureml.states import COMPLETED
+from finetune_operator.backends.azureml.submit import Stops, handle_of, is_own, look_now, submit
+from finetune_operator.backends.base import (
+    Attempt,
+    AttemptPhase,
+    AttemptRef,
+    Backend,
+    BackendContext,
+    Found,
+    Handle,
+    Limits,
+    Observation,
+    Request,
+    Services,
+    Written,
+)
+from finetune_operator.backends.budget import Priority
+from finetune_operator.backends.profiles import PROFILES, USED_BY_AKS, ProfileError, Profiles
+from finetune_operator.errors import BackendError, TransientError
+from finetune_operator.kube.watch import Watch
+from finetune_operator.planner.plan import Plan
+
+_ASK_SECONDS = 20.0
+
+
+class AzureMLBackend(Backend):
+    """Backend `azureml`: workspaces of Azure ML that FineTuneProfiles name.
+
+    Args:
+        context: With the cluster in the operator; elsewhere with the known profiles.
+    """
+
+    name: ClassVar[str] = BACKEND
+    needs_finalizer: ClassVar[bool] = True
+    finds_from_cache: ClassVar[bool] = False
+    runs_without_cluster: ClassVar[bool] = True
+    watches: ClassVar[tuple[Watch, ...]] = (PROFILES,)
+    threads: ClassVar[int] = 6
+    limits: ClassVar[Limits] = Limits(
+        submit=60, find=45, cancel=60, collect=45, late_submit=120, unconfirmed_cancel=900
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        self._profiles = Profiles(context.cluster, context.profiles, USED_BY_AKS)
+        self._now = context.now
+        self._azure = Azure(context.environ)
+        self._computes = Computes()
+        self._stops = Stops()
+        self._looks = Looks(self._workspace_of, context.now)
+        self._services: Services | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self, services: Services) -> None:
+        """Begin to look at attempts."""
+        self._services, self._loop = services, asyncio.get_running_loop()
+        self._azure.start(services)
+        self._looks.start(services)
+
+    async def close(self) -> None:
+        """Ask for nothing any more."""
+        self._azure.close()
+        self._loop = None
+        await self._looks.close()
+        await self._computes.close()
+
+    def validate(self, job: FineTuneJob) -> Sequence[Problem]:
+        """List what this backend cannot do, and what the job's profile does not allow."""
+        found = checks.impossible(job)
+        if found:
+            return found
+        try:
+            profile = profile_of(job, self._profiles)
+        except ProfileError as error:
+            severity = Severity.WARNING if error.is_unknown else Severity.ERROR
+            return [Problem(PROFILE_FIELD, str(error), severity)]
+        return checks.forbidden(job, profile)
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        """List what is missing here, and what Azure says that the job cannot have."""
+        missing, loop = checks.missing_library(), self._loop
+        if missing or loop is None:  # nobody may ask Azure before the start
+            return missing
+        return asyncio.run_coroutine_threadsafe(self._ask_azure(job), loop).result()
+
+    async def _ask_azure(self, job: FineTuneJob) -> Sequence[Problem]:
+        try:
+            profile = profile_of(job, self._profiles)
+        except ProfileError:
+            return []  # `validate` says so
+        workspace = self._workspace(profile)
+        return await self._computes.problems_in_time(workspace, job, profile, _ASK_SECONDS)
+
+    def writes(self, job: FineTuneJob) -> Sequence[Written]:
+        """List the folders of the job, by the workspace of its profile where that is known."""
+        try:
+            profile = profile_of(job, self._profiles)
+        except ProfileError:
+            return written(job, None)
+        return written(job, profile.settings)
+
+    def render(self, plan: Plan, attempt: Attempt) -> Request:
+        """Return the attempt's command job.
+
+        Raises:
+            BackendError: the job's profile is not known or does not allow the job any more, or the
+                configuration is too long.
+        """
+        # Job and profile may have changed since an attempt was opened that could not be created.
+        wrong = [one for one in self.validate(plan.job) if one.severity is Severity.ERROR]
+        if wrong:
+            raise BackendError("; ".join(map(str, wrong)))
+        try:
+            profile = profile_of(plan.job, self._profiles)
+        except ProfileError as error:
+            advice = "; give its manifest with --profile FILE" if error.is_unknown else ""
+            raise BackendError(f"{PROFILE_FIELD} {error}{advice}") from error
+        return render(plan, profile, attempt)
+
+    async def submit(self, request: Request) -> Handle:
+        """Adopt the job of that name, or create it."""
+        (made,) = request.objects
+        workspace_id, _ = names.parts_of(request.name)
+        workspace = self._asked_as(workspace_id, made["tags"][names.PROFILE_TAG])
+        before = partial(self._computes.refuse_unchecked, request.job_uid)
+        job = await submit(workspace, made, before)
+        self._looks.note(job)
+        return handle_of(workspace, job)
+
+    async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
+        """Ask for the job of the attempt by its name."""
+        try:
+            profile = profile_of(job, self._profiles)
+        except ProfileError as error:
+            raise TransientError(f"{PROFILE_FIELD} {error}") from error
+        workspace = self._workspace(profile)
+        there = await workspace.job(names.job_name(job, attempt.number), Priority.WRITE)
+        if there is None or not is_own(there, names.tags(job, attempt.number)):
+            return None
+        self._looks.note(there)
+        return Found(handle_of(workspace, there), there.created)
+
+    async def observe(self, ref: AttemptRef) -> Observation:
+        """Tell what was seen last."""
+        if _is_strange(ref):
+            text = "the handle is not of this job"
+            return Observation(AttemptPhase.UNKNOWN, all_gone=True, message=text)
+        return self._looks.observe(ref)
+
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
+        """Have the trainer save a checkpoint and stop where it listens; else cancel the job.
+
+        Called again at `until`, it cancels the job: also in an operator that starts anew.
+        """
+        if _is_strange(ref):
+            return True
+        workspace, services = self._workspace_of(ref), self._services
+        if services is None:
+            raise TransientError("the backend is closed")
+        if (look := self._looks.newest(ref)) is None:  # the first of many looks may take its time
+            look = await look_now(workspace, ref, self._now())
+            self._looks.learn(ref, look)
+        now = self._now()
+        if await self._stops.stop(workspace, ref, look, until, now):
+            left = (until - now).total_seconds()
+            asyncio.get_running_loop().call_later(left, services.wake, ref.job)
+        self._looks.note_stop(ref, until)
+        return True
+
+    def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
+        """Yield the lines of the node of that rank."""
+        return read_log(self._workspace_of(ref), ref, rank, follow)
+
+    async def collect(self, ref: AttemptRef) -> Sequence[str]:
+        """Return the URI of the trained model, once the job has completed."""
+        if _is_strange(ref):
+            return []
+        _, name = names.parts_of(ref.handle.name)
+        job = await self._workspace_of(ref).job(name, Priority.WRITE)
+        if job is None or job.status != COMPLETED or OUTPUT not in job.outputs:
+            return []
+        return [job.outputs[OUTPUT]]
+
+    def forget(self, job_uid: str) -> None:
+        """Drop what is known of a job that is over or gone."""
+        self._looks.forget(job_uid)
+        self._stops.forget(job_uid)
+        self._computes.forget(job_uid)
+
+    def _workspace(self, profile: JobProfile) -> Workspace:
+        settings = profile.settings
+        return self._azure.workspace(names.workspace_id(settings), settings.client_id)
+
+    def _workspace_of(self, ref: AttemptRef) -> Workspace:
+        """Return the workspace that an attempt is in."""
+        workspace_id, _ = names.parts_of(ref.handle.name)
+        return self._asked_as(workspace_id, azureml_of(ref.spec).profile if ref.spec else "")
+
+    def _asked_as(self, workspace_id: str, name: str) -> Workspace:
+        """Return a workspace, asked as the identity of a profile that names it.
+
+        Args:
+            workspace_id: By which Azure names it.
+            name: Of the profile. Where that has gone to another workspace, any profile of this one
+                serves, and without one the identity that the operator has by itself.
+        """
+        for one in (name, *self._profiles.names()):
+            try:
+                settings = self._profiles.get(one).azureml
+            except ProfileError:
+                continue
+            if settings is None:
+                continue
+            if names.workspace_id(settings).lower() == workspace_id.lower():  # as Azure has it
+                return self._azure.workspace(workspace_id, settings.client_id)
+        return self._azure.workspace(workspace_id, None)
+
+
+def _is_strange(ref: AttemptRef) -> bool:
+    return ref.handle.uid != ref.job_uid

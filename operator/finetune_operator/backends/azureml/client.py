@@ -1,0 +1,249 @@
+"""Asks Azure ML for the other modules: in threads, within time limits and a request budget.
+
+Nothing here retries: what may work later is a `TransientError`, and the budget keeps to the
+service's `Retry-After`.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+from finetune_operator.backends.azureml.sdk import (
+    Json,
+    RefusedError,
+    Sdk,
+    credential,
+    errors_told,
+    load,
+)
+from finetune_operator.backends.base import Services
+from finetune_operator.backends.budget import Budget, Priority, pace
+from finetune_operator.errors import TransientError
+
+T = TypeVar("T")
+
+REQUESTS_PER_SECOND = "FINETUNE_AZUREML_REQUESTS_PER_SECOND"  # variable: most of a workspace
+_LOAD_SECONDS = 60.0
+_CALL_SECONDS = 25.0  # a call that was given up sends nothing any more
+_LAST = Priority.READ
+_READS_AT_ONCE, _READS_OF_ONE = 4, 2  # of all workspaces and each: threads are left to the others
+
+
+@dataclass(frozen=True)
+class RawJob:
+    """A job as Azure ML has it.
+
+    Attributes:
+        status: Its raw state, such as `Preparing`.
+        tags: Of the job; those of its run may be newer.
+        url: Its page in Studio.
+        created: When it was created, where that is told.
+        nodes: How many it has.
+        outputs: URI of each output, by name.
+    """
+
+    id: str
+    name: str
+    status: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    created: datetime | None = None
+    nodes: int = 1
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+class Azure:
+    """Every workspace, each asked as the identities that profiles name.
+
+    Args:
+        environ: Says who the operator is, and how often a workspace may be asked.
+
+    Attributes:
+        reading: Held by each read that has a thread.
+
+    Raises:
+        ValueError: a variable of the environment is no good.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._per_second = pace(environ, REQUESTS_PER_SECOND, "2")
+        self.reading = asyncio.Semaphore(_READS_AT_ONCE)
+        self._services: Services | None = None
+        self._budgets: dict[str, Budget] = {}
+        self._workspaces: dict[tuple[str, str | None], Workspace] = {}
+        self._credentials: dict[str | None, Any] = {}
+        self._making = threading.Lock()
+        self._thread = threading.local()
+        self._is_loaded = False
+
+    def start(self, services: Services) -> None:
+        """Ask from now on."""
+        self._services = services
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._services = None
+
+    def workspace(self, workspace_id: str, client_id: str | None) -> "Workspace":
+        """Return a workspace that is asked as the identity of that client id."""
+        lower = workspace_id.lower()  # Azure ignores case
+        if (lower, client_id) not in self._workspaces:
+            budget = self._budgets.setdefault(lower, Budget(self._per_second, _READS_OF_ONE))
+            self._workspaces[lower, client_id] = Workspace(self, workspace_id, client_id, budget)
+        return self._workspaces[lower, client_id]
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns in a thread.
+
+        Raises:
+            BackendError: there is no answer, or it is no success.
+            NotLeadingError: it was to write, and this process may not.
+        """
+        if not self._is_loaded:
+            await self._open().run_blocking(load, _LOAD_SECONDS)
+            self._is_loaded = True
+        until = time.monotonic() + _CALL_SECONDS
+
+        def work() -> T:
+            self._thread.until = until
+            with errors_told():
+                return call()
+
+        return await self._open().run_blocking(work, _CALL_SECONDS)
+
+    def sdk(self, workspace_id: str, client_id: str | None) -> Sdk:
+        """Return the clients of a workspace; in a thread."""
+        with self._making:
+            if client_id not in self._credentials:
+                made = credential(self._environ, client_id, self._check)
+                self._credentials[client_id] = made
+            return Sdk(workspace_id, self._credentials[client_id], self._check)
+
+    def forget_credential(self, client_id: str | None) -> None:
+        """Have a new credential made where the identity is needed next."""
+        with self._making:
+            self._credentials.pop(client_id, None)
+
+    def _check(self, is_write: bool) -> None:
+        """Let a request of this thread go, or raise an error."""
+        services = self._open()
+        if time.monotonic() > self._thread.until:
+            raise TransientError("the request was given up before it was sent")
+        if is_write:
+            services.check_may_write()
+
+    def _open(self) -> Services:
+        if self._services is None:
+            raise TransientError("the backend is closed")
+        return self._services
+
+
+class Workspace:
+    """One workspace, asked as one identity; every request has its turn in its budget.
+
+    Each verb raises TransientError where the same request may work later, RefusedError where
+    somebody must change something, and NotLeadingError where it writes and this process may not.
+
+    Args:
+        azure: Runs its calls.
+        id: By which Azure names it.
+        client_id: Of the identity; None for the one that the operator has by itself.
+        budget: Shared by all who ask this workspace.
+    """
+
+    def __init__(self, azure: Azure, id: str, client_id: str | None, budget: Budget) -> None:
+        self.id = id
+        self._azure = azure
+        self.client_id = client_id
+        self._budget = budget
+        self._finding = asyncio.Lock()
+        self._made: Sdk | None = None
+        self._base = ""
+
+    async def job(self, name: str, priority: Priority = Priority.READ) -> RawJob | None:
+        """Return a job, or None where there is none; one GET."""
+        try:
+            return _raw(await self.ask(lambda sdk: sdk.ml.jobs.get(name), priority))
+        except RefusedError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def create(self, job: Mapping[str, Any]) -> RawJob:
+        """Create a job that is written as for the CLI; one PUT."""
+        return _raw(await self.ask(lambda sdk: sdk.create(job), Priority.WRITE))
+
+    async def cancel(self, name: str) -> None:
+        """Ask for the end of a job; one POST, which is answered long before that."""
+        await self.ask(lambda sdk: sdk.ml.jobs.begin_cancel(name, polling=False), Priority.WRITE)
+
+    async def get(self, path: str, params: Json | None = None, priority: Priority = _LAST) -> Json:
+        """Return what the data plane has at a path, in which `{ws}` stands for the workspace."""
+        url = await self._url(path)
+        return await self.ask(lambda sdk: sdk.send("GET", url, params), priority)
+
+    async def post(self, path: str, body: Json) -> Json:
+        """Change what the data plane has at a path, and return its answer."""
+        url = await self._url(path)
+        return await self.ask(lambda sdk: sdk.send("POST", url, body=body), Priority.WRITE)
+
+    async def get_range(self, url: str, start: int, length: int) -> bytes:
+        """Return bytes of what a signed URL names, as `Sdk.read` does; none of them is budgeted."""
+        async with self._budget.reading, self._azure.reading:
+            return await self._azure.run(lambda: self._sdk().read(url, start, length))
+
+    async def ask(self, call: Callable[[Sdk], T], priority: Priority) -> T:
+        """Return what `call` returns, which sends one request, when that has its turn."""
+        async with AsyncExitStack() as stack:
+            if priority is Priority.READ:
+                await stack.enter_async_context(self._budget.reading)
+            if self._made is None:  # else turns would gather until the SDK is there
+                await self._azure.run(lambda: self._sdk().ml)
+            await self._budget.turn(priority)
+            if priority is Priority.READ:
+                await stack.enter_async_context(self._azure.reading)
+            try:
+                return await self._azure.run(lambda: call(self._sdk()))
+            except TransientError as error:
+                if error.retry_after is not None:
+                    error.retry_after = self._budget.hold(error.retry_after)
+                raise
+            except RefusedError as error:
+                if error.status == 401:  # the credential would keep its token to the end
+                    self._made = None
+                    self._azure.forget_credential(self.client_id)
+                raise
+
+    def _sdk(self) -> Sdk:
+        self._made = self._made or self._azure.sdk(self.id, self.client_id)
+        return self._made
+
+    async def _url(self, path: str) -> str:
+        """Return where a path of the data plane is, which the workspace says once."""
+        async with self._finding:  # a write may wait for it, so no read has its turn before
+            if not self._base:
+                name, first = self.id.rpartition("/")[2], Priority.WRITE
+                url = (await self.ask(lambda sdk: sdk.ml.workspaces.get(name), first)).discovery_url
+                self._base = await self.ask(lambda sdk: json.loads(sdk.read(url))["api"], first)
+        return self._base.rstrip("/") + path.replace("{ws}", self.id)
+
+
+def _raw(job: Any) -> RawJob:
+    outputs = {name: one.path for name, one in (job.outputs or {}).items() if one.path}
+    return RawJob(
+        job.id,
+        job.name,
+        str(getattr(job.status, "value", job.status)),  # a state that is new is no enum
+        dict(job.tags or {}),
+        job.studio_url or "",
+        job.creation_context.created_at if job.creation_context else None,
+        (job.resources.instance_count if job.resources else None) or 1,
+        outputs,
+    )

@@ -1,0 +1,242 @@
+"""The logs of a run's nodes: which files they are, the lines of one rank, and nodes' last words.
+
+Run history names the files by signed URLs, which give whoever has them the right to read: they are
+in no text, and nobody keeps them.
+"""
+
+import asyncio
+import codecs
+import re
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel
+
+from finetune_operator.backends.azureml.client import Workspace
+from finetune_operator.backends.azureml.runs import NOTHING_TOLD, Report, RunEnd, report_of
+from finetune_operator.backends.azureml.states import row_of
+from finetune_operator.backends.base import AttemptRef
+from finetune_operator.backends.ranks import node_of
+from finetune_operator.backends.redaction import without_secrets
+from finetune_operator.errors import BackendError, TransientError
+from finetune_trainer.config import Termination
+
+_NODE = re.compile(r"(?:^|/)std_log(?:_process_(\d+))?\.txt$")
+_RETRY = re.compile(r"(?:^|/)retry-(\d+)/")
+
+_AGAIN_SECONDS = 5.0
+_DETAILS_EACH = 3  # of these times
+_CHUNK_BYTES = 1 << 20
+_END_BYTES = 16 << 10  # last words have at most 4 KiB
+_LINES_AFTER_LAST_WORDS = 20
+_FILES_AT_ONCE = 4
+_PATIENCE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class SignedUrl:
+    """An address that gives its owner the right to read."""
+
+    value: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Details:
+    """What run history says of a run.
+
+    Attributes:
+        state: Raw.
+        end: Why it has ended.
+        report: What its tags say.
+        log_files: By their path.
+    """
+
+    state: str
+    end: RunEnd
+    report: Report
+    log_files: Mapping[str, SignedUrl]
+
+    @property
+    def logs(self) -> dict[int, str]:
+        """Path of the log of each node, by its number: that of its newest start."""
+        newest: dict[int, tuple[int, str]] = {}
+        for path in self.log_files:
+            if (node := _NODE.search(path)) is not None:
+                retry = _RETRY.search(path)
+                one = (int(retry[1]) if retry else 0, path)
+                number = int(node[1] or 0)
+                newest[number] = max(newest.get(number, one), one)
+        return {number: path for number, (_, path) in sorted(newest.items())}
+
+
+async def read_details(workspace: Workspace, name: str) -> Details:
+    """Return what run history says of a run; one request.
+
+    Raises:
+        TransientError: it cannot be asked now.
+        BackendError: it is refused, or the answer is not about a run.
+    """
+    path = f"/history/v1.0{{ws}}/runs/{name}/details"
+    try:
+        said = _History.model_validate(await workspace.get(path))
+    except ValidationError:  # its text would have the URLs in it
+        text = "Azure ML's answer to runs/details is not about a run; update this operator"
+        raise BackendError(text) from None
+    error = (said.error and said.error.error) or _RootError()
+    by, creator = said.last_modified_by or _User(), said.created_by or _User()
+    is_other = by != creator
+    end = RunEnd(
+        code=without_secrets(error.code or ""),
+        text=without_secrets(error.message or ""),
+        cancelled_by=without_secrets(by.user_name or "") if is_other else "",
+        cancel_reason=without_secrets(said.cancelation_reason or ""),
+    )
+    files = {path: SignedUrl(url) for path, url in (said.log_files or {}).items()}
+    return Details(said.status, end, report_of(said.tags or {}), files)
+
+
+async def read_end(
+    workspace: Workspace, name: str, *, is_last_try: bool
+) -> tuple[RunEnd, Report, dict[int, Termination]]:
+    """Return why a run has ended, what its tags say, and the last words of nodes that left some.
+
+    Args:
+        workspace: Of the run.
+        name: Of the run.
+        is_last_try: Do with what can be read.
+
+    Raises:
+        TransientError: something cannot be read now.
+    """
+    try:
+        details = await read_details(workspace, name)
+    except BackendError as error:
+        if error.retryable and not is_last_try:
+            raise
+        return RunEnd(text=f"why cannot be read: {error}"), NOTHING_TOLD, {}
+    free = asyncio.Semaphore(_FILES_AT_ONCE)
+
+    async def read(path: str) -> Termination | None:
+        async with free:
+            url = details.log_files[path].value
+            try:
+                return _last_words(await workspace.get_range(url, -_END_BYTES, _END_BYTES))
+            except TransientError:
+                if not is_last_try:
+                    raise
+                return None
+
+    nodes = details.logs
+    said = await asyncio.gather(*(read(path) for path in nodes.values()))
+    words = {node: one for node, one in zip(nodes, said, strict=True) if one is not None}
+    return details.end, details.report, words
+
+
+async def read_log(
+    workspace: Workspace, ref: AttemptRef, rank: int, follow: bool
+) -> AsyncIterator[str]:
+    """Yield the lines of the node that `rank` runs in; `follow` goes on to the end of the run.
+
+    Where there is no log, a sentence says so. While it follows, it outlasts minutes of silence.
+
+    Raises:
+        NoSuchRankError: the attempt has no such rank.
+        TransientError: the log cannot be read now.
+        BackendError: Azure ML refuses.
+    """
+    node, name = node_of(ref, rank), ref.handle.name.rpartition("/")[2]
+    details, is_old = await read_details(workspace, name), False
+    file, tries, now = _LogFile(""), 0, asyncio.get_running_loop().time
+    heard = now()
+    while True:
+        wait = _AGAIN_SECONDS
+        try:
+            if is_old:
+                details = await read_details(workspace, name)
+            path = details.logs.get(node)
+            if path is not None and path != file.path:
+                if file.rest:
+                    yield file.rest
+                file = _LogFile(path)
+            if path is not None:
+                async for line in file.new_lines(workspace, details.log_files[path].value):
+                    yield line
+            if row_of(details.state).is_over or not follow:
+                break
+            heard, tries = now(), tries + 1
+            is_old = path is None or tries % _DETAILS_EACH == 0  # its state, and URLs that last
+        except TransientError as error:
+            wait = max(wait, error.retry_after or 0.0)
+            if not follow or now() + wait - heard > _PATIENCE_SECONDS:
+                raise
+            is_old = True
+        await asyncio.sleep(wait)
+    if not file.path:
+        yield f"rank {rank} of {name} has no log yet; Azure ML shows the job as {details.state}"
+    elif file.rest:
+        yield file.rest
+
+
+class _LogFile:
+    """How far a log is read.
+
+    Attributes:
+        path: Of the file; empty before there was one. A new start of the run has another one.
+        rest: Of the last line, which has no end yet.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.rest = path, ""
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    async def new_lines(self, workspace: Workspace, url: str) -> AsyncIterator[str]:
+        """Yield the lines that were written since the last call."""
+        while chunk := await workspace.get_range(url, self._offset, _CHUNK_BYTES):
+            self._offset += len(chunk)
+            *lines, self.rest = (self.rest + self._decoder.decode(chunk)).split("\n")
+            for line in lines:
+                yield line.removesuffix("\r")
+            if len(chunk) < _CHUNK_BYTES:
+                break
+
+
+def _last_words(end: bytes) -> Termination | None:
+    """Return the last words of a node; libraries may have printed a few lines after them."""
+    for line in reversed(end.rstrip().split(b"\n")[-_LINES_AFTER_LAST_WORDS - 1 :]):
+        try:
+            return Termination.model_validate_json(line)
+        except ValidationError:
+            continue
+    return None  # it was killed
+
+
+class _Part(BaseModel):
+    """A part of run history's answer, which may say more, and null where there is nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel)
+
+
+class _RootError(_Part):
+    code: str | None = None
+    message: str | None = None
+
+
+class _Error(_Part):
+    error: _RootError | None = None
+
+
+class _User(_Part):
+    user_object_id: str | None = None
+    user_name: str | None = None
+
+
+class _History(_Part):
+    status: str
+    error: _Error | None = None
+    tags: dict[str, str] | None = None
+    log_files: dict[str, str] | None = None
+    created_by: _User | None = None
+    last_modified_by: _User | None = None
+    cancelation_reason: str | None = None

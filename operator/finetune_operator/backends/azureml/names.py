@@ -1,0 +1,102 @@
+"""What a job names, its profile above all, and what its attempts are called in Azure ML. Pure."""
+
+from dataclasses import dataclass
+
+from finetune_operator.api.v1alpha1.azureml_profile import AzureMLSettings
+from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
+from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
+from finetune_operator.api.v1alpha1.topology import AzureMLSpec
+from finetune_operator.backends.profiles import ProfileError, Profiles
+
+BACKEND = "azureml"
+KIND = "AzureMLJob"
+UID_TAG, ATTEMPT_TAG, PROFILE_TAG = "finetune.uid", "finetune.attempt", "finetune.profile"
+FIELD = "spec.backend.azureml"
+PROFILE_FIELD = f"{FIELD}.profile"
+
+SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+COMMAND = "python -P -m finetune_trainer.launch.azureml"
+"""Without the mounts. A second command in it would make a shell of it, which swallows SIGTERM."""
+
+
+def azureml_of(spec: FineTuneJobSpec) -> AzureMLSpec:
+    """Return a job's settings for this backend; the defaults where it has none."""
+    return spec.backend.azureml or AzureMLSpec()
+
+
+@dataclass(frozen=True)
+class JobProfile:
+    """A FineTuneProfile of this backend.
+
+    Attributes:
+        name: Its name.
+        spec: All of it.
+        settings: Its block `azureml`.
+    """
+
+    name: str
+    spec: FineTuneProfileSpec
+    settings: AzureMLSettings
+
+    def compute_of(self, job: FineTuneJob) -> str | None:
+        """Return the compute that runs the job; None for serverless compute, or where none is."""
+        mine = azureml_of(job.spec)
+        return None if mine.serverless else mine.compute or self.settings.compute
+
+    def environment_of(self, job: FineTuneJob) -> str:
+        """Return the environment that has the trainer."""
+        return azureml_of(job.spec).environment or self.settings.environment
+
+
+def profile_of(job: FineTuneJob, profiles: Profiles) -> JobProfile:
+    """Return the job's profile as it is now.
+
+    Raises:
+        ProfileError: there is none, it cannot be read, or it is not for this backend.
+    """
+    name = azureml_of(job.spec).profile
+    spec = profiles.get(name)
+    if spec.azureml is None:
+        raise ProfileError(f"{name} names no workspace; name a profile that has azureml")
+    return JobProfile(name, spec, spec.azureml)
+
+
+def job_name(job: FineTuneJob, attempt: int) -> str:
+    """Return the name of an attempt, which no other job of the workspace ever gets.
+
+    Without a uid, which `ftctl render` does not have, it is only the name and the number.
+    """
+    parts = (job.metadata.name, job.metadata.uid, str(attempt))
+    return "-".join(part for part in parts if part)
+
+
+def workspace_id(settings: AzureMLSettings) -> str:
+    """Return the id by which Azure names the workspace."""
+    return (
+        f"/subscriptions/{settings.subscription_id}/resourceGroups/{settings.resource_group}"
+        f"/providers/Microsoft.MachineLearningServices/workspaces/{settings.workspace}"
+    )
+
+
+def resource_id(settings: AzureMLSettings, name: str) -> str:
+    """Return the id by which Azure names a job of the workspace."""
+    return f"{workspace_id(settings)}/jobs/{name}"
+
+
+def parts_of(resource_id: str) -> tuple[str, str]:
+    """Return the workspace's id and the name in the id of a job."""
+    workspace, _, name = resource_id.partition("/jobs/")
+    return workspace, name
+
+
+def tags(job: FineTuneJob, attempt: int) -> dict[str, str]:
+    """Return the tags by which an attempt is known to be the job's own."""
+    metadata = job.metadata
+    values = {
+        "finetune.namespace": metadata.namespace,
+        "finetune.job": metadata.name,
+        UID_TAG: metadata.uid,
+        ATTEMPT_TAG: str(attempt),
+        PROFILE_TAG: azureml_of(job.spec).profile,
+    }
+    return {key: value for key, value in values.items() if value}

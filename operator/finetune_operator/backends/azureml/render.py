@@ -1,0 +1,113 @@
+"""Turn a plan and a profile into one Azure ML command job, as `az ml job create -f` takes it. Pure.
+
+`AzureMLBackend.render` and with it `ftctl render` call it; `checks` asks it how long the trainer's
+configuration becomes.
+"""
+
+from typing import Any
+
+from finetune_operator.api.v1alpha1.azureml_profile import JobIdentity
+from finetune_operator.api.v1alpha1.topology import Capacity
+from finetune_operator.backends.azureml import names, places
+from finetune_operator.backends.azureml.names import JobProfile, azureml_of
+from finetune_operator.backends.azureml.places import Places
+from finetune_operator.backends.base import Attempt, Request
+from finetune_operator.planner.plan import Plan
+from finetune_operator.planner.train_config import derive_train_config
+from finetune_trainer.config import ENV_TRAIN_CONFIG, pack
+
+Json = dict[str, Any]
+
+
+def render(plan: Plan, profile: JobProfile, attempt: Attempt) -> Request:
+    """Return what `submit` creates: one command job."""
+    job = plan.job
+    name = names.job_name(job, attempt.number)
+    return Request(
+        backend=names.BACKEND,
+        job_uid=job.metadata.uid,
+        attempt=attempt.number,
+        name=names.resource_id(profile.settings, name),
+        objects=(_command_job(plan, profile, name, attempt.number),),
+    )
+
+
+def packed_config(plan: Plan, profile: JobProfile, attempt: int) -> str:
+    """Return the trainer's configuration as it stands in the job."""
+    locations = places.locations(
+        plan.job,
+        _places(plan, profile),
+        allow_foreign=profile.spec.allow.foreign_checkpoints,
+        listing_lag_seconds=profile.spec.listing_lag_seconds,
+    )
+    return pack(derive_train_config(plan, attempt, locations))
+
+
+def _places(plan: Plan, profile: JobProfile) -> Places:
+    return places.places_of(plan.job, profile.settings.datastore)
+
+
+def _command_job(plan: Plan, profile: JobProfile, name: str, attempt: int) -> Json:
+    job, settings, mine = plan.job, profile.settings, azureml_of(plan.job.spec)
+    mounts = _places(plan, profile)
+    made: Json = {
+        "$schema": names.SCHEMA,
+        "type": "command",
+        "name": name,
+        "display_name": f"{job.metadata.name}-{attempt}",
+        "experiment_name": mine.experiment or job.metadata.namespace,
+        "tags": names.tags(job, attempt),
+        "command": f"{names.COMMAND} {mounts.arguments}",
+        "environment": profile.environment_of(job),
+        "environment_variables": {
+            "PYTHONSAFEPATH": "1",  # Python imports nothing from the image's working directory
+            **settings.env,
+            ENV_TRAIN_CONFIG: packed_config(plan, profile, attempt),
+        },
+    }
+    if (compute := profile.compute_of(job)) is not None:
+        made["compute"] = f"azureml:{compute}"
+    made["resources"] = _resources(plan, settings.shared_memory)
+    if plan.nodes > 1:
+        # It starts the main process of each node, which starts the ranks, and tells them where
+        # they meet. Of a single node it would only make that process a rank.
+        made["distribution"] = {"type": "pytorch", "process_count_per_instance": 1}
+    if queue := _queue_settings(plan):
+        made["queue_settings"] = queue
+    if settings.identity is not None:
+        made["identity"] = _identity(settings.identity)
+    if mounts.inputs:
+        made["inputs"] = {
+            key: {"type": one.type.value, "path": one.path, "mode": "ro_mount"}
+            for key, one in mounts.inputs.items()
+        }
+    made["outputs"] = {
+        # Mode upload would send checkpoints only when the job has ended.
+        key: {"type": places.InputType.FOLDER.value, "path": uri, "mode": "rw_mount"}
+        for key, uri in mounts.outputs.items()
+    }
+    return made
+
+
+def _resources(plan: Plan, shared_memory: str) -> Json:
+    made: Json = {"instance_count": plan.nodes, "shm_size": shared_memory}
+    if (size := plan.job.spec.topology.instance_type) is not None:
+        made["instance_type"] = size
+    return made
+
+
+def _queue_settings(plan: Plan) -> Json:
+    mine, made = azureml_of(plan.job.spec), Json()
+    # Of a compute that has a name, spot is a property: the job cannot ask for it.
+    if mine.serverless and plan.job.spec.capacity is Capacity.SPOT:
+        made["job_tier"] = "spot"
+    if mine.priority is not None:
+        made["priority"] = mine.priority.value
+    return made
+
+
+def _identity(identity: JobIdentity) -> Json:
+    made = {"type": {"managed": "managed", "amlToken": "aml_token"}[identity.type]}
+    if identity.client_id is not None:
+        made["client_id"] = identity.client_id
+    return made

@@ -1,0 +1,241 @@
+"""What is told of a run: by the trainer in its tags, and by run history when it has ended.
+
+`look` asks, `states` judges by it. Others may write tags, too: one that cannot be read is as good
+as absent.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from finetune_operator.backends.azureml.client import RawJob, Workspace
+from finetune_operator.backends.azureml.places import CHECKPOINTS
+from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.backends.budget import Priority
+from finetune_operator.backends.root_cause import PERMANENT, ended_silently, root_cause
+from finetune_operator.errors import BackendError
+from finetune_trainer.config import (
+    HEARD_TAG,
+    PROGRESS_TAG,
+    STOP_TAG,
+    ContractModel,
+    ExitCode,
+    FailureClass,
+    Heard,
+    Progress,
+    StopRequest,
+    Termination,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=ContractModel)
+
+GONE = ""  # there is no such job
+RUNNING = "Running"
+_LATE_SECONDS = 5.0
+
+_OF_SERVICE = frozenset({"ServiceError", "SystemError", "TransientError", "RequestThrottled"})
+_PREEMPTION_ERROR = re.compile(r"\bPreemptionError\b")
+_PREEMPTED = re.compile(r"PreemptionError|pre-?empt(ed|ion)", re.IGNORECASE)
+_TIME_LIMIT = re.compile(r"time(d |-)?out|time limit|max\w* (run )?duration", re.IGNORECASE)
+_EXIT_CODE = re.compile(
+    r"\b(?:exit(?:ed)?(?: with)?(?: exit)?(?: status)?(?: code)?|return code)"
+    r"[\s:=]{1,2}(-?\d{1,3})\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the tags of a run say.
+
+    Attributes:
+        progress: What rank 0 published last.
+        heard: The reporter's last sign of life; None before it looks for the stop tag.
+        stop_until: When the run ends at the latest, where the operator has stopped it.
+    """
+
+    progress: Progress | None = None
+    heard: Heard | None = None
+    stop_until: datetime | None = None
+
+
+NOTHING_TOLD = Report()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one request says of an attempt; where it says nothing, the values are empty.
+
+    Attributes:
+        state: Raw; `GONE` where there is no such job.
+        report: What its tags say.
+        url: Its page.
+        checkpoints: URI of the folder of its checkpoints.
+    """
+
+    state: str
+    report: Report = NOTHING_TOLD
+    url: str = ""
+    checkpoints: str = ""
+    created: datetime | None = None
+    nodes: int = 0
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """What run history says of the end of a run; each of these may be empty.
+
+    Attributes:
+        code: Of the error, such as `UserError`.
+        text: Of the error.
+        cancelled_by: Who cancelled it, where that was not its creator.
+        cancel_reason: Why.
+    """
+
+    code: str = ""
+    text: str = ""
+    cancelled_by: str = ""
+    cancel_reason: str = ""
+
+
+NO_END = RunEnd()
+
+
+async def see_run(
+    workspace: Workspace, name: str, priority: Priority = Priority.READ
+) -> tuple[Seen | None, str]:
+    """Return what MLflow says of a run, and why it says nothing.
+
+    It has fewer words for states: of a run that does not run, or that it refuses to tell, there is
+    nothing.
+
+    Raises:
+        TransientError: it cannot be asked now.
+    """
+    path = "/mlflow/v2.0{ws}/api/2.0/mlflow/runs/get"
+    try:
+        run = (await workspace.get(path, {"run_id": name}, priority))["run"]
+        status, found = run["info"]["status"], run["data"].get("tags") or ()
+        tags = {one["key"]: one["value"] for one in found}
+    except (KeyError, TypeError) as error:
+        return None, f"its progress cannot be read: the answer of MLflow has no {error}"
+    except BackendError as error:
+        if error.retryable:
+            raise
+        return None, f"its progress cannot be read: {error}"
+    return (Seen(RUNNING, report_of(tags)) if status == "RUNNING" else None), ""
+
+
+async def see_job(workspace: Workspace, name: str) -> Seen:
+    """Return what Azure ML says of a job; it is asked twice before one is believed to be gone.
+
+    Raises:
+        TransientError: it cannot be asked now.
+        BackendError: it is refused.
+    """
+    job = await workspace.job(name)
+    if job is None:  # Azure may be late with what it has just created
+        await asyncio.sleep(_LATE_SECONDS)
+        job = await workspace.job(name)
+    return Seen(GONE) if job is None else seen_of(job)
+
+
+def seen_of(job: RawJob) -> Seen:
+    """Return what an answer about a job says."""
+    checkpoints = job.outputs.get(CHECKPOINTS, "")
+    report = report_of(job.tags)
+    return Seen(job.status, report, job.url, checkpoints, job.created, job.nodes)
+
+
+def report_of(tags: Mapping[str, str]) -> Report:
+    """Return what the tags of a run say."""
+    stop = _read(StopRequest, STOP_TAG, tags)
+    return Report(
+        progress=_read(Progress, PROGRESS_TAG, tags),
+        heard=_read(Heard, HEARD_TAG, tags),
+        stop_until=stop.until if stop is not None else None,
+    )
+
+
+def cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: bool) -> Observation:
+    """Return how a cancelled run ended; whoever cancels one that we have not stopped means it.
+
+    Args:
+        end: What run history says.
+        last_words: Of each node that has left some, by its number.
+        is_ours: Whether the operator has stopped it.
+    """
+    if is_ours:
+        text = "the job was cancelled as the operator asked, before it could say anything"
+        return _failure(FailureClass.PREEMPTED, text, last_words)
+    reason = f" ({end.cancel_reason})" if end.cancel_reason else ""
+    if _TIME_LIMIT.search(end.cancel_reason or end.text):
+        text = f"Azure ML has cancelled the job at a time limit of its own{reason}"
+        return _failure(FailureClass.SERVICE_FAILED, text)
+    text = (
+        f"{end.cancelled_by or 'somebody'} cancelled the job in Azure ML{reason}; to go on, apply "
+        "it under another name or after deleting this one"
+    )
+    return _failure(FailureClass.DO_NOT_RESTART, text)
+
+
+def failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Observation:
+    """Return how a failed run ended.
+
+    A node that was taken away explains its peers, but not one that could work nowhere.
+
+    Args:
+        end: What run history says.
+        last_words: Of each node that has left some, by its number.
+        url: Page of the run.
+    """
+    said = end.text or end.code or "without a reason"
+    message = f"Azure ML says that the job failed ({said}); see {url}"
+    is_permanent = any(one.exit_code in PERMANENT for one in last_words.values())
+    told = _PREEMPTION_ERROR if last_words else _PREEMPTED  # the text may quote a log
+    if told.search(end.text) and not is_permanent:
+        return _failure(FailureClass.PREEMPTED, f"Azure ML has taken nodes away ({said})")
+    failure = FailureClass.SERVICE_FAILED if end.code in _OF_SERVICE else FailureClass.UNKNOWN
+    if not last_words and (code := exit_code_in(end.text)) is not None:
+        last_words = {0: ended_silently("a node", code, more=f"; see its log in {url}")}
+    return _failure(failure, message, last_words)
+
+
+def exit_code_in(text: str) -> int | None:
+    """Return the exit code that an error text tells, as a shell has it; None where it has none."""
+    for found in _EXIT_CODE.finditer(text):
+        code = int(found[1])
+        code = code if code >= 0 else 128 - code
+        if 0 < code < 256:
+            return code
+    return None
+
+
+def _failure(
+    failure: FailureClass, message: str, last_words: Mapping[int, Termination] | None = None
+) -> Observation:
+    """Return a failure in which the root cause decides, and the class where nobody names one."""
+    node = root_cause(last_words or {})
+    cause = None if node is None or last_words is None else last_words[node]
+    if cause is None or cause.exit_code == ExitCode.DONE:
+        return Observation(AttemptPhase.FAILED, failure_class=failure, message=message)
+    where = f"node {node}" if last_words and len(last_words) > 1 else ""
+    return Observation(AttemptPhase.FAILED, termination=cause, node=where, message=cause.message)
+
+
+def _read(model: type[T], tag: str, tags: Mapping[str, str]) -> T | None:
+    if not (text := tags.get(tag)):
+        return None
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        log.debug("tag not read", extra={"tag": tag, "error": str(error)})
+        return None

@@ -1,0 +1,249 @@
+"""The Azure SDK as `client` uses it in threads: who asks, how requests are sent, what errors mean.
+
+It imports the SDK on first use, as that takes a second and 100 MB.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from io import StringIO
+from typing import Any
+
+import yaml
+
+from finetune_operator.backends.redaction import without_secrets
+from finetune_operator.errors import BackendError, FineTuneError, TransientError
+
+Json = dict[str, Any]
+Check = Callable[[bool], None]
+"""Called right before a request is sent, with whether it changes something; may raise."""
+
+INSTALL = "pip install 'finetune-operator[azureml]'"
+_CONNECT_SECONDS, _READ_SECONDS = 5.0, 15.0
+# Else they tell of each request, of what is experimental, and URLs of which some are secrets.
+_LOG_LEVELS = {"azure": logging.WARNING, "azure.ai.ml": logging.ERROR, "urllib3": logging.INFO}
+# A 404 about the workspace, or what that is in, says nothing of what was asked for.
+_ABOVE = re.compile(
+    "(Subscription|ResourceGroup|ParentResource)NotFound|ResourceNotFound.*/workspaces/[^/']+'"
+)
+# The Azure CLI took too long or has no network; the class is that of a login that is missing.
+_NO_LOGIN_NOW = re.compile("Failed to invoke|HTTPSConnectionPool")
+_MAX = 400  # characters of a message
+
+
+class RefusedError(BackendError):
+    """Azure ML refuses a request, and will until somebody changes something.
+
+    Attributes:
+        status: Of HTTP; 0 where nothing was sent, or it is about the workspace itself.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def load() -> None:
+    """Import the SDK, and have it log only what matters.
+
+    Raises:
+        RefusedError: it cannot be imported.
+    """
+    try:
+        import azure.ai.ml
+        import azure.identity  # noqa: F401
+    except ImportError as error:
+        raise RefusedError(f"the Azure SDK cannot be imported ({error}); {INSTALL}") from error
+    for name, level in _LOG_LEVELS.items():  # its import sets levels, too
+        logging.getLogger(name).setLevel(level)
+
+
+def credential(environ: Mapping[str, str], client_id: str | None, check: Check) -> Any:
+    """Return the credential of an identity.
+
+    Args:
+        environ: As workload identity sets it in a pod; without, whoever is logged in.
+        client_id: Of the identity; None for the one that the operator has by itself.
+        check: Of each request for a token, which changes nothing.
+
+    Raises:
+        RefusedError: the environment is incomplete.
+    """
+    from azure.identity import DefaultAzureCredential, WorkloadIdentityCredential
+
+    client_id = client_id or environ.get("AZURE_CLIENT_ID")
+    token_file = environ.get("AZURE_FEDERATED_TOKEN_FILE")
+    if token_file is None:
+        return DefaultAzureCredential(managed_identity_client_id=client_id)
+    tenant_id = environ.get("AZURE_TENANT_ID")
+    if not client_id or not tenant_id:
+        raise RefusedError(
+            "AZURE_FEDERATED_TOKEN_FILE is set without AZURE_CLIENT_ID and AZURE_TENANT_ID; label "
+            "the operator's pod for workload identity, or set the profile's azureml.clientId"
+        )
+    return WorkloadIdentityCredential(
+        tenant_id=tenant_id,
+        client_id=client_id,
+        token_file_path=token_file,
+        authority=environ.get("AZURE_AUTHORITY_HOST"),
+        disable_instance_discovery=True,  # nobody but the environment names the authority
+        retry_total=0,
+        transport=_transport(lambda is_write: check(False)),
+    )
+
+
+def log_in(credential: Any) -> None:
+    """Get a token, which the requests after it use as well; in `errors_told`."""
+    credential.get_token(*_scopes())
+
+
+class Sdk:
+    """The SDK's clients of one workspace and identity, for several threads.
+
+    Args:
+        workspace_id: By which Azure names it.
+        credential: Of the identity.
+        check: Of each request.
+    """
+
+    def __init__(self, workspace_id: str, credential: Any, check: Check) -> None:
+        self._workspace_id = workspace_id
+        self._credential = credential
+        self._check = check
+
+    @cached_property
+    def ml(self) -> Any:
+        """The MLClient."""
+        from azure.ai.ml import MLClient
+
+        _, _, subscription, _, group, _, _, _, workspace = self._workspace_id.split("/")
+        return MLClient(
+            self._credential,
+            subscription,
+            group,
+            workspace,
+            retry_total=0,
+            enable_telemetry=False,
+            show_progress=False,
+            transport=_transport(self._check),
+        )
+
+    def create(self, job: Mapping[str, Any]) -> Any:
+        """Create a job that is written as for the CLI; one PUT."""
+        from azure.ai.ml import load_job
+
+        return self.ml.jobs.create_or_update(load_job(StringIO(yaml.safe_dump(dict(job)))))
+
+    def send(
+        self, method: str, url: str, params: Mapping[str, str] | None = None, body: Any = None
+    ) -> Json:
+        """Send a request that the SDK has no verb for, and return the answer."""
+        from azure.core.rest import HttpRequest
+
+        request = HttpRequest(method, url, params=dict(params or {}), json=body)
+        response = self._signed.send_request(request)
+        response.raise_for_status()
+        return dict(response.json()) if response.content else {}
+
+    def read(self, url: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return bytes of what a URL names, as nobody; none where it has not got so far.
+
+        Args:
+            url: It may be a secret, and is in no log and no error.
+            start: The first byte; a negative one is counted from the end, for one more request.
+            length: How many at most; None for all.
+
+        Raises:
+            TransientError: it cannot be read.
+        """
+        if start < 0:
+            size = self._part(url, "0-0").headers.get("Content-Range", "*/0").rpartition("/")[2]
+            start = max(0, int(size) + start)
+        response = self._part(url, f"{start}-{'' if length is None else start + length - 1}")
+        return b"" if response.status_code == 416 else bytes(response.content)
+
+    def _part(self, url: str, byte_range: str) -> Any:
+        from azure.core.exceptions import AzureError
+        from azure.core.rest import HttpRequest
+
+        request = HttpRequest("GET", url, headers={"Range": f"bytes={byte_range}"})
+        try:
+            response = self._unsigned.send_request(request)
+        except AzureError as error:
+            text = f"what Azure ML names does not answer ({type(error).__name__})"
+            raise TransientError(text) from None
+        if response.status_code >= 300 and response.status_code != 416:
+            raise TransientError(f"what Azure ML names answers {response.status_code}")
+        return response
+
+    @cached_property
+    def _signed(self) -> Any:
+        from azure.core.pipeline.policies import BearerTokenCredentialPolicy
+
+        return self._pipeline(BearerTokenCredentialPolicy(self._credential, *_scopes()))
+
+    @cached_property
+    def _unsigned(self) -> Any:
+        return self._pipeline()
+
+    def _pipeline(self, *policies: Any) -> Any:
+        from azure.core import PipelineClient
+
+        return PipelineClient("", policies=[*policies], transport=_transport(self._check))
+
+
+def _scopes() -> list[str]:
+    from azure.core import AzureClouds
+    from azure.core.settings import settings
+    from azure.mgmt.core.tools import get_arm_endpoints
+
+    cloud = settings.current.azure_cloud or AzureClouds.AZURE_PUBLIC_CLOUD
+    return list(get_arm_endpoints(cloud)["credential_scopes"])
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Raise what the SDK raises as an error of ours.
+
+    Raises:
+        TransientError: the same call may work later.
+        RefusedError: somebody must change something.
+    """
+    from azure.core import exceptions as azure
+
+    try:
+        yield
+    except FineTuneError:
+        raise
+    except (azure.ServiceRequestError, azure.ServiceResponseError) as error:
+        said = without_secrets(error.message, _MAX)
+        raise TransientError(f"Azure ML does not answer ({said})") from error
+    except azure.HttpResponseError as error:
+        status, odata = error.status_code or 0, error.error
+        message = odata.message if odata is not None else error.message
+        said = f"Azure ML says: {without_secrets(str(message), _MAX)}"
+        # An answer that is no error but broke off says nothing, either.
+        may_pass = 0 < status < 400 or status in (408, 429) or status >= 500
+        if may_pass or (error.response is None and _NO_LOGIN_NOW.search(str(message))):
+            wait = "" if error.response is None else error.response.headers.get("Retry-After", "")
+            seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
+            raise TransientError(said, seconds) from error
+        if status == 404 and odata is not None and _ABOVE.match(f"{odata.code} {message}"):
+            status = 0
+        raise RefusedError(said, status) from error
+    except (azure.AzureError, KeyError, ValueError, OSError) as error:
+        # What a job needs that this SDK does not know, or a token file that cannot be read.
+        raise RefusedError(f"the Azure SDK says: {without_secrets(str(error), _MAX)}") from error
+
+
+def _transport(check: Check) -> Any:
+    from azure.core.pipeline.transport import RequestsTransport
+
+    class Checked(RequestsTransport):  # type: ignore[misc]  # mypy does not read the SDK
+        def send(self, request: Any, **kwargs: Any) -> Any:
+            check(request.method != "GET")
+            return super().send(request, **kwargs)
+
+    return Checked(connection_timeout=_CONNECT_SECONDS, read_timeout=_READ_SECONDS)

@@ -1,0 +1,249 @@
+"""What the states of an Azure ML job mean: the table of states, and a look as an observation. Pure.
+
+`look` folds all that it hears of an attempt into one `Look`. Azure ML may start a run once more,
+show states that nobody has heard of, and stay for hours in one that should pass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+from finetune_operator.backends.azureml import runs
+from finetune_operator.backends.azureml.runs import GONE, RUNNING, Report, RunEnd, Seen
+from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
+from finetune_trainer.config import Progress, Termination
+
+COMPLETED, FAILED, CANCELED = "Completed", "Failed", "Canceled"
+
+WAITING_SECONDS, RUNNING_SECONDS, STOPPING_SECONDS = 15.0, 30.0, 5.0
+_FRESH_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a state means.
+
+    Attributes:
+        phase: Of the attempt; None keeps the one before.
+        obstacle: What is in the way; None while nothing is.
+        limit: Seconds after which the state does not pass by itself; None where it may last.
+        remedy: What to do after that, besides looking at the job's page.
+        is_over: Nothing of the attempt lives, and no other state follows.
+    """
+
+    phase: AttemptPhase | None
+    obstacle: Obstacle | None = None
+    limit: float | None = None
+    remedy: str = ""
+    is_over: bool = False
+
+
+_STARTING = Row(
+    AttemptPhase.PENDING,
+    Obstacle("Submitted", "Azure ML has accepted the job and prepares to run it", Effect.NONE),
+    15 * 60.0,
+    "see whether Azure ML is well",
+)
+_NEW = Row(None, limit=3600.0, remedy="end the job there if it does nothing")
+_STOPPED = Row(None, limit=15 * 60.0, remedy="it was to have ended long ago; cancel it there")
+_ENDING = ("Finalizing", "CancelRequested")  # a cancel has no effect then
+
+STATES = {
+    **dict.fromkeys(("NotStarted", "Starting", "Provisioning"), _STARTING),
+    "Preparing": Row(
+        AttemptPhase.PENDING,
+        Obstacle("PreparingEnvironment", "Azure ML builds the job's environment", Effect.NONE),
+        2 * 3600.0,
+        "see the log of the build, or name an environment that is built already",
+    ),
+    "Queued": Row(
+        AttemptPhase.PENDING,
+        Obstacle("Queued", "the job waits for nodes in Azure ML's queue", Effect.QUEUED),
+        24 * 3600.0,
+        "see the nodes, the quota and the sizes of its compute",
+    ),
+    RUNNING: Row(AttemptPhase.RUNNING),
+    "Finalizing": Row(
+        AttemptPhase.RUNNING,
+        Obstacle("Finalizing", "the trainer has ended; Azure ML keeps its files", Effect.NONE),
+        3600.0,
+        "ask Azure's support to end it, as Azure ML refuses to cancel it now",
+    ),
+    "CancelRequested": Row(
+        None,
+        Obstacle("Cancelling", "Azure ML is cancelling the job", Effect.NONE),
+        15 * 60.0,
+        "ask Azure's support to end it while its nodes are allocated",
+    ),
+    "NotResponding": Row(
+        None,
+        Obstacle("NotResponding", "Azure ML does not hear from the job's nodes"),
+        15 * 60.0,
+        "see its nodes, and suspend this job or cancel that one to end it",
+    ),
+    "Paused": Row(None, Obstacle("Paused", "Azure ML has paused the job"), 3600.0, "resume it"),
+    COMPLETED: Row(AttemptPhase.SUCCEEDED, is_over=True),
+    FAILED: Row(AttemptPhase.FAILED, is_over=True),
+    CANCELED: Row(AttemptPhase.FAILED, is_over=True),
+    GONE: Row(AttemptPhase.UNKNOWN, is_over=True),
+}
+
+
+def row_of(state: str) -> Row:
+    """Return the row of a state, also of one that is new to us."""
+    if state in STATES:
+        return STATES[state]
+    text = f"Azure ML shows the job as {state[:40]}, a state of which nothing is known"
+    return replace(_NEW, obstacle=Obstacle("UnknownState", text))
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is known of an attempt; two are equal if they say the same of it.
+
+    Attributes:
+        state: Raw.
+        since: When it came into that state, as far as this process knows.
+        phase: How far it is.
+        disruptions: How often Azure ML has started it once more.
+        stop_until: When it ends at the latest, where we have stopped it.
+        end: Why it has ended.
+        last_words: Of each node that has left some, by its number.
+        trouble: Why nothing newer is known; None while Azure ML answers.
+        warning: What cannot be read, though the state can; empty else.
+        heard: When the reporter gave a sign of life, by our clock.
+        stamp: The same by its own clock, in seconds.
+        is_listening: Whether the reporter lives and looks for the stop tag.
+    """
+
+    state: str
+    since: datetime
+    phase: AttemptPhase
+    url: str = ""
+    nodes: int = 1
+    checkpoints: str = ""
+    progress: Progress | None = None
+    disruptions: int = 0
+    stop_until: datetime | None = None
+    end: RunEnd = runs.NO_END
+    last_words: Mapping[int, Termination] = field(default_factory=dict)
+    trouble: Obstacle | None = None
+    warning: str = ""
+    heard: datetime | None = field(default=None, compare=False)
+    stamp: float | None = field(default=None, compare=False)
+    is_listening: bool = field(default=False, compare=False)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its processes run, as far as Azure ML knows."""
+        return self.state == RUNNING
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it lives any more."""
+        return row_of(self.state).is_over
+
+
+def look_after(before: Look | None, seen: Seen, now: datetime) -> Look:
+    """Return what is known after a request; what is over stays over."""
+    if before is not None and before.is_over:
+        return before
+    report = seen.report
+    has_run = report.heard is not None or report.progress is not None
+    first = AttemptPhase.RUNNING if has_run else AttemptPhase.PENDING
+    old = before or Look(seen.state, now if has_run else seen.created or now, first)
+    phase = row_of(seen.state).phase or old.phase
+    is_moved = old.phase is AttemptPhase.RUNNING and phase is AttemptPhase.PENDING
+    moves = ((report.heard and report.heard.starts) or 1) - 1
+    return replace(
+        _with_sign_of_life(old, report, now),
+        state=seen.state,
+        since=old.since if old.state == seen.state else now,
+        phase=phase,
+        url=seen.url or old.url,
+        checkpoints=seen.checkpoints or old.checkpoints,
+        progress=report.progress or old.progress,
+        disruptions=max(old.disruptions + is_moved, moves),
+        stop_until=report.stop_until or old.stop_until,
+        nodes=seen.nodes or old.nodes,
+        trouble=None,
+    )
+
+
+def seconds_between_looks(look: Look | None, now: datetime) -> float:
+    """Return how long to wait for the next look; who does not stop is looked at less often."""
+    if look is None:
+        return WAITING_SECONDS
+    asked = look.stop_until or (look.since if look.state == "CancelRequested" else None)
+    if asked is not None and now < asked + timedelta(minutes=5):
+        return STOPPING_SECONDS
+    return RUNNING_SECONDS if look.is_running else WAITING_SECONDS
+
+
+def with_end(look: Look, end: RunEnd, report: Report, said: Mapping[int, Termination]) -> Look:
+    """Return the look at a run that has ended with what is told of its end."""
+    look = replace(look, end=end, last_words=said, progress=report.progress or look.progress)
+    return replace(look, stop_until=report.stop_until or look.stop_until)
+
+
+def observation_of(look: Look, now: datetime) -> Observation:
+    """Return a look as an observation; its sentences change with it, and when a limit passes."""
+    if look.is_over:
+        said = [one.progress for one in look.last_words.values() if one.progress is not None]
+        newest = max(said, key=lambda one: one.time, default=look.progress)
+        ended = replace(_ended(look), all_gone=True, disruptions=look.disruptions)
+        return replace(ended, progress=newest, checkpoints=look.checkpoints)
+    obstacle, wait = _in_the_way(look, now)
+    return Observation(
+        look.phase,
+        nodes_ready=look.nodes if look.phase is AttemptPhase.RUNNING else 0,
+        progress=look.progress,
+        checkpoints=look.checkpoints,
+        disruptions=look.disruptions,
+        obstacle=obstacle,
+        warning=look.warning,
+        requeue_seconds=wait,
+    )
+
+
+def _with_sign_of_life(old: Look, report: Report, now: datetime) -> Look:
+    """Return the look with whether the reporter lives: its clock may differ from ours."""
+    if report.heard is None:
+        return old
+    stamp, heard = report.heard.time, old.heard
+    if old.stamp is None:  # it may be an old one
+        heard = now if abs(now.timestamp() - stamp) <= _FRESH_SECONDS else None
+    elif stamp != old.stamp:
+        heard = now
+    is_fresh = heard is not None and (now - heard).total_seconds() <= _FRESH_SECONDS
+    return replace(old, heard=heard, stamp=stamp, is_listening=is_fresh)
+
+
+def _in_the_way(look: Look, now: datetime) -> tuple[Obstacle | None, float | None]:
+    """Return what is in the way, and after how many seconds that changes by itself."""
+    if look.trouble is not None:
+        return look.trouble, None
+    row, since, obstacle = row_of(look.state), look.since, row_of(look.state).obstacle
+    if look.stop_until is not None and look.state not in _ENDING:
+        both = (row, since), (_STOPPED, look.stop_until)
+        row, since = min(both, key=lambda one: one[1].timestamp() + (one[0].limit or float("inf")))
+    if row.limit is None:
+        return obstacle, None
+    left = row.limit - (now - since).total_seconds()
+    if left > 0:
+        return obstacle, left
+    text = f"Azure ML shows the job as {look.state[:40]} for more than {row.limit / 60:.0f} min"
+    reason = row.obstacle.reason if row.obstacle is not None else "NotStopped"
+    return Obstacle(reason, f"{text}; {row.remedy}: {look.url}", Effect.STALLED), None
+
+
+def _ended(look: Look) -> Observation:
+    """Return how it ended, apart from what every end has."""
+    if look.state == GONE:
+        return Observation(AttemptPhase.UNKNOWN, message="Azure ML does not know the job any more")
+    if look.state == COMPLETED:
+        rank_0, message = look.last_words.get(0), "Azure ML says that the job has completed"
+        return Observation(AttemptPhase.SUCCEEDED, termination=rank_0, message=message)
+    if look.state == CANCELED:
+        return runs.cancelled(look.end, look.last_words, is_ours=look.stop_until is not None)
+    return runs.failed(look.end, look.last_words, look.url)

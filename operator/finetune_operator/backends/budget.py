@@ -1,0 +1,120 @@
+"""How often a service is asked: each request waits for its turn, writes before reads.
+
+A backend behind a service that throttles has one budget for each account that is throttled. It
+lives on one event loop.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from enum import IntEnum
+
+from finetune_operator.errors import TransientError
+
+PATIENCE_SECONDS = 20.0
+"""A write that would wait longer for its turn, or anyone in a pause, is to be tried again later."""
+
+LONGEST_PAUSE_SECONDS = 120.0
+"""However long a service asks to wait, it is asked again after that."""
+
+_WRITES_IN_A_ROW = 3
+"""After so many, a read that waits has its turn."""
+
+
+def pace(environ: Mapping[str, str], variable: str, usual: str) -> float:
+    """Return how many requests go in a second, as a variable of the environment says.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = environ.get(variable, usual)
+    if (value := float(text)) <= 0:
+        raise ValueError(f"{variable} is {text}; set how many requests go in a second")
+    return value
+
+
+class Priority(IntEnum):
+    """Who goes first."""
+
+    WRITE = 0  # also a read that a write waits for
+    READ = 1
+
+
+class Budget:
+    """Lets requests go at a pace that is never exceeded.
+
+    Args:
+        per_second: How many requests may go in a second.
+        reads_at_once: How many reads may be under way.
+
+    Attributes:
+        reading: To be held by each read, from before its turn to its answer.
+    """
+
+    def __init__(self, per_second: float, reads_at_once: int) -> None:
+        self.reading = asyncio.Semaphore(reads_at_once)
+        self._interval = 1.0 / per_second
+        self._next = 0.0
+        self._paused_until = 0.0
+        self._waiting: dict[Priority, deque[asyncio.Future[None]]] = {p: deque() for p in Priority}
+        self._writes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def turn(self, priority: Priority) -> None:
+        """Wait until a request may go; those of one priority go in their order.
+
+        Raises:
+            TransientError: the service has asked to wait for longer than PATIENCE_SECONDS, or a
+                write would.
+        """
+        loop, waiting = asyncio.get_running_loop(), self._waiting[priority]
+        if (left := self._paused_until - loop.time()) > PATIENCE_SECONDS:
+            raise _late(left)
+        wait = len(waiting) * self._interval + max(0.0, self._next - loop.time())
+        if priority is Priority.WRITE and wait > PATIENCE_SECONDS:
+            raise _late(wait)
+        turn = loop.create_future()
+        waiting.append(turn)
+        self._plan(loop)
+        try:
+            await turn
+        finally:
+            if turn in waiting:  # nobody waits for it any more
+                waiting.remove(turn)
+
+    def hold(self, seconds: float) -> float:
+        """Let nothing go for so long, as the service asks for; return for how long that is."""
+        loop, seconds = asyncio.get_running_loop(), min(seconds, LONGEST_PAUSE_SECONDS)
+        self._paused_until = max(self._paused_until, loop.time() + seconds)
+        self._next = max(self._next, self._paused_until)
+        if (left := self._paused_until - loop.time()) > PATIENCE_SECONDS:
+            for waiting in self._waiting.values():
+                for turn in waiting:
+                    if not turn.done():
+                        turn.set_exception(_late(left))
+                waiting.clear()
+        return seconds
+
+    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None and any(self._waiting.values()):
+            self._timer = loop.call_at(max(self._next, loop.time()), self._let_go, loop)
+
+    def _let_go(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._next <= loop.time() and (queue := self._first()):
+            turn = queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._next = loop.time() + self._interval
+        self._plan(loop)
+
+    def _first(self) -> deque[asyncio.Future[None]]:
+        """Return those among whom the next one is."""
+        writes, reads = self._waiting[Priority.WRITE], self._waiting[Priority.READ]
+        is_write = bool(writes) and (self._writes < _WRITES_IN_A_ROW or not reads)
+        self._writes = self._writes + 1 if is_write else 0
+        return writes if is_write else reads
+
+
+def _late(wait: float) -> TransientError:
+    return TransientError(f"the next request may be sent in {wait:.0f} s", wait)

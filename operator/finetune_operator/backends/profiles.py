@@ -1,0 +1,121 @@
+"""FineTuneProfiles by name, as backends read them: of the cluster, or as `ftctl` was given them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
+
+from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
+from finetune_operator.kube.cache import Key
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES, Object
+from finetune_operator.kube.watch import Watch
+
+if TYPE_CHECKING:
+    from finetune_operator.kube.cluster import Cluster
+
+PROFILES = Watch(FINE_TUNE_PROFILES, selector=None)
+"""What a backend watches whose jobs name a profile."""
+
+USED_BY_AKS = frozenset({
+    "image", "command", "init", "env", "image_pull_secrets", "service_account_name",
+    "workload_identity", "priority_class_name", "runtime_class_name", "scheduler_name", "nodes",
+    "resources", "volumes", "cache_directory", "security", "network", "rank_zero_name",
+    "allow.service_accounts", "allow.secrets", "allow.claims", "allow.volumes", "allow.images",
+    "allow.priority_classes", "allow.env", "allow.metadata", "allow.max_resources",
+    "allow.scheduling",
+})  # fmt: skip
+"""Fields of a profile that no other backend uses."""
+
+USED_BY_AZUREML = frozenset({
+    "azureml", "allow.computes", "allow.serverless", "allow.sizes", "allow.environments",
+    "allow.datastores",
+})  # fmt: skip
+"""Fields of a profile that no other backend uses."""
+
+_DEFAULTS = FineTuneProfileSpec()
+
+
+class ProfileError(ValueError):
+    """There is no usable profile; the message is a sentence about the field that names it.
+
+    Attributes:
+        is_unknown: The profile is only in a cluster, which is not read here.
+    """
+
+    def __init__(self, message: str, *, is_unknown: bool = False) -> None:
+        super().__init__(message)
+        self.is_unknown = is_unknown
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """Where the profiles of a backend's jobs are found.
+
+    Attributes:
+        cluster: In the operator.
+        given: By name, where there is no cluster.
+        unused: Fields that the backend does not use: it refuses a profile that sets one, as that
+            is another backend's, or would promise what is not done.
+    """
+
+    cluster: "Cluster | None"
+    given: Mapping[str, FineTuneProfile]
+    unused: Collection[str]
+    _read: dict[str, tuple[Object, FineTuneProfileSpec]] = field(default_factory=dict, repr=False)
+
+    def get(self, name: str) -> FineTuneProfileSpec:
+        """Return the profile as it is now.
+
+        Raises:
+            ProfileError: there is none, it cannot be read, or it is not for this backend.
+        """
+        spec = self._found(name)
+        if wrong := sorted(field for field in self.unused if _is_set(spec, field)):
+            text = (
+                f"{name} has {', '.join(map(_shown, wrong))}, without effect in this backend; "
+                "name a profile that is made for it"
+            )
+            raise ProfileError(text)
+        return spec
+
+    def names(self) -> list[str]:
+        """Return the names of all profiles, also of those for other backends."""
+        if self.cluster is None:
+            return sorted(self.given)
+        return sorted(one["metadata"]["name"] for one in self.cluster.cache(FINE_TUNE_PROFILES))
+
+    def _found(self, name: str) -> FineTuneProfileSpec:
+        if self.cluster is None:
+            if name not in self.given:
+                text = f"{name} is looked up in the cluster; what it allows is not checked here"
+                raise ProfileError(text, is_unknown=True)
+            return self.given[name].spec
+        made = self.cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
+        there = self._read.get(name)
+        if made is None or there is None or there[0] is not made:
+            self._read[name] = there = (made or {}, _parsed(name, made))
+        return there[1]
+
+
+def _shown(field: str) -> str:
+    return ".".join(map(to_camel, field.split(".")))
+
+
+def _is_set(spec: FineTuneProfileSpec, field: str) -> bool:
+    value = attrgetter(field)
+    return bool(value(spec) != value(_DEFAULTS))
+
+
+def _parsed(name: str, made: Object | None) -> FineTuneProfileSpec:
+    if made is None:
+        raise ProfileError(f"{name} does not exist; create that FineTuneProfile or name another")
+    try:
+        return FineTuneProfileSpec.model_validate(made["spec"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        text = f"{name} cannot be used (spec.{where}: {first['msg']}); correct the profile"
+        raise ProfileError(text) from error

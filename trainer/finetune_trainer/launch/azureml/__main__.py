@@ -1,0 +1,14 @@
+"""`python -P -m finetune_trainer.launch.azureml NAME=PATH...`: listen to signals, then the rest."""
+
+import sys
+
+from finetune_trainer import first_signal
+
+if __name__ == "__main__":
+    first_signal.listen()
+    from finetune_trainer import safe_path
+
+    safe_path.leave_out_the_current_folder()
+    from finetune_trainer.launch.azureml.main import main
+
+    main(sys.argv[1:])

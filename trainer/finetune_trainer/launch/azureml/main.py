@@ -1,0 +1,94 @@
+"""One node of an Azure ML job, from its command line to its exit code.
+
+Azure ML starts it once on each node, and may start the same run once more: on another node, after
+it has taken one away.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from finetune_trainer.config import (
+    ENV_NODE_RANK,
+    ENV_TRAIN_CONFIG,
+    Termination,
+    TrainConfig,
+    unpack,
+)
+from finetune_trainer.control import StopSignal, guard, leave
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.launch.azureml.mlflow_run import MLflowRun, is_run_of_azureml
+from finetune_trainer.launch.azureml.mounts import SCRATCH, put_paths, read_mounts
+from finetune_trainer.launch.azureml.node import environment_of_supervisor
+from finetune_trainer.launch.azureml.reporter import Reporter
+from finetune_trainer.launch.problems import sentences
+from finetune_trainer.launch.report import DEFAULT_ENTRY
+from finetune_trainer.launch.supervisor import Supervisor, explain, write_termination_message
+from finetune_trainer.launch.termination_message import message_text
+
+
+def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
+    """Run this node, print its termination message as the last line, and end the process.
+
+    Args:
+        arguments: NAME=PATH for each mount that the configuration names.
+        entry: `module:function` that does a rank's work.
+    """
+    with ExitStack() as at_end:
+        termination, refusal = guard(
+            lambda: _run(arguments, os.environ, entry, at_end), on_error=explain
+        )
+        if refusal is not None:  # else the supervisor has written it
+            write_termination_message(termination, None)
+        # A log is all that comes back from each node; a rank that was killed may have left half
+        # a line of it.
+        sys.stdout.buffer.write(f"\n{message_text(termination)}".encode())
+        sys.stdout.flush()
+    leave(termination.exit_code)
+
+
+def _run(
+    arguments: Sequence[str], environ: Mapping[str, str], entry: str, at_end: ExitStack
+) -> Termination:
+    """Run the supervisor; `at_end` gets what may wait until the last words are written."""
+    # What cannot be deleted goes with the container.
+    with TemporaryDirectory(prefix="finetune-", ignore_cleanup_errors=True) as scratch:
+        mounts = read_mounts([f"{SCRATCH}={scratch}", *arguments])
+        # Which start of the run this is nobody says, so what it has committed counts in each.
+        config = put_paths(_read_config(environ), mounts).continued()
+        environ = environment_of_supervisor(environ, config.world.nnodes)
+        path = Path(scratch) / "config.json"
+        path.write_text(config.to_json(), encoding="utf-8")
+        supervisor = Supervisor(config, path, entry=entry, environ=environ)
+        with _reporting(config, environ, supervisor.stop, at_end):
+            return supervisor.run()
+
+
+def _reporting(
+    config: TrainConfig, environ: Mapping[str, str], stop: StopSignal, at_end: ExitStack
+) -> AbstractContextManager[None]:
+    """Return what reports while it is entered: on node 0, where rank 0 is, of a run of Azure ML."""
+    if environ.get(ENV_NODE_RANK, "0") != "0" or not is_run_of_azureml(environ):
+        return nullcontext()
+    reporter = Reporter(config, stop, lambda: MLflowRun(environ))
+    at_end.callback(reporter.wait)
+    return reporter
+
+
+def _read_config(environ: Mapping[str, str]) -> TrainConfig:
+    remedy = "submit the job as ftctl render prints it"
+    text = environ.get(ENV_TRAIN_CONFIG)
+    if text is None:
+        raise ConfigError(f"{ENV_TRAIN_CONFIG} is not set; {remedy}")
+    try:
+        return unpack(text)
+    except ValidationError as error:
+        raise ConfigError("; ".join(sentences(ENV_TRAIN_CONFIG, error))) from error
+    except ValueError as error:
+        raise ConfigError(f"{ENV_TRAIN_CONFIG} cannot be read: {error}; {remedy}") from error

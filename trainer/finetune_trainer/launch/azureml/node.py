@@ -1,0 +1,46 @@
+"""What Azure ML says of a node, as the supervisor takes it.
+
+With the distribution PyTorch and one process an instance, Azure ML sets NODE_RANK and MASTER_*, and
+makes that process a rank of a world of nodes as well (RANK, WORLD_SIZE, LOCAL_RANK). Without a
+distribution it sets none of these.
+"""
+
+from collections.abc import Mapping
+
+from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TRAIN_CONFIG
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.world import without_launcher
+
+_DISTRIBUTION = "distribution: {type: pytorch, process_count_per_instance: 1}"
+
+
+def environment_of_supervisor(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
+    """Return the environment in which a supervisor finds its place among `nnodes` nodes.
+
+    Raises:
+        ConfigError: a variable is missing, or there is more than one process on a node.
+    """
+    num_started = environ.get("WORLD_SIZE", str(nnodes))
+    if num_started != str(nnodes):
+        raise ConfigError(
+            f"WORLD_SIZE is {num_started}: Azure ML started so many processes, and each of the "
+            f"{nnodes} node(s) of spec.topology.nodes needs one, which starts its ranks; set "
+            f"{_DISTRIBUTION} and resources.instance_count {nnodes}"
+        )
+    place: dict[str, str] = {}
+    if nnodes > 1:
+        missing = [
+            name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)
+        ]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} are not set, and spec.topology.nodes is {nnodes}; set "
+                f"{_DISTRIBUTION}, for which Azure ML sets them"
+            )
+        place = {
+            ENV_NODE_RANK: environ["NODE_RANK"],
+            ENV_RDZV_ENDPOINT: f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+        }
+    own = without_launcher(environ)
+    own.pop(ENV_TRAIN_CONFIG, None)  # up to 128 KiB that no rank reads
+    return own | place
