@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -194,29 +194,34 @@ class Lives:
             written = await self._deadly_moment()
             await asyncio.to_thread(self._operator.kill)
             self.deaths += 1
-            if written is not None and self._chance.random() < 0.3:  # before anybody looks for it
+            if written is not None and self._chance.random() < 0.5:  # before anybody looks for it
                 await self._delete(written)
             self._operator = self._start()
 
     async def _deadly_moment(self) -> str | None:
-        """Wait for some seconds, or in half of the cases until something is written.
+        """Wait for some seconds, or until something is written, or until a run is created.
+
+        The operator never hears of that run: its answer is late.
 
         Returns:
             The job that was written for.
         """
-        loop, before = asyncio.get_running_loop(), len(self._writes())
-        if self._chance.random() < 0.5:
+        kinds = self._chance.choice(((), _WRITES, ("job.put",), ("job.put",)))
+        if not kinds:
             await asyncio.sleep(self._chance.uniform(0, DEATH_SECONDS))
             return None
+        if kinds is not _WRITES:
+            self._service.fault("job.put", times=1, delay=SLOW_SECONDS, is_carried_out=True)
+        loop, before = asyncio.get_running_loop(), len(self._asked(kinds))
         end = loop.time() + DEATH_SECONDS
-        while loop.time() < end and len(self._writes()) == before:
+        while loop.time() < end and len(self._asked(kinds)) == before:
             await asyncio.sleep(0.02)
-        written = self._writes()[before:]
+        written = self._asked(kinds)[before:]
         return next((name for name in self._names if f"{name}-" in "".join(written[:1])), None)
 
-    def _writes(self) -> list[str]:
-        """Return the run of each write so far."""
-        return [one.name for one in self._service.requests() if one.kind in _WRITES]
+    def _asked(self, kinds: Sequence[str]) -> list[str]:
+        """Return the run of each request of these kinds so far."""
+        return [one.name for one in self._service.requests() if one.kind in kinds]
 
     def _start(self) -> OperatorProcess:
         return OperatorProcess(
@@ -255,7 +260,7 @@ class Lives:
     async def _run(self, name: str) -> None:
         """Wait for nodes, train, be moved, and end, unless a cancel ends it.
 
-        A run whose job is gone trains for ever: nobody else would end it, either.
+        A run whose job is deleted trains until somebody cancels it.
         """
         chance = random.Random(f"{name} {self._chance.random()}")
         happen: list[Callable[[], None]] = []
@@ -268,16 +273,16 @@ class Lives:
             is_long = self._service.job(name).state == "Running" and not self._is_quiet
             await asyncio.sleep(chance.uniform(0, _TRAIN_SECONDS if is_long else _WAIT_SECONDS))
             run = self._service.job(name)
-            is_over = one is happen[-1] and await self._is_gone(run.tags["finetune.job"])
+            is_over = one is happen[-1] and await self._is_deleted(run.tags["finetune.job"])
             if run.state in ("NotStarted", "Queued", "Running") and not is_over:
                 one()
 
-    async def _is_gone(self, name: str) -> bool:
+    async def _is_deleted(self, name: str) -> bool:
         try:
-            await self._client.get(FINE_TUNE_JOBS, name, self._namespace)
+            job = await self._client.get(FINE_TUNE_JOBS, name, self._namespace)
         except NotFoundError:
             return True
-        return False
+        return "deletionTimestamp" in job["metadata"]
 
     def _state(self, name: str, state: str) -> None:
         self._service.set_state(name, state)

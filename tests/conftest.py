@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from azureml_fixtures import stand_in, stand_in_of_module
 from run_order import sort_files, tell_run
+
+__all__ = ["stand_in", "stand_in_of_module"]  # fixtures of several modules
 
 # Assertions of the suite for backends tell their values, too.
 pytest.register_assert_rewrite("finetune_operator.testing")

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 
 from azureml_cases import profile
 from azureml_harness import AzureMLHarness
-from azureml_service import ServiceClient, running_service
+from azureml_service import ServiceClient
 from clusters import embedded_cluster
-from finetune_operator.backends.azureml import sdk
 from finetune_operator.testing.suite import Submitted, job_of, started, submitted
 from finetune_trainer.config import HEARD_TAG, Heard
 from operators import OperatorProcess, open_api, wait_until
@@ -20,24 +18,10 @@ from operators import OperatorProcess, open_api, wait_until
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*experimental")
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    sdk.load()  # which takes longer than the clock of the tests allows
-    with running_service(tmp_path_factory.mktemp("azure")) as made:
-        yield made
-
-
 @pytest.fixture
-def service(shared: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> ServiceClient:
-    for name, value in shared.environ().items():
-        monkeypatch.setenv(name, value)
-    shared.settings(first_state="NotStarted", cancel="sigterm")
-    return shared
-
-
-@pytest.fixture
-def harness(service: ServiceClient) -> AzureMLHarness:
-    return AzureMLHarness(service)
+def harness(stand_in: ServiceClient) -> AzureMLHarness:
+    stand_in.settings(first_state="NotStarted", cancel="sigterm")
+    return AzureMLHarness(stand_in)
 
 
 class Watched:
@@ -72,9 +56,9 @@ def test_a_look_comes_every_15_s_before_an_attempt_runs_and_every_30_s_then(
 
 
 def test_a_stop_is_the_tag_and_one_cancel_however_often_it_is_asked_for(
-    harness: AzureMLHarness, service: ServiceClient
+    harness: AzureMLHarness, stand_in: ServiceClient
 ) -> None:
-    service.settings(first_state="Running", cancel="unheard")
+    stand_in.settings(first_state="Running", cancel="unheard")
 
     async def work() -> None:
         async with submitted(harness) as attempt:
@@ -87,14 +71,14 @@ def test_a_stop_is_the_tag_and_one_cancel_however_often_it_is_asked_for(
 
 
 def test_a_trainer_that_listens_is_cancelled_when_its_time_is_up(
-    harness: AzureMLHarness, service: ServiceClient
+    harness: AzureMLHarness, stand_in: ServiceClient
 ) -> None:
-    service.settings(first_state="Running", cancel="unheard")
+    stand_in.settings(first_state="Running", cancel="unheard")
 
     async def work() -> None:
         async with submitted(harness) as attempt:
             heard = Heard(time=time.time(), every=10.0).model_dump_json(exclude_none=True)
-            service.log_batch(service.jobs()[-1].name, tags={HEARD_TAG: heard})
+            stand_in.log_batch(stand_in.jobs()[-1].name, tags={HEARD_TAG: heard})
             await Watched(attempt, harness).requests_in(35)
             before, until = harness.num_writes(), datetime.now(UTC) + timedelta(seconds=1)
             for _ in range(3):
@@ -110,23 +94,23 @@ def test_a_trainer_that_listens_is_cancelled_when_its_time_is_up(
 
 
 def test_a_compute_is_asked_for_once_for_many_jobs(
-    harness: AzureMLHarness, service: ServiceClient
+    harness: AzureMLHarness, stand_in: ServiceClient
 ) -> None:
     async def work() -> None:
         async with started(harness) as (backend, _):
-            service.requests(forget=True)
+            stand_in.requests(forget=True)
             for _ in range(3):
                 assert not await asyncio.to_thread(backend.check_inputs, job_of(harness))
-        kinds = [one.kind for one in service.requests() if one.kind != "token"]
+        kinds = [one.kind for one in stand_in.requests() if one.kind != "token"]
         assert sorted(kinds) == ["compute.get", "environment.get", "sizes.list"]
 
     harness.run(work())
 
 
 def test_the_sdk_is_imported_for_the_first_job_of_azure_ml_and_a_submit_is_two_requests(
-    service: ServiceClient, tmp_path: Path
+    stand_in: ServiceClient, tmp_path: Path
 ) -> None:
-    service.requests(forget=True)
+    stand_in.requests(forget=True)
     with (
         embedded_cluster(tmp_path) as cluster,
         open_api(cluster.kubeconfig) as api,
@@ -135,7 +119,7 @@ def test_the_sdk_is_imported_for_the_first_job_of_azure_ml_and_a_submit_is_two_r
         OperatorProcess(
             cluster.kubeconfig,
             namespace,
-            environ={**service.environ(), "PYTHONPROFILEIMPORTTIME": "1"},
+            environ={**stand_in.environ(), "PYTHONPROFILEIMPORTTIME": "1"},
         ) as operator,
     ):
 
@@ -148,9 +132,9 @@ def test_the_sdk_is_imported_for_the_first_job_of_azure_ml_and_a_submit_is_two_r
         assert "finetune_operator" in imported()
         assert "azure" not in imported()
         api.apply(namespace, "ours", backend={"type": "azureml"})
-        asked = wait_until(lambda: service.requests("job.put"), 60)
+        asked = wait_until(lambda: stand_in.requests("job.put"), 60)
         assert "azure" in imported()
         name = asked[0].name
-        kinds = [one.kind for one in service.requests() if one.name == name]
+        kinds = [one.kind for one in stand_in.requests() if one.name == name]
         assert kinds[:2] == ["job.get", "job.put"]
         assert [kind for kind in kinds if kind not in ("job.get", "run.details")] == ["job.put"]

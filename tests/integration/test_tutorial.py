@@ -20,7 +20,7 @@ SERVE = "ftctl dev examples"
 ELSEWHERE = "make run"
 """Two minutes that `test_quickstart.py` spends already."""
 ANYTHING = r"[\s\S]*"
-STAMPS = (".pip", ".torch", ".installed")
+STAMPS = (".venv/.pip", ".venv/.torch", ".venv/.installed", ".venv-mlflow/.installed")
 """What tells make that everything is installed, in the order in which it makes them."""
 
 pytestmark = [
@@ -125,10 +125,11 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
         shutil.copy(ROOT / name, folder / name)
     (folder / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
-        if entry.name not in STAMPS:
+        if f".venv/{entry.name}" not in STAMPS:
             (folder / ".venv" / entry.name).symlink_to(entry)
+    (folder / ".venv-mlflow").mkdir()
     for name in STAMPS:
-        (folder / ".venv" / name).touch()
+        (folder / name).touch()
     return Terminal(folder)
 
 

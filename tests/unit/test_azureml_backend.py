@@ -1,32 +1,20 @@
 """The azureml backend keeps the contract, on Azure ML's stand-in."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from azureml_harness import AzureMLHarness
-from azureml_service import ServiceClient, running_service
-from finetune_operator.backends.azureml import sdk
+from azureml_service import ServiceClient
 from finetune_operator.testing.service_suite import ServiceSuite
 from finetune_operator.testing.suite import on_one_loop, started, submitted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*experimental")
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    sdk.load()  # which takes longer than the clock of the tests allows
-    with running_service(tmp_path_factory.mktemp("azure")) as made:
-        yield made
-
-
 @pytest.fixture
-def harness(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> AzureMLHarness:
-    for name, value in service.environ().items():
-        monkeypatch.setenv(name, value)
-    service.clear_faults()
-    return AzureMLHarness(service)
+def harness(stand_in: ServiceClient) -> AzureMLHarness:
+    return AzureMLHarness(stand_in)
 
 
 class TestAzureMLBackend(ServiceSuite):

@@ -2,19 +2,17 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from azureml_cases import JOB, profile
 from azureml_harness import HastyLoop
-from azureml_service import WORKSPACE, ServiceClient, amlcompute, running_service
+from azureml_service import WORKSPACE, ServiceClient, amlcompute
 from builders import job as made_job
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.answers import KEPT_SECONDS, MISSING_SECONDS
-from finetune_operator.backends.azureml import sdk
 from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND, Azure, Workspace
 from finetune_operator.backends.azureml.computes import Computes
 from finetune_operator.backends.azureml.names import JobProfile
@@ -32,21 +30,9 @@ PROFILE = "spec.backend.azureml.profile"
 H100, A100 = "Standard_ND96isr_H100_v5", "Standard_NC24ads_A100_v4"
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    sdk.load()
-    with running_service(tmp_path_factory.mktemp("azure")) as service:
-        service.compute("vm", {"computeType": "VirtualMachine", "properties": {}})
-        yield service
-
-
-@pytest.fixture
-def service(shared: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> ServiceClient:
-    for name, value in shared.environ().items():
-        monkeypatch.setenv(name, value)
-    shared.clear_faults()
-    shared.requests(forget=True)
-    return shared
+@pytest.fixture(scope="module", autouse=True)
+def virtual_machine(stand_in_of_module: ServiceClient) -> None:
+    stand_in_of_module.compute("vm", {"computeType": "VirtualMachine", "properties": {}})
 
 
 class Asked:
@@ -124,7 +110,7 @@ def serverless(size: str, **changes: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_a_compute_lacks_is_said_with_field_and_remedy(
-    service: ServiceClient, changes: dict[str, Any], problems: list[tuple[str, str]]
+    stand_in: ServiceClient, changes: dict[str, Any], problems: list[tuple[str, str]]
 ) -> None:
     found = asyncio.run(Asked().problems(**changes))
     assert len(found) == len(problems), found
@@ -134,24 +120,24 @@ def test_what_a_compute_lacks_is_said_with_field_and_remedy(
 
 
 def test_a_right_that_is_missing_is_said_with_the_role_that_gives_it(
-    service: ServiceClient,
+    stand_in: ServiceClient,
 ) -> None:
-    service.fault("compute.get", status=403)
+    stand_in.fault("compute.get", status=403)
     (found,) = asyncio.run(Asked().problems())
     assert found.startswith(f"{PROFILE} default cannot be used: Azure ML says")
     assert "role AzureML Data Scientist in workspace tuning" in found
 
 
 def test_a_refusal_is_kept_for_seconds_and_of_one_identity(
-    service: ServiceClient,
+    stand_in: ServiceClient,
 ) -> None:
     async def work() -> None:
         asked = Asked()
-        service.fault("environment.get", status=403, times=1)
+        stand_in.fault("environment.get", status=403, times=1)
         for _ in range(20):
             (found,) = await asked.problems()
             assert "role AzureML Data Scientist" in found
-        assert len(service.requests("environment.get")) == 1
+        assert len(stand_in.requests("environment.get")) == 1
         assert await asked.problems("44444444-4444-4444-4444-444444444444") == []
         await asyncio.sleep(MISSING_SECONDS + 1)
         assert await asked.problems() == []
@@ -160,10 +146,10 @@ def test_a_refusal_is_kept_for_seconds_and_of_one_identity(
         runner.run(work())
 
 
-def test_what_may_pass_is_asked_again_at_once(service: ServiceClient) -> None:
+def test_what_may_pass_is_asked_again_at_once(stand_in: ServiceClient) -> None:
     async def work() -> None:
         asked = Asked()
-        service.fault("environment.get", status=503, times=1)
+        stand_in.fault("environment.get", status=503, times=1)
         with pytest.raises(TransientError):
             await asked.problems()
         assert await asked.problems() == []
@@ -172,7 +158,7 @@ def test_what_may_pass_is_asked_again_at_once(service: ServiceClient) -> None:
 
 
 def test_a_workspace_that_does_not_exist_is_no_fault_of_the_compute(
-    service: ServiceClient,
+    stand_in: ServiceClient,
 ) -> None:
     (found,) = asyncio.run(Asked(WORKSPACE + "-gone").problems())
     assert found.startswith(f"{PROFILE} default cannot be used: Azure ML says")
@@ -180,26 +166,26 @@ def test_a_workspace_that_does_not_exist_is_no_fault_of_the_compute(
 
 
 def test_answers_are_kept_for_minutes_and_what_is_missing_for_seconds(
-    service: ServiceClient,
+    stand_in: ServiceClient,
 ) -> None:
     async def work() -> None:
         asked, loop = Asked(), asyncio.get_running_loop()
         began = loop.time()
         await asyncio.gather(*(asked.problems() for _ in range(20)))
-        kinds = [one.kind for one in service.requests(forget=True) if one.kind != "token"]
+        kinds = [one.kind for one in stand_in.requests(forget=True) if one.kind != "token"]
         assert sorted(kinds) == ["compute.get", "environment.get", "sizes.list"]
         (missing,) = await asked.problems(**on("later"))
         assert "later does not exist" in missing
-        service.compute("later", amlcompute("Standard_DS3_v2"))
+        stand_in.compute("later", amlcompute("Standard_DS3_v2"))
         await asyncio.sleep(MISSING_SECONDS + 1)
         assert await asked.problems(**on("later")) == []
-        service.compute("later", amlcompute("Standard_DS3_v2", is_low_priority=True))
+        stand_in.compute("later", amlcompute("Standard_DS3_v2", is_low_priority=True))
         assert loop.time() - began < KEPT_SECONDS
         assert await asked.problems(**on("later")) == []
         await asyncio.sleep(KEPT_SECONDS)
         assert await asked.problems(**on("later")) == []  # which has it renewed
-        service.requests(forget=True)
-        while not service.requests("sizes.list"):
+        stand_in.requests(forget=True)
+        while not stand_in.requests("sizes.list"):
             await asyncio.sleep(1)
         (changed,) = await asked.problems(**on("later"))
         assert "may be taken away; use spot" in changed
@@ -212,19 +198,19 @@ def test_answers_are_kept_for_minutes_and_what_is_missing_for_seconds(
     ("compute", "problem"), [("spot-cluster", "may be taken away; use spot"), ("cpu-cluster", "")]
 )
 def test_what_could_not_be_asked_is_asked_again_before_the_job_is_submitted(
-    service: ServiceClient, compute: str, problem: str
+    stand_in: ServiceClient, compute: str, problem: str
 ) -> None:
     async def work() -> None:
         asked = Asked()
-        service.fault("compute.get", status=429, times=1)
+        stand_in.fault("compute.get", status=429, times=1)
         assert await asked.in_time(**on(compute)) == []
         if problem:
             with pytest.raises(TransientError, match=problem):
                 await asked.before_submit()
         else:
             await asked.before_submit()
-            service.requests(forget=True)
+            stand_in.requests(forget=True)
             await asked.before_submit()
-            assert service.requests() == []
+            assert stand_in.requests() == []
 
     asyncio.run(work())

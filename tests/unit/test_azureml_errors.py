@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from azureml_cases import CASES
-from azureml_service import WORKSPACE, ServiceClient, running_service
-from finetune_operator.backends.azureml import sdk
+from azureml_service import WORKSPACE, ServiceClient
 from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND, Azure, Workspace
 from finetune_operator.backends.azureml.look import Looks
 from finetune_operator.backends.azureml.sdk import RefusedError, errors_told
@@ -150,22 +149,6 @@ def test_no_error_tells_a_signature(error: Exception) -> None:
     assert "secret" not in said
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    sdk.load()
-    with running_service(tmp_path_factory.mktemp("azure")) as service:
-        yield service
-
-
-@pytest.fixture
-def service(shared: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> ServiceClient:
-    for name, value in shared.environ().items():
-        monkeypatch.setenv(name, value)
-    shared.clear_faults()
-    shared.requests(forget=True)
-    return shared
-
-
 def asked(work: Callable[[Workspace, Lent], Coroutine[Any, Any, Any]]) -> Any:
     """Return what `work` returns of a workspace that the service does not have."""
 
@@ -178,7 +161,7 @@ def asked(work: Callable[[Workspace, Lent], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def test_in_a_workspace_that_is_not_seen_no_job_is_believed_to_be_missing(
-    service: ServiceClient,
+    stand_in: ServiceClient,
 ) -> None:
     async def work(workspace: Workspace, lent: Lent) -> None:
         with pytest.raises(RefusedError, match="was not found") as refused:
@@ -188,18 +171,18 @@ def test_in_a_workspace_that_is_not_seen_no_job_is_believed_to_be_missing(
     asked(work)
 
 
-def test_in_a_workspace_that_is_not_seen_nothing_is_submitted(service: ServiceClient) -> None:
+def test_in_a_workspace_that_is_not_seen_nothing_is_submitted(stand_in: ServiceClient) -> None:
     async def work(workspace: Workspace, lent: Lent) -> None:
         (job,) = CASES["amlcompute-one-node"].request().objects
         with pytest.raises(RefusedError):
             await submit(workspace, job)
 
     asked(work)
-    assert not service.requests("job.put")
+    assert not stand_in.requests("job.put")
 
 
 def test_an_attempt_in_a_workspace_that_is_not_seen_is_stalled_and_never_gone(
-    service: ServiceClient,
+    stand_in: ServiceClient,
 ) -> None:
     async def work(workspace: Workspace, lent: Lent) -> None:
         looks = Looks(lambda ref: workspace, lambda: datetime.now(UTC))
@@ -208,7 +191,7 @@ def test_an_attempt_in_a_workspace_that_is_not_seen_is_stalled_and_never_gone(
         ref = AttemptRef(Key("default", "tiny"), "uid-1", 1, handle)
         looks.newest(ref)
         async with asyncio.timeout(30):
-            while not service.requests("job.get"):
+            while not stand_in.requests("job.get"):
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
         with pytest.raises(BackendError, match="was not found") as refused:

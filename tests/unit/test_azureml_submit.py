@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from azureml_cases import JOB, profile
-from azureml_service import WORKSPACE, SeenJob, ServiceClient, running_service
+from azureml_service import WORKSPACE, SeenJob, ServiceClient
 from builders import job as made_job
 from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND, Azure, Workspace
 from finetune_operator.backends.azureml.names import UID_TAG, JobProfile
@@ -36,25 +36,15 @@ T = TypeVar("T")
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    with running_service(tmp_path_factory.mktemp("azure"), cancel="ignored") as service:
-        yield service
+@pytest.fixture(scope="module", autouse=True)
+def ignored_cancels(stand_in_of_module: ServiceClient) -> None:
+    stand_in_of_module.settings(cancel="ignored")
 
 
 @pytest.fixture
-def service(shared: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> ServiceClient:
-    for name, value in shared.environ().items():
-        monkeypatch.setenv(name, value)
-    shared.clear_faults()
-    shared.requests(forget=True)
-    return shared
-
-
-@pytest.fixture
-def uid(service: ServiceClient) -> str:
+def uid(stand_in: ServiceClient) -> str:
     """Of a job that the service does not have yet."""
-    return f"u{len(service.jobs())}"
+    return f"u{len(stand_in.jobs())}"
 
 
 @asynccontextmanager
@@ -77,25 +67,25 @@ def rendered(uid: str, **changes: Any) -> dict[str, Any]:
     return dict(made)
 
 
-def kinds(service: ServiceClient) -> list[str]:
+def kinds(stand_in: ServiceClient) -> list[str]:
     """Return what was asked for, besides tokens."""
-    return [one.kind for one in service.requests() if one.kind != "token"]
+    return [one.kind for one in stand_in.requests() if one.kind != "token"]
 
 
-def the_job(service: ServiceClient, uid: str) -> SeenJob:
-    return service.job(f"tiny-{uid}-1")
+def the_job(stand_in: ServiceClient, uid: str) -> SeenJob:
+    return stand_in.job(f"tiny-{uid}-1")
 
 
 def test_a_submit_is_one_get_and_one_put_and_again_one_get(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
             made = rendered(uid)
             first = await submit(workspace, made)
-            assert kinds(service) == ["job.get", "job.put"]
+            assert kinds(stand_in) == ["job.get", "job.put"]
             again = await submit(workspace, made)
-            assert kinds(service) == ["job.get", "job.put", "job.get"]
+            assert kinds(stand_in) == ["job.get", "job.put", "job.get"]
             assert handle_of(workspace, again) == handle_of(workspace, first)
             assert (first.name, first.status) == (f"tiny-{uid}-1", "NotStarted")
             assert (first.tags, first.nodes) == (made["tags"], 1)
@@ -104,7 +94,9 @@ def test_a_submit_is_one_get_and_one_put_and_again_one_get(
     asyncio.run(work())
 
 
-def test_a_job_of_somebody_else_is_refused_and_left_alone(service: ServiceClient, uid: str) -> None:
+def test_a_job_of_somebody_else_is_refused_and_left_alone(
+    stand_in: ServiceClient, uid: str
+) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
             made = rendered(uid)
@@ -116,14 +108,14 @@ def test_a_job_of_somebody_else_is_refused_and_left_alone(service: ServiceClient
 
 
 def test_our_own_job_is_adopted_where_another_process_was_faster_with_another_profile(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
             first = await submit(workspace, rendered(uid))
-            service.fault("job.get", status=404, times=1)
+            stand_in.fault("job.get", status=404, times=1)
             assert await submit(workspace, rendered(uid, training__maxSteps=11)) == first
-            assert kinds(service)[2:] == ["job.get", "job.put", "job.get"]
+            assert kinds(stand_in)[2:] == ["job.get", "job.put", "job.get"]
 
     asyncio.run(work())
 
@@ -145,7 +137,7 @@ def test_our_own_job_is_adopted_where_another_process_was_faster_with_another_pr
     ],
 )  # fmt: skip
 def test_what_a_put_meets_is_told_once_and_the_next_submit_makes_one_job(
-    service: ServiceClient,
+    stand_in: ServiceClient,
     uid: str,
     fault: dict[str, Any],
     error: type[BackendError],
@@ -155,36 +147,36 @@ def test_what_a_put_meets_is_told_once_and_the_next_submit_makes_one_job(
 ) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
-            service.fault("job.put", times=1, **fault)
+            stand_in.fault("job.put", times=1, **fault)
             with pytest.raises(error, match=message) as raised:
                 await submit(workspace, rendered(uid))
             assert type(raised.value) is error
             assert raised.value.retry_after == retry_after
-            assert kinds(service).count("job.put") == 1
-            names = [one.name for one in service.jobs()]
+            assert kinds(stand_in).count("job.put") == 1
+            names = [one.name for one in stand_in.jobs()]
             assert (f"tiny-{uid}-1" in names) is is_made
             assert await submit(workspace, rendered(uid))
-            assert len(service.jobs()) == len(names) + (not is_made)
+            assert len(stand_in.jobs()) == len(names) + (not is_made)
 
     asyncio.run(work())
 
 
 def test_what_the_service_asks_to_wait_is_waited_by_all_requests(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
-            service.fault("job.get", status=429, retry_after=1.0, times=1)
+            stand_in.fault("job.get", status=429, retry_after=1.0, times=1)
             with pytest.raises(TransientError):
                 await workspace.job("any")
             await submit(workspace, rendered(uid))
-            throttled, *later = [one.time for one in service.requests() if one.kind != "token"]
+            throttled, *later = [one.time for one in stand_in.requests() if one.kind != "token"]
             assert min(later) - throttled >= 1.0
 
     asyncio.run(work())
 
 
-def test_who_leads_no_more_sends_no_put_and_no_cancel(service: ServiceClient, uid: str) -> None:
+def test_who_leads_no_more_sends_no_put_and_no_cancel(stand_in: ServiceClient, uid: str) -> None:
     async def work() -> None:
         async with opened() as (workspace, lent):
             lent.may_write = False
@@ -194,39 +186,39 @@ def test_who_leads_no_more_sends_no_put_and_no_cancel(service: ServiceClient, ui
                 await workspace.cancel("any")
             with pytest.raises(NotLeadingError):
                 await workspace.post("/mlflow/v2.0{ws}/api/2.0/mlflow/runs/set-tag", {})
-            assert set(kinds(service)) <= {"job.get", "workspace.get", "discovery.get"}
+            assert set(kinds(stand_in)) <= {"job.get", "workspace.get", "discovery.get"}
 
     asyncio.run(work())
 
 
-def test_after_close_nothing_is_sent(service: ServiceClient) -> None:
+def test_after_close_nothing_is_sent(stand_in: ServiceClient) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
             assert await workspace.job("none") is None
-        asked = len(service.requests())
+        asked = len(stand_in.requests())
         with pytest.raises(TransientError, match="the backend is closed"):
             await workspace.job("none")
-        assert len(service.requests()) == asked
+        assert len(stand_in.requests()) == asked
 
     asyncio.run(work())
 
 
-def test_each_profile_asks_as_its_own_identity(service: ServiceClient, uid: str) -> None:
+def test_each_profile_asks_as_its_own_identity(stand_in: ServiceClient, uid: str) -> None:
     other = "44444444-4444-4444-4444-444444444444"
 
     async def work() -> None:
         async with opened(other) as (workspace, _):
             await submit(workspace, rendered(uid))
-        assert the_job(service, uid).client == other
+        assert the_job(stand_in, uid).client == other
 
     asyncio.run(work())
 
 
-def test_a_token_that_is_refused_is_replaced(service: ServiceClient, uid: str) -> None:
+def test_a_token_that_is_refused_is_replaced(stand_in: ServiceClient, uid: str) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
             assert await workspace.job("none") is None
-            service.tokens(revoke=True)
+            stand_in.tokens(revoke=True)
             with pytest.raises(RefusedError) as error:
                 await submit(workspace, rendered(uid))
             assert error.value.status == 401
@@ -243,7 +235,7 @@ def test_a_token_that_is_refused_is_replaced(service: ServiceClient, uid: str) -
     ],
 )
 def test_an_identity_that_is_not_whole_is_a_sentence(
-    service: ServiceClient,
+    stand_in: ServiceClient,
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
     value: str,
@@ -257,10 +249,10 @@ def test_an_identity_that_is_not_whole_is_a_sentence(
                 await workspace.job("none")
 
     asyncio.run(work())
-    assert service.requests() == []
+    assert stand_in.requests() == []
 
 
-def test_the_signed_url_of_a_log_is_in_no_error(service: ServiceClient) -> None:
+def test_the_signed_url_of_a_log_is_in_no_error(stand_in: ServiceClient) -> None:
     async def work() -> None:
         async with opened() as (workspace, _):
             with pytest.raises(TransientError) as error:
@@ -286,8 +278,8 @@ TAG, CANCEL = "mlflow.runs.set-tag", "job.cancel"
 class Stopped:
     """An attempt that was submitted, as `Stops` ends it."""
 
-    def __init__(self, service: ServiceClient, workspace: Workspace, ref: AttemptRef) -> None:
-        self.service, self.workspace, self.ref = service, workspace, ref
+    def __init__(self, stand_in: ServiceClient, workspace: Workspace, ref: AttemptRef) -> None:
+        self.stand_in, self.workspace, self.ref = stand_in, workspace, ref
         self.stops = Stops()
 
     async def stop(
@@ -295,26 +287,26 @@ class Stopped:
     ) -> tuple[bool, list[str]]:
         """Stop it with so many seconds left; return the answer, and what was changed for it."""
         now = NOW + timedelta(seconds=later)
-        self.service.requests(forget=True)
+        self.stand_in.requests(forget=True)
         until = now + timedelta(seconds=left)
         answer = await self.stops.stop(self.workspace, self.ref, look, until, now)
-        return answer, [kind for kind in kinds(self.service) if kind in (TAG, CANCEL)]
+        return answer, [kind for kind in kinds(self.stand_in) if kind in (TAG, CANCEL)]
 
 
 @asynccontextmanager
-async def submitted(service: ServiceClient, uid: str) -> AsyncIterator[Stopped]:
+async def submitted(stand_in: ServiceClient, uid: str) -> AsyncIterator[Stopped]:
     async with opened() as (workspace, _):
         handle = handle_of(workspace, await submit(workspace, rendered(uid)))
-        yield Stopped(service, workspace, AttemptRef(Key("default", "tiny"), uid, 1, handle))
+        yield Stopped(stand_in, workspace, AttemptRef(Key("default", "tiny"), uid, 1, handle))
 
 
 def test_a_trainer_that_listens_is_told_by_its_tag_and_cancelled_when_its_time_is_up(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
+        async with submitted(stand_in, uid) as attempt:
             assert await attempt.stop(LISTENING, 60.0) == (True, [TAG])
-            said = StopRequest.model_validate_json(the_job(service, uid).tags[STOP_TAG])
+            said = StopRequest.model_validate_json(the_job(stand_in, uid).tags[STOP_TAG])
             assert said.until == NOW + timedelta(seconds=60)
             for _ in range(3):
                 assert await attempt.stop(LISTENING, 60.0) == (False, [])
@@ -326,12 +318,12 @@ def test_a_trainer_that_listens_is_told_by_its_tag_and_cancelled_when_its_time_i
 
 
 def test_who_does_not_listen_is_cancelled_at_once_and_its_tag_says_that_it_was_us(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
+        async with submitted(stand_in, uid) as attempt:
             assert await attempt.stop(RUNNING, 60.0) == (False, [TAG, CANCEL])
-            assert STOP_TAG in the_job(service, uid).tags
+            assert STOP_TAG in the_job(stand_in, uid).tags
             assert await attempt.stop(RUNNING, 60.0, later=60.0) == (False, [])
             assert await attempt.stop(RUNNING, later=600.0) == (False, [CANCEL])  # no effect
 
@@ -339,12 +331,12 @@ def test_who_does_not_listen_is_cancelled_at_once_and_its_tag_says_that_it_was_u
 
 
 def test_a_process_that_starts_anew_goes_on_where_the_one_before_ended(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     told = replace(LISTENING, stop_until=NOW + timedelta(seconds=60))
 
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
+        async with submitted(stand_in, uid) as attempt:
             assert await attempt.stop(told, 60.0) == (True, [])
             assert await attempt.stop(told, 0.0) == (False, [CANCEL])
 
@@ -352,31 +344,33 @@ def test_a_process_that_starts_anew_goes_on_where_the_one_before_ended(
 
 
 @pytest.mark.parametrize("state", ["CancelRequested", "Finalizing", "Completed", "Canceled", ""])
-def test_what_ends_by_itself_is_not_cancelled(service: ServiceClient, uid: str, state: str) -> None:
+def test_what_ends_by_itself_is_not_cancelled(
+    stand_in: ServiceClient, uid: str, state: str
+) -> None:
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
+        async with submitted(stand_in, uid) as attempt:
             assert await attempt.stop(replace(RUNNING, state=state)) == (False, [])
 
     asyncio.run(work())
 
 
-def test_a_cancel_that_comes_too_late_has_done_its_work(service: ServiceClient, uid: str) -> None:
+def test_a_cancel_that_comes_too_late_has_done_its_work(stand_in: ServiceClient, uid: str) -> None:
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
-            service.set_state(f"tiny-{uid}-1", "Finalizing")
+        async with submitted(stand_in, uid) as attempt:
+            stand_in.set_state(f"tiny-{uid}-1", "Finalizing")
             assert await attempt.stop(RUNNING) == (False, [TAG, CANCEL])
 
     asyncio.run(work())
 
 
 def test_a_cancel_that_is_refused_while_the_job_runs_is_an_error_and_asked_for_again(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
-            service.set_state(f"tiny-{uid}-1", "Running")
+        async with submitted(stand_in, uid) as attempt:
+            stand_in.set_state(f"tiny-{uid}-1", "Running")
             for status in (400, 403):
-                service.fault("job.cancel", status=status, times=1)
+                stand_in.fault("job.cancel", status=status, times=1)
                 with pytest.raises(RefusedError):
                     await attempt.stop(RUNNING)
             assert await attempt.stop(RUNNING) == (False, [CANCEL])
@@ -386,32 +380,32 @@ def test_a_cancel_that_is_refused_while_the_job_runs_is_an_error_and_asked_for_a
 
 @pytest.mark.parametrize("fault", [{"status": 403}, {"status": 503}, {"is_lost": True}])
 def test_a_tag_that_cannot_be_set_delays_no_cancel_that_is_due(
-    service: ServiceClient, uid: str, fault: dict[str, Any]
+    stand_in: ServiceClient, uid: str, fault: dict[str, Any]
 ) -> None:
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
-            service.fault(TAG, times=1, **fault)
+        async with submitted(stand_in, uid) as attempt:
+            stand_in.fault(TAG, times=1, **fault)
             assert await attempt.stop(RUNNING) == (False, [TAG, CANCEL])
 
     asyncio.run(work())
 
 
 def test_a_trainer_that_could_not_be_told_is_told_again_or_cancelled_where_that_is_refused(
-    service: ServiceClient, uid: str
+    stand_in: ServiceClient, uid: str
 ) -> None:
     async def work() -> None:
-        async with submitted(service, uid) as attempt:
-            service.fault(TAG, status=503, times=1)
+        async with submitted(stand_in, uid) as attempt:
+            stand_in.fault(TAG, status=503, times=1)
             with pytest.raises(TransientError):
                 await attempt.stop(LISTENING, 60.0)
-            service.fault(TAG, status=403, times=1)
+            stand_in.fault(TAG, status=403, times=1)
             assert await attempt.stop(LISTENING, 60.0) == (False, [TAG, CANCEL])
 
     asyncio.run(work())
 
 
 def test_no_request_has_its_turn_before_the_sdk_is_there(
-    service: ServiceClient,
+    stand_in: ServiceClient,
 ) -> None:
     begun = time.monotonic()
 
@@ -426,7 +420,7 @@ def test_no_request_has_its_turn_before_the_sdk_is_there(
         azure.start(Slow())
         workspace = azure.workspace(WORKSPACE, None)
         await asyncio.gather(*(workspace.job("none", Priority.WRITE) for _ in range(6)))
-        times = [one.time for one in service.requests("job.get")]
+        times = [one.time for one in stand_in.requests("job.get")]
         assert times[-1] - times[0] >= 0.4
 
     asyncio.run(work())

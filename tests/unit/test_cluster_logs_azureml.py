@@ -4,18 +4,17 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from azureml_cases import ALLOW, JOB, SETTINGS
-from azureml_service import ServiceClient, running_service
+from azureml_service import ServiceClient
 from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
-from finetune_operator.backends.azureml import sdk
 from finetune_operator.backends.azureml.backend import AzureMLBackend
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.cli.cluster_logs import cluster_for
@@ -38,20 +37,6 @@ PROFILE: Object = {
 }
 GIVEN = {"default": FineTuneProfile.model_validate(PROFILE)}
 NONE: Mapping[str, FineTuneProfile] = {}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    sdk.load()
-    with running_service(tmp_path_factory.mktemp("azure")) as service:
-        yield service
-
-
-@pytest.fixture
-def service(shared: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> ServiceClient:
-    for name, value in shared.environ().items():
-        monkeypatch.setenv(name, value)
-    return shared
 
 
 async def submitted(made: Object) -> str:
@@ -79,7 +64,7 @@ async def ftctl(*arguments: str, kubeconfig: Path) -> tuple[int | None, str]:
 
 
 def test_the_log_of_a_job_in_a_cluster_is_read_with_its_profile(
-    service: ServiceClient, tmp_path: Path
+    stand_in: ServiceClient, tmp_path: Path
 ) -> None:
     kubeconfig, file = tmp_path / "kubeconfig", tmp_path / "profile.yaml"
     file.write_text(json.dumps(PROFILE))
@@ -92,7 +77,7 @@ def test_the_log_of_a_job_in_a_cluster_is_read_with_its_profile(
                 opened = {"number": 1, "startTime": made["metadata"]["creationTimestamp"]}
                 change = {"status": {"attempt": 1, "attempts": [opened]}}
                 await client.patch(FINE_TUNE_JOBS, "tiny", "default", change, subresource="status")
-                service.set_log(await submitted(made), "step 1\nstep 2\n")
+                stand_in.set_log(await submitted(made), "step 1\nstep 2\n")
                 asked = ("logs", "tiny", "-n", "default")
                 given = (*asked, "--profile", str(file))
                 assert await ftctl(*given, kubeconfig=kubeconfig) == (0, "step 1\nstep 2\n")

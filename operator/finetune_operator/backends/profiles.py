@@ -1,20 +1,26 @@
 """FineTuneProfiles by name, as backends read them: of the cluster, or as `ftctl` was given them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
+from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
+from finetune_operator.backends.base import Backend
+from finetune_operator.errors import BackendError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, Object
 from finetune_operator.kube.watch import Watch
 
 if TYPE_CHECKING:
     from finetune_operator.kube.cluster import Cluster
+
+P = TypeVar("P")
 
 PROFILES = Watch(FINE_TUNE_PROFILES, selector=None)
 """What a backend watches whose jobs name a profile."""
@@ -48,6 +54,10 @@ class ProfileError(ValueError):
     def __init__(self, message: str, *, is_unknown: bool = False) -> None:
         super().__init__(message)
         self.is_unknown = is_unknown
+
+    def problem(self, field: str) -> Problem:
+        """Return what `validate` says of the field that names the profile."""
+        return Problem(field, str(self), Severity.WARNING if self.is_unknown else Severity.ERROR)
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,27 @@ class Profiles:
         if made is None or there is None or there[0] is not made:
             self._read[name] = there = (made or {}, _parsed(name, made))
         return there[1]
+
+
+def profile_to_render(
+    backend: Backend, job: FineTuneJob, profile_of: Callable[[FineTuneJob], P], field: str
+) -> P:
+    """Return the profile of a job whose attempt is rendered now.
+
+    Job and profile may have changed since that attempt was opened: it may be one that could not be
+    created.
+
+    Raises:
+        BackendError: the profile is not known or does not allow the job any more.
+    """
+    wrong = [one for one in backend.validate(job) if one.severity is Severity.ERROR]
+    if wrong:
+        raise BackendError("; ".join(map(str, wrong)))
+    try:
+        return profile_of(job)
+    except ProfileError as error:
+        advice = "; give its manifest with --profile FILE" if error.is_unknown else ""
+        raise BackendError(f"{field} {error}{advice}") from error
 
 
 def _shown(field: str) -> str:

@@ -29,7 +29,7 @@ from finetune_operator.backends.base import (
     Request,
     Written,
 )
-from finetune_operator.backends.profiles import ProfileError
+from finetune_operator.backends.profiles import ProfileError, profile_to_render
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
@@ -78,8 +78,7 @@ class AksBackend(Backend):
         try:
             profile = self._profiles.of(job)
         except ProfileError as error:
-            severity = Severity.WARNING if error.is_unknown else Severity.ERROR
-            return [*found, Problem(FIELD, str(error), severity)]
+            return [*found, error.problem(FIELD)]
         return [*found, *checks.forbidden(job, profile)]
 
     async def close(self) -> None:
@@ -101,15 +100,7 @@ class AksBackend(Backend):
             BackendError: the job's profile is not known or does not allow the job any more, or the
                 configuration is too long.
         """
-        # Job and profile may have changed since an attempt was opened that could not be created.
-        wrong = [one for one in self.validate(plan.job) if one.severity is Severity.ERROR]
-        if wrong:
-            raise BackendError("; ".join(map(str, wrong)))
-        try:
-            profile = self._profiles.of(plan.job)
-        except ProfileError as error:
-            advice = "; give its manifest with --profile FILE" if error.is_unknown else ""
-            raise BackendError(f"{FIELD} {error}{advice}") from error
+        profile = profile_to_render(self, plan.job, self._profiles.of, FIELD)
         return render(plan, profile, attempt, operator_namespace=self._operator_namespace)
 
     async def submit(self, request: Request) -> Handle:

@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from typing import ClassVar
 
-from finetune_operator.api.problems import Problem, Severity
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.azureml import checks, names
 from finetune_operator.backends.azureml.client import Azure, Workspace
@@ -43,8 +43,14 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.backends.budget import Priority
-from finetune_operator.backends.profiles import PROFILES, USED_BY_AKS, ProfileError, Profiles
-from finetune_operator.errors import BackendError, TransientError
+from finetune_operator.backends.profiles import (
+    PROFILES,
+    USED_BY_AKS,
+    ProfileError,
+    Profiles,
+    profile_to_render,
+)
+from finetune_operator.errors import TransientError
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 
@@ -99,8 +105,7 @@ class AzureMLBackend(Backend):
         try:
             profile = profile_of(job, self._profiles)
         except ProfileError as error:
-            severity = Severity.WARNING if error.is_unknown else Severity.ERROR
-            return [Problem(PROFILE_FIELD, str(error), severity)]
+            return [error.problem(PROFILE_FIELD)]
         return checks.forbidden(job, profile)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
@@ -133,15 +138,8 @@ class AzureMLBackend(Backend):
             BackendError: the job's profile is not known or does not allow the job any more, or the
                 configuration is too long.
         """
-        # Job and profile may have changed since an attempt was opened that could not be created.
-        wrong = [one for one in self.validate(plan.job) if one.severity is Severity.ERROR]
-        if wrong:
-            raise BackendError("; ".join(map(str, wrong)))
-        try:
-            profile = profile_of(plan.job, self._profiles)
-        except ProfileError as error:
-            advice = "; give its manifest with --profile FILE" if error.is_unknown else ""
-            raise BackendError(f"{PROFILE_FIELD} {error}{advice}") from error
+        profile_of_job = partial(profile_of, profiles=self._profiles)
+        profile = profile_to_render(self, plan.job, profile_of_job, PROFILE_FIELD)
         return render(plan, profile, attempt)
 
     async def submit(self, request: Request) -> Handle:
