@@ -24,7 +24,7 @@ from typing import Any
 import loop_lag
 from bench_cluster import peak_mib
 from measured import FOLDER, Limit, commit, figures_table, machine, spread
-from silent_backend import Run, namespace, p99
+from silent_backend import Run, figures, in_pairs, namespace, p99
 
 from azureml_cases import profile
 from azureml_service import ServiceClient, running_service
@@ -97,7 +97,7 @@ def main() -> None:
         pairs = asyncio.run(measure_pairs(options, kubeconfig, service, folder))
     measured = {
         **load,
-        **silence_figures(pairs),
+        **figures(pairs, ("status", "loop_lag")),
         "pairs": pairs,
         "jobs": options.jobs,
         "seconds": options.seconds,
@@ -140,31 +140,13 @@ async def measure_load(
 async def measure_pairs(
     options: argparse.Namespace, kubeconfig: str, service: ServiceClient, folder: Path
 ) -> list[Result]:
-    """Return the figures of each pair of runs; which of the two comes first changes."""
-    pairs = []
-    async with await HttpClient.connect(kubeconfig) as client:
-        for number in range(options.pairs):
-            pair = {}
-            for is_silent in (False, True) if number % 2 == 0 else (True, False):
-                async with namespace(client) as name:
-                    run = BesideAzure(client, name, options.others, options.silence / 2)
-                    lags = folder / f"{name}.json"
-                    one = await run.measure_beside(kubeconfig, lags, service, is_silent)
-                pair["silent" if is_silent else "alone"] = one
-            print(f"pair {number}: {json.dumps(pair)}", flush=True)
-            pairs.append(pair)
-    return pairs
+    """Return the figures of each pair of runs."""
 
+    async def run(client: KubeClient, name: str, is_silent: bool) -> Result:
+        one = BesideAzure(client, name, options.others, options.silence / 2)
+        return await one.measure_beside(kubeconfig, folder / f"{name}.json", service, is_silent)
 
-def silence_figures(pairs: Sequence[Result]) -> Result:
-    """Return what is published of the pairs, each with its spread."""
-    made: Result = {}
-    for part in ("status", "loop_lag") if pairs else ():
-        alone, silent = ([pair[kind][part] for pair in pairs] for kind in ("alone", "silent"))
-        made[f"{part}_p99_seconds_alone"] = spread(alone)
-        made[f"{part}_p99_seconds_silent"] = spread(silent)
-        made[f"{part}_p99_ratio"] = spread([b / a for a, b in zip(alone, silent, strict=True)])
-    return made
+    return await in_pairs(options.pairs, kubeconfig, run)
 
 
 def page(measured: Result) -> str:

@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,25 +97,42 @@ def main() -> None:
 
 
 async def measure(options: argparse.Namespace, kubeconfig: str, folder: Path) -> list[Result]:
-    """Return the 99th percentiles of each pair; which of the two comes first changes."""
-    pairs = []
+    """Return the 99th percentiles of each pair."""
+
+    async def run(client: KubeClient, name: str, is_silent: bool) -> Result:
+        one = Run(client, name, options.jobs, options.seconds)
+        return await one.measure(kubeconfig, folder / f"{name}.json", is_silent)
+
+    return await in_pairs(options.pairs, kubeconfig, run)
+
+
+async def in_pairs(
+    pairs: int, kubeconfig: str, run: Callable[[KubeClient, str, bool], Awaitable[Result]]
+) -> list[Result]:
+    """Run beside a silent service and without it, in turn; which comes first changes.
+
+    Args:
+        pairs: How many.
+        kubeconfig: Of the API server.
+        run: Returns the figures of one run in a namespace of its own, beside it or without it.
+    """
+    made = []
     async with await HttpClient.connect(kubeconfig) as client:
-        for number in range(options.pairs):
+        for number in range(pairs):
             pair = {}
             for is_silent in (False, True) if number % 2 == 0 else (True, False):
                 async with namespace(client) as name:
-                    run = Run(client, name, options.jobs, options.seconds)
-                    one = await run.measure(kubeconfig, folder / f"{name}.json", is_silent)
+                    one = await run(client, name, is_silent)
                 pair["silent" if is_silent else "alone"] = one
             print(f"pair {number}: {json.dumps(pair)}", flush=True)
-            pairs.append(pair)
-    return pairs
+            made.append(pair)
+    return made
 
 
-def figures(pairs: Sequence[Result]) -> Result:
-    """Return what is published, each with its spread."""
+def figures(pairs: Sequence[Result], parts: Iterable[str] = _PARTS) -> Result:
+    """Return what is published of the pairs, each with its spread."""
     made = {}
-    for part in _PARTS:
+    for part in parts if pairs else ():
         alone, silent = ([pair[kind][part] for pair in pairs] for kind in ("alone", "silent"))
         made[f"{part}_p99_seconds_alone"] = spread(alone)
         made[f"{part}_p99_seconds_silent"] = spread(silent)

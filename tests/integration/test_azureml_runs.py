@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # of which most is wa
 
 STEPS, SAVE_EVERY = 80, 4
 PATIENCE_SECONDS = 280.0
-PREEMPTED, REQUEUED, SUSPENDED = "preempted", "requeued", "suspended"
+FAILED, REQUEUED, SUSPENDED = "failed", "requeued", "suspended"
+RANKS = (
+    {"nodes": 1, "processesPerNode": 2},
+    {"nodes": 2, "processesPerNode": 1},
+)
 SPEC: Mapping[str, Any] = {
     "model": {"source": "azureml://models/tiny/versions/1"},
     "dataset": {"source": "azureml://datastores/rows/paths/train.jsonl"},
@@ -45,7 +50,7 @@ SPEC: Mapping[str, Any] = {
         "maxSeqLength": 64,
         "learningRate": 1e-3,
     },
-    "topology": {"gpusPerNode": 0, "processesPerNode": 2},
+    "topology": {"gpusPerNode": 0, **RANKS[0]},
     "checkpoint": {"everySteps": SAVE_EVERY},
     "backend": {"type": "azureml"},
 }
@@ -158,7 +163,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, "Fu
     folder = tmp_path_factory.mktemp("azure")
     with (
         running_service(folder / "service", runs_jobs=True, cancel="sigkill") as service,
-        ThreadPoolExecutor(3) as threads,
+        ThreadPoolExecutor() as threads,
     ):
         inputs = write_inputs(service.datastore("rows"))
         (inputs / "model").rename(service.model("tiny", "1"))
@@ -176,12 +181,16 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, "Fu
                 with closing(World(api.kubeconfig, service, folder / "service", name)) as world:
                     return live(world, *arguments, **changes)
 
-            two = {"nodes": 2, "processesPerNode": 1}
-            yield {
-                PREEMPTED: begin(PREEMPTED, preempt, "failed"),
-                REQUEUED: begin(REQUEUED, preempt, "requeued", topology=two),
-                SUSPENDED: begin(SUSPENDED, suspend),
-            }
+            begun = {SUSPENDED: begin(SUSPENDED, suspend)}
+            for how, ranks in product((FAILED, REQUEUED), RANKS):
+                name = name_of(how, ranks)
+                begun[name] = begin(name, preempt, how, topology=ranks)
+            yield begun
+
+
+def name_of(how: str, ranks: Mapping[str, int]) -> str:
+    """Return the name of the job whose nodes are taken away like that."""
+    return f"{how}-on-{ranks['nodes']}"
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +199,7 @@ def undisturbed(
 ) -> dict[int, float]:
     """The losses of the same configuration in two ranks on this machine."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = lives[PREEMPTED].result().runs[0]
+    run = lives[name_of(FAILED, RANKS[0])].result().runs[0]
     config = unpack(run.properties["environmentVariables"][ENV_TRAIN_CONFIG])
     inputs = write_inputs(folder / "inputs")
     mounts = {
@@ -204,22 +213,27 @@ def undisturbed(
     return {step: loss for step, (loss, *_) in numbers(local)["steps"].items()}
 
 
+@pytest.mark.parametrize("ranks", RANKS, ids=["one node", "two nodes"])
 def test_a_preempted_job_goes_on_in_its_second_attempt_to_the_same_losses(
-    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float]
+    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float], ranks: Mapping[str, int]
 ) -> None:
-    life = lives[PREEMPTED].result()
+    life = lives[name_of(FAILED, ranks)].result()
     first, second = life.attempts
     assert first["failureClass"] == "Preempted"
     assert second["resumedStep"] % SAVE_EVERY == 0
     assert [run.state for run in life.runs] == ["Failed", "Completed"]
+    resources = [run.properties.get("resources") or {} for run in life.runs]
+    nodes = [one.get("instanceCount") or 1 for one in resources]
+    assert nodes == 2 * [ranks["nodes"]]
     assert life.losses == pytest.approx(undisturbed, abs=2e-5)
     assert life.made["status"]["artifacts"]
 
 
+@pytest.mark.parametrize("ranks", RANKS, ids=["one node", "two nodes"])
 def test_a_run_that_the_service_starts_again_goes_on_to_the_same_losses(
-    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float]
+    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float], ranks: Mapping[str, int]
 ) -> None:
-    life = lives[REQUEUED].result()
+    life = lives[name_of(REQUEUED, ranks)].result()
     assert len(life.attempts) == 1
     (run,) = life.runs
     assert (run.state, run.starts) == ("Completed", 2)
