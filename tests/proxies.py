@@ -1,5 +1,6 @@
 """Proxies between a client and the API server that see what passes."""
 
+import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ class Proxy(ABC):
         self.kubeconfig = folder / "through-the-proxy.yaml"
         self._behind = Path(kubeconfig)
         self._stack = contextlib.ExitStack()
+        self._writes = set[asyncio.Task[web.StreamResponse]]()
 
     def __enter__(self) -> Self:
         self._loop = self._stack.enter_context(loop_thread())
@@ -76,14 +78,25 @@ class Proxy(ABC):
 
     async def _close(self) -> None:
         await self._runner.cleanup()
+        await asyncio.gather(*self._writes, return_exceptions=True)
         await self._session.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        answering = asyncio.create_task(self._answer(request, body))
+        if request.method == "GET":
+            return await answering
+        # The API server carries a write out though its sender is gone meanwhile: hear of it.
+        self._writes.add(answering)
+        answering.add_done_callback(self._writes.discard)
+        return await asyncio.shield(answering)
+
+    async def _answer(self, request: web.Request, body: bytes) -> web.StreamResponse:
         async with self._session.request(
             request.method,
             self._access.host + request.raw_path,
             headers=await self._headers(_without_hop(request.headers)),
-            data=await request.read() or None,  # b"" would be sent as of some media type
+            data=body or None,  # b"" would be sent as of some media type
             timeout=aiohttp.ClientTimeout(total=None),
         ) as answer:
             kept = _without_hop(answer.headers)
