@@ -1,4 +1,4 @@
-"""Random lives of jobs on a stand-in for Azure ML, while the operator is killed again and again.
+"""Random lives of jobs on a stand-in for Azure ML, while operators are killed or overtaken.
 
 `python tests/azureml_lives.py SEED --jobs 100 --deaths 200` tells what went wrong. Users apply,
 suspend, resume and delete; Azure ML throttles, fails, loses answers, carries requests out late,
@@ -8,6 +8,7 @@ takes nodes away, and does not confirm some cancels. The SDK is the real one.
 import argparse
 import asyncio
 import random
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -40,6 +41,9 @@ SLOW_SECONDS = 1.0
 
 DEATH_SECONDS = 6.0
 """An operator that leads is killed after at most so long."""
+
+BESIDE_SECONDS = 2.0
+"""So long may an operator that was overtaken run beside the one that leads."""
 
 QUIET_SECONDS = 60.0
 """By then every life has come to its end."""
@@ -192,11 +196,27 @@ class Lives:
             if self._chance.random() < 0.9:
                 await asyncio.to_thread(self._operator.wait_for, "synced", 60.0)
             written = await self._deadly_moment()
-            await asyncio.to_thread(self._operator.kill)
+            if self._chance.random() < 0.2:
+                await self._overtake()
+            else:
+                await asyncio.to_thread(self._operator.kill)
+                self.deaths += 1
+                if written is not None and self._chance.random() < 0.5:  # before anybody looks
+                    await self._delete(written)
+                self._operator = self._start()
+
+    async def _overtake(self) -> None:
+        """Pause the operator until another leads, let both run for a moment, and kill the first."""
+        paused = self._operator
+        paused.send(signal.SIGSTOP)
+        try:
             self.deaths += 1
-            if written is not None and self._chance.random() < 0.5:  # before anybody looks for it
-                await self._delete(written)
             self._operator = self._start()
+            await asyncio.to_thread(self._operator.wait_for, "synced", 60.0)
+            paused.send(signal.SIGCONT)
+            await asyncio.sleep(self._chance.uniform(0, BESIDE_SECONDS))
+        finally:
+            await asyncio.to_thread(paused.kill)
 
     async def _deadly_moment(self) -> str | None:
         """Wait for some seconds, or until something is written, or until a run is created.
