@@ -30,7 +30,7 @@ from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, Object
-from finetune_trainer.config import HEARD_TAG, Heard
+from finetune_trainer.config import HEARD_TAG, FailureClass, Heard
 from operators import Api, OperatorProcess, open_api
 
 LATE_SECONDS = 3.0
@@ -97,6 +97,7 @@ class Lives:
         self._service, self._chance = service, random.Random(seed)
         self._names = [f"job-{number}" for number in range(jobs)]
         self._deleted: set[str] = set()
+        self._cancelled_in_studio: set[str] = set()
         self._living: dict[str, asyncio.Task[None]] = {}
         self._is_quiet = False
         self._left = deaths
@@ -307,13 +308,15 @@ class Lives:
     def _state(self, name: str, state: str) -> None:
         self._service.set_state(name, state)
         if state == "Running" and self._chance.random() < 0.5:  # a reporter that listens
-            heard = Heard(time=time.time(), every=10.0).model_dump_json(exclude_none=True)
+            heard = Heard(time=time.time()).model_dump_json(exclude_none=True)
             self._service.log_batch(name, tags={HEARD_TAG: heard})
 
     def _end(self, name: str, how: str) -> None:
         if how == "preempted":
             self._service.preempt(name)
         else:
+            if how == "Canceled":
+                self._cancelled_in_studio.add(name)
             error = _SERVICE_FAULT if how == "Failed" else None
             self._service.set_state(name, how, error=error)
 
@@ -342,10 +345,19 @@ class Lives:
         for name, job in jobs.items():
             if "deletionTimestamp" in job["metadata"]:
                 faults.append(f"{name} is deleted and stays: {_said(job['status'])}")
+            elif (at := self._judged_as_cancelled(job)) not in self._cancelled_in_studio | {""}:
+                faults.append(f"{at} was cancelled by the operator: {_said(job['status'])}")
             elif job["status"]["phase"] not in ("Succeeded", "Failed") and name not in awaited:
                 faults.append(f"{name} is lost: {_said(job['status'])}")
         lost = set(self._names) - self._deleted - set(jobs)
         return faults + [f"{name} is gone, and nobody has deleted it" for name in sorted(lost)]
+
+    def _judged_as_cancelled(self, job: Object) -> str:
+        """Return the run of which the operator says that a person has cancelled it, or nothing."""
+        for one in job["status"].get("attempts", ()):
+            if one.get("failureClass") == FailureClass.DO_NOT_RESTART:
+                return f"{job['metadata']['name']}-{job['metadata']['uid']}-{one['number']}"
+        return ""
 
     async def _let_go(self) -> None:
         """Take the finalizers off all jobs, as no operator is left that would."""

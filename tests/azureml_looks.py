@@ -3,7 +3,8 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from finetune_operator.backends.azureml.runs import Report, RunEnd, Seen
+from finetune_operator.backends.azureml.names import Report
+from finetune_operator.backends.azureml.runs import RunEnd, Seen
 from finetune_operator.backends.azureml.states import Look, look_after
 from finetune_trainer.config import ExitCode, FailureClass, Heard, Phase, Progress, Termination
 
@@ -12,7 +13,7 @@ URL = "https://ml.azure.com/runs/tiny-1"
 UNTIL = NOW + timedelta(minutes=1)
 
 STEP_7 = Progress(phase=Phase.TRAINING, step=7, total_steps=10, time=7.0)
-ALIVE = Heard(time=NOW.timestamp(), every=10.0)
+ALIVE = Heard(time=NOW.timestamp())
 TRAINS = Report(STEP_7, ALIVE)
 
 

@@ -101,7 +101,9 @@ class ScriptedWorkspace(Workspace):
         said = {"status": run.job.status, "tags": run.tags, "logFiles": files, **run.details}
         return dict(json.loads(json.dumps(said)))
 
-    async def get_range(self, url: str, start: int, length: int) -> bytes:
+    async def get_range(
+        self, url: str, start: int, length: int, priority: Priority = Priority.READ
+    ) -> bytes:
         self._note("log")
         address, _, signature = url.partition("?")
         assert signature == SIGNATURE

@@ -182,10 +182,10 @@ async def observed(one: Process) -> Observation:
         ("Queued", P.PENDING, "Queued"),
         ("Running", P.RUNNING, None),
         ("Finalizing", P.RUNNING, "Finalizing"),
-        ("CancelRequested", P.PENDING, "Cancelling"),
-        ("NotResponding", P.PENDING, "NotResponding"),
-        ("Paused", P.PENDING, "Paused"),
-        ("Hibernating", P.PENDING, "UnknownState"),
+        ("CancelRequested", P.RUNNING, "Cancelling"),
+        ("NotResponding", P.RUNNING, "NotResponding"),
+        ("Paused", P.RUNNING, "Paused"),
+        ("Hibernating", P.RUNNING, "UnknownState"),
     ],
 )
 def test_a_new_process_sees_each_state_by_one_request(
@@ -217,7 +217,7 @@ def test_progress_and_signs_of_life_come_by_one_request_of_mlflow(
         service.set_state(one.name, "Running")
         await one.tag({PROGRESS_TAG: STEP_7})
         now = datetime.now(UTC).timestamp()
-        await one.tag({HEARD_TAG: Heard(time=now, every=10.0, starts=2)})
+        await one.tag({HEARD_TAG: Heard(time=now, starts=2)})
         await one.observe()
         one.looks.note_stop(one.ref, datetime.now(UTC))  # the next look comes soon
         service.requests(forget=True)

@@ -11,6 +11,8 @@ from azureml_cases import profile
 from azureml_harness import AzureMLHarness
 from azureml_service import ServiceClient
 from clusters import embedded_cluster
+from finetune_operator.kube.errors import InvalidError
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES
 from finetune_operator.testing.suite import Submitted, job_of, started, submitted
 from finetune_trainer.config import HEARD_TAG, Heard
 from operators import OperatorProcess, open_api, wait_until
@@ -77,7 +79,7 @@ def test_a_trainer_that_listens_is_cancelled_when_its_time_is_up(
 
     async def work() -> None:
         async with submitted(harness) as attempt:
-            heard = Heard(time=time.time(), every=10.0).model_dump_json(exclude_none=True)
+            heard = Heard(time=time.time()).model_dump_json(exclude_none=True)
             stand_in.log_batch(stand_in.jobs()[-1].name, tags={HEARD_TAG: heard})
             await Watched(attempt, harness).requests_in(35)
             before, until = harness.num_writes(), datetime.now(UTC) + timedelta(seconds=1)
@@ -138,3 +140,17 @@ def test_the_sdk_is_imported_for_the_first_job_of_azure_ml_and_a_submit_is_two_r
         kinds = [one.kind for one in stand_in.requests() if one.name == name]
         assert kinds[:2] == ["job.get", "job.put"]
         assert [kind for kind in kinds if kind not in ("job.get", "run.details")] == ["job.put"]
+
+
+@pytest.mark.parametrize("field", ["workspace", "datastore"])
+def test_a_profile_keeps_the_place_where_runs_and_checkpoints_are_looked_for(
+    tmp_path: Path, field: str
+) -> None:
+    with (
+        embedded_cluster(tmp_path) as cluster,
+        open_api(cluster.kubeconfig) as api,
+        api.profile("default", profile()),
+    ):
+        change = {"spec": {"azureml": {field: "another"}}}
+        with pytest.raises(InvalidError, match=f"spec.azureml.{field}: .*cannot change, as jobs"):
+            api.run(api.client.patch(FINE_TUNE_PROFILES, "default", None, change))

@@ -16,6 +16,7 @@ from finetune_operator.backends.answers import KEPT_SECONDS, MISSING_SECONDS
 from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND, Azure, Workspace
 from finetune_operator.backends.azureml.computes import Computes
 from finetune_operator.backends.azureml.names import JobProfile
+from finetune_operator.backends.azureml.sdk import RefusedError
 from finetune_operator.errors import TransientError
 from finetune_operator.testing.suite import Lent
 
@@ -51,8 +52,15 @@ class Asked:
     async def in_time(self, **changes: Any) -> list[Problem]:
         return await self._computes.problems_in_time(*self._asked(**changes), 20.0)
 
-    async def before_submit(self) -> None:
-        await self._computes.refuse_unchecked(made_job(**JOB).metadata.uid)
+    async def before_submit(self, **changes: Any) -> None:
+        """Submit the job, whose profile may have changed since it was checked."""
+
+        def where(job: FineTuneJob) -> tuple[Workspace, JobProfile]:
+            workspace, _, named = self._asked()
+            settings = named.settings.model_copy(update=changes)
+            return workspace, JobProfile(named.name, named.spec, settings)
+
+        await self._computes.refuse_unchecked(made_job(**JOB).metadata.uid, where)
 
     def _asked(
         self, client_id: str | None = None, **changes: Any
@@ -205,12 +213,27 @@ def test_what_could_not_be_asked_is_asked_again_before_the_job_is_submitted(
         stand_in.fault("compute.get", status=429, times=1)
         assert await asked.in_time(**on(compute)) == []
         if problem:
-            with pytest.raises(TransientError, match=problem):
+            with pytest.raises(RefusedError, match=problem) as refused:
                 await asked.before_submit()
+            assert not refused.value.retryable, "the job is stalled"
         else:
             await asked.before_submit()
             stand_in.requests(forget=True)
             await asked.before_submit()
             assert stand_in.requests() == []
+
+    asyncio.run(work())
+
+
+def test_what_could_not_be_asked_is_judged_by_the_profile_as_it_is_at_the_submission(
+    stand_in: ServiceClient,
+) -> None:
+    async def work() -> None:
+        asked = Asked()
+        stand_in.fault("environment.get", status=503, times=1)
+        assert await asked.in_time() == []
+        with pytest.raises(RefusedError, match="nothing:1 does not exist"):
+            await asked.before_submit(environment="azureml:nothing:1")
+        await asked.before_submit()
 
     asyncio.run(work())

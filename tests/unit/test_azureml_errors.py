@@ -51,7 +51,7 @@ def http(status: int | None, code: str = "", message: str = "it says so") -> Any
     [
         ("UserError", "Run tiny-1 was not found", 404),
         ("ResourceNotFound", NESTED, 404),
-        ("", "Not Found", 404),
+        pytest.param("", "Not Found", 0, id="of a proxy"),
         ("SubscriptionNotFound", "The subscription 's' could not be found.", 0),
         ("ResourceGroupNotFound", "Resource group 'g' could not be found.", 0),
         ("ParentResourceNotFound", PARENT, 0),

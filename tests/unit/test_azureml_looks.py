@@ -76,7 +76,7 @@ def running(workspace: ScriptedWorkspace, name: str = "tiny-1") -> ScriptedRun:
     """Let there be a run that trains."""
     one = workspace.add(name, "Running")
     one.set_tag(PROGRESS_TAG, STEP_7)
-    one.set_tag(HEARD_TAG, Heard(time=NOW.timestamp(), every=10.0))
+    one.set_tag(HEARD_TAG, Heard(time=NOW.timestamp()))
     return one
 
 
@@ -163,7 +163,7 @@ def test_a_job_is_woken_by_what_has_changed_and_by_nothing_else(
             await process.observe(ref, 61.0)  # the job's tags may lack what the run's have
             process.lent.woken.clear()
             for seconds in (15, 30, 45):
-                one.set_tag(HEARD_TAG, Heard(time=NOW.timestamp() + seconds, every=10.0))
+                one.set_tag(HEARD_TAG, Heard(time=NOW.timestamp() + seconds))
                 await process.observe(ref, 60.0)
             assert process.lent.woken == []
             one.set_tag(PROGRESS_TAG, STEP_7.model_copy(update={"step": 8}))
@@ -203,10 +203,10 @@ def test_an_end_that_a_stop_has_seen_is_told_with_its_last_words(waits: str) -> 
                 await asyncio.sleep(3600.0)
             return await super().job(name)
 
-        async def get(self, path: str, *args: Any) -> dict[str, Any]:
+        async def get(self, path: str, *args: Any, **named: Any) -> dict[str, Any]:
             if "/mlflow/" in path and waits == "to hear of the reporter":
                 await asyncio.sleep(3600.0)
-            return await super().get(path, *args)
+            return await super().get(path, *args, **named)
 
     async def work() -> None:
         slow = Slow()
@@ -521,9 +521,10 @@ def test_a_job_is_gone_when_it_was_not_found_twice(
     run(work())
 
 
+@pytest.mark.parametrize("error", [TransientError("not now"), refused()])
 @pytest.mark.parametrize("kind", ["details", "log"])
 def test_an_end_that_cannot_be_explained_for_a_minute_is_an_end_all_the_same(
-    workspace: ScriptedWorkspace, kind: str
+    workspace: ScriptedWorkspace, kind: str, error: BackendError
 ) -> None:
     async def work() -> None:
         one, ref = running(workspace), workspace.ref("tiny-1")
@@ -531,7 +532,7 @@ def test_an_end_that_cannot_be_explained_for_a_minute_is_an_end_all_the_same(
         async with started(workspace) as process:
             await process.observe(ref, 31.0)
             one.set_state("Failed")
-            workspace.errors[kind] = TransientError("not now")
+            workspace.errors[kind] = error
             assert not (await process.observe(ref, 80.0)).all_gone
             found = await process.observe(ref, 60.0)
             assert (found.all_gone, found.failure_class) == (True, FailureClass.UNKNOWN)

@@ -111,7 +111,7 @@ class BusyWorkspace(ScriptedWorkspace):
         params: dict[str, Any] | None = None,
         priority: Priority = Priority.READ,
     ) -> dict[str, Any]:
-        self.looked_at.append((params or {})["run_id"])
+        self.looked_at.append((params or {}).get("run_id", ""))
         await self.ask(lambda _: None, priority)
         return await super().get(path, params, priority)
 
@@ -163,6 +163,25 @@ def test_500_runs_share_the_budget_of_their_workspace_and_none_starves_nor_does_
     assert len(looks_at) == JOBS
     assert max(looks_at.values()) - min(looks_at.values()) <= 1
     assert max(workspace.written) <= 2.0
+
+
+def test_an_end_among_500_runs_is_told_before_the_other_looks(workspace: BusyWorkspace) -> None:
+    async def work() -> float:
+        looks, refs, _ = follow(workspace, JOBS)
+        await asyncio.sleep(600.0)
+        run, loop = workspace.runs["tiny-7"], asyncio.get_running_loop()
+        run.logs["user_logs/std_log.txt"] = b"bye"
+        run.set_state("Failed")
+        asked = workspace.looked_at.count("tiny-7")
+        while workspace.looked_at.count("tiny-7") == asked:
+            await asyncio.sleep(0.1)
+        seen_at = loop.time()
+        while not looks.observe(refs[7]).all_gone:
+            await asyncio.sleep(0.1)
+        await looks.close()
+        return loop.time() - seen_at
+
+    assert run(work()) <= 2 / PER_SECOND + 3 * workspace.azure.seconds + 0.5
 
 
 def test_of_few_runs_the_budget_keeps_none_waiting(workspace: BusyWorkspace) -> None:

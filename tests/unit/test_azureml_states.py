@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from azureml_looks import ALIVE, NOW, STEP_7, TRAINS, UNTIL, URL, after, error, look, seen, words
 from decisions import Life
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
-from finetune_operator.backends.azureml.runs import GONE, NO_END, NOTHING_TOLD, Report, RunEnd
+from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report
+from finetune_operator.backends.azureml.runs import GONE, NO_END, RunEnd
 from finetune_operator.backends.azureml.states import (
     STATES,
     look_after,
@@ -48,7 +49,7 @@ def test_every_state_of_the_table_has_a_test() -> None:
 def test_a_state_on_the_way_has_its_phase_and_its_obstacle(state: str) -> None:
     reason, effect, _ = (WAITS | RUNS_ON | KEEPS)[state]
     found = observation_of(look(state), NOW)
-    assert found.phase is (P.RUNNING if state in RUNS_ON else P.PENDING)
+    assert found.phase is (P.PENDING if state in WAITS else P.RUNNING)
     assert not found.all_gone
     assert found.obstacle is not None
     assert (found.obstacle.reason, found.obstacle.effect) == (reason, effect)
@@ -142,6 +143,27 @@ def test_how_long_a_state_lasts_counts_from_its_first_look_or_the_creation() -> 
     assert has_run.since == NOW
 
 
+@pytest.mark.parametrize("state", [*RUNS_ON, *KEEPS])
+def test_what_follows_the_start_is_not_too_late_because_the_job_is_old(state: str) -> None:
+    known = look_after(None, seen(state, NOTHING_TOLD, created=after(-48 * 3600)), NOW)
+    found = observation_of(known, NOW)
+    assert found.phase is P.RUNNING
+    assert found.obstacle is not None
+    assert found.obstacle.effect is not E.STALLED
+
+
+def test_tags_of_the_job_that_are_older_than_its_runs_take_nothing_back() -> None:
+    newer = Report(STEP_7.model_copy(update={"step": 9, "time": STEP_7.time + 30}), ALIVE)
+    old = Report(STEP_7, Heard(time=ALIVE.time - 30))
+    known = look("Running", report=newer)
+    for seconds in range(0, 91, 30):
+        known = look_after(known, seen("Running", old), after(seconds))
+        assert known.progress == newer.progress
+    assert not known.is_listening
+    again = Report(STEP_7, Heard(time=ALIVE.time - 3600, starts=2))  # on a node with another clock
+    assert look_after(known, seen("Running", again), after(100)).is_listening
+
+
 def test_the_same_run_queued_again_is_a_disruption_and_waits() -> None:
     found = observation_of(look("Running", "Queued", "Preparing", report=TRAINS), NOW)
     assert (found.phase, found.disruptions, found.nodes_ready) == (P.PENDING, 1, 0)
@@ -151,7 +173,7 @@ def test_the_same_run_queued_again_is_a_disruption_and_waits() -> None:
 
 
 def test_a_move_between_two_looks_or_processes_is_told_by_the_trainer() -> None:
-    second = Report(STEP_7, Heard(time=NOW.timestamp(), every=10.0, starts=2))
+    second = Report(STEP_7, Heard(time=NOW.timestamp(), starts=2))
     assert look("Running", "Running", report=second).disruptions == 1
     assert look("Queued", report=TRAINS).disruptions == 1
     seen_and_told = look_after(look("Running", "Queued"), seen("Running", second), NOW)
@@ -165,23 +187,21 @@ def test_who_is_over_stays_over() -> None:
 
 def test_the_reporter_listens_while_its_sign_of_life_changes_whatever_its_clock_says() -> None:
     wrong = NOW.timestamp() - 4000.0
-    known = look_after(None, seen("Running", Report(heard=Heard(time=wrong, every=10))), NOW)
+    known = look_after(None, seen("Running", Report(heard=Heard(time=wrong))), NOW)
     assert not known.is_listening
-    known = look_after(
-        known, seen("Running", Report(heard=Heard(time=wrong + 15, every=10))), after(30)
-    )
+    known = look_after(known, seen("Running", Report(heard=Heard(time=wrong + 15))), after(30))
     assert known.is_listening
     without_tags = look_after(known, seen("Running", NOTHING_TOLD), after(45))
     assert without_tags.is_listening
     silent = look_after(
-        without_tags, seen("Running", Report(heard=Heard(time=wrong + 15, every=10))), after(91)
+        without_tags, seen("Running", Report(heard=Heard(time=wrong + 15))), after(91)
     )
     assert not silent.is_listening
     assert look_after(None, seen("Running"), NOW).is_listening
 
 
 def test_looks_that_say_the_same_are_equal() -> None:
-    later = Report(STEP_7, Heard(time=ALIVE.time + 15, every=10))
+    later = Report(STEP_7, Heard(time=ALIVE.time + 15))
     assert look_after(look("Running", report=TRAINS), seen("Running", later), after(30)) == look(
         "Running", report=TRAINS
     )
@@ -309,10 +329,7 @@ STATE = st.sampled_from([*STATES, "Hibernating", "", "Running", "Queued"]) | st.
 REPORT = st.builds(
     Report,
     st.none() | st.builds(Progress, step=st.integers(0, 9), time=st.floats(0, 2e9)),
-    st.none()
-    | st.builds(
-        Heard, time=st.floats(), every=st.just(10.0), starts=st.none() | st.integers(-1, 5)
-    ),
+    st.none() | st.builds(Heard, time=st.floats(), starts=st.none() | st.integers(-1, 5)),
     st.none() | st.just(UNTIL),
 )
 END = st.builds(

@@ -378,14 +378,31 @@ def test_a_cancel_that_is_refused_while_the_job_runs_is_an_error_and_asked_for_a
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("fault", [{"status": 403}, {"status": 503}, {"is_lost": True}])
-def test_a_tag_that_cannot_be_set_delays_no_cancel_that_is_due(
+def test_a_tag_that_is_refused_delays_no_cancel_that_is_due(
+    stand_in: ServiceClient, uid: str
+) -> None:
+    async def work() -> None:
+        async with submitted(stand_in, uid) as attempt:
+            stand_in.fault(TAG, times=1, status=403)
+            assert await attempt.stop(RUNNING) == (False, [TAG, CANCEL])
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"is_lost": True}])
+def test_a_tag_that_may_be_set_later_delays_a_cancel_by_a_minute_at_most(
     stand_in: ServiceClient, uid: str, fault: dict[str, Any]
 ) -> None:
     async def work() -> None:
         async with submitted(stand_in, uid) as attempt:
+            stand_in.fault(TAG, times=2, **fault)
+            for left in (0.0, -59.0):
+                with pytest.raises(TransientError):
+                    await attempt.stop(RUNNING, left)
+            assert await attempt.stop(RUNNING, -59.0) == (False, [TAG, CANCEL])
+        async with submitted(stand_in, f"{uid}x") as attempt:
             stand_in.fault(TAG, times=1, **fault)
-            assert await attempt.stop(RUNNING) == (False, [TAG, CANCEL])
+            assert await attempt.stop(RUNNING, -60.0) == (False, [TAG, CANCEL])
 
     asyncio.run(work())
 

@@ -6,7 +6,8 @@ lives on one event loop.
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from enum import IntEnum
 
 from finetune_operator.errors import TransientError
@@ -37,7 +38,8 @@ class Priority(IntEnum):
     """Who goes first."""
 
     WRITE = 0  # also a read that a write waits for
-    READ = 1
+    END = 1  # a read of what has ended: its job waits for it, and there will be no more
+    READ = 2
 
 
 class Budget:
@@ -45,20 +47,29 @@ class Budget:
 
     Args:
         per_second: How many requests may go in a second.
-        reads_at_once: How many reads may be under way.
-
-    Attributes:
-        reading: To be held by each read, from before its turn to its answer.
+        reads_at_once: How many reads may be under way, besides one of what has ended.
     """
 
     def __init__(self, per_second: float, reads_at_once: int) -> None:
-        self.reading = asyncio.Semaphore(reads_at_once)
+        self._reading = {
+            Priority.END: asyncio.Semaphore(1),
+            Priority.READ: asyncio.Semaphore(reads_at_once),
+        }
         self._interval = 1.0 / per_second
         self._next = 0.0
         self._paused_until = 0.0
         self._waiting: dict[Priority, deque[asyncio.Future[None]]] = {p: deque() for p in Priority}
         self._writes = 0
         self._timer: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def held(self, priority: Priority) -> AsyncIterator[None]:
+        """Hold what a request holds from before its turn to its answer: so few are under way."""
+        if priority is Priority.WRITE:
+            yield
+            return
+        async with self._reading[priority]:
+            yield
 
     async def turn(self, priority: Priority) -> None:
         """Wait until a request may go; those of one priority go in their order.
@@ -110,7 +121,8 @@ class Budget:
 
     def _first(self) -> deque[asyncio.Future[None]]:
         """Return those among whom the next one is."""
-        writes, reads = self._waiting[Priority.WRITE], self._waiting[Priority.READ]
+        writes = self._waiting[Priority.WRITE]
+        reads = self._waiting[Priority.END] or self._waiting[Priority.READ]
         is_write = bool(writes) and (self._writes < _WRITES_IN_A_ROW or not reads)
         self._writes = self._writes + 1 if is_write else 0
         return writes if is_write else reads

@@ -65,12 +65,12 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
     )
 
 
-def without_cluster(besides: str) -> dict[str, type[Backend]]:
+def without_cluster(apart_from: str) -> dict[str, type[Backend]]:
     """Return what needs no cluster, by name; the log says what cannot be used."""
     made = {}
     for name in available():
         try:
-            if name != besides and (kind := load(name)).runs_without_cluster:
+            if name != apart_from and (kind := load(name)).runs_without_cluster:
                 made[name] = kind
         except BrokenBackendError as error:
             log.warning("backend left out", extra={"backend": name, "error": str(error)})

@@ -51,7 +51,7 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
     signals, stop = StopSignals(), asyncio.Event()
     context = BackendContext(folder.base, dict(os.environ))
     backend = FolderBackend(context, is_forced=signals.forced.is_set, command=command)
-    others = registry.without_cluster(besides=backend.name)
+    others = registry.without_cluster(apart_from=backend.name)
     backends: dict[str, Backend | type[Backend]] = {backend.name: backend, **others}
     here = {name for name, one in backends.items() if one.runs_on_this_machine}
     async with AsyncExitStack() as stack:

@@ -18,7 +18,6 @@ class Heard(ContractModel):
     """The trainer reads the tags of its run."""
 
     time: float = Field(description="When it wrote this, seconds since the epoch.")
-    every: float = Field(description="Seconds between two looks at the tags.")
     starts: int | None = Field(
         None, description="Which start of the attempt this is, from 1; None before it is known."
     )

@@ -12,7 +12,8 @@ Guid = Annotated[
     str, Field(pattern="^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$", max_length=36)
 ]
 DatastoreName = Annotated[str, Field(pattern="^[A-Za-z0-9_]+$", max_length=255)]
-# A submit that was not answered is searched for in the workspace that the profile names.
+# A submit that was not answered is searched for in the workspace that the profile names, and the
+# next attempt looks for checkpoints in its datastore.
 _STAYS = Rule(
     "self == oldSelf",
     "cannot change, as jobs of this profile may run there; create another profile",
@@ -60,7 +61,7 @@ class AzureMLSettings(ApiModel):
     """Compute of jobs that name none; absent means that each names one, or serverless."""
     environment: AzureMLEnvironment
     """Environment of jobs that name none: an image that has the trainer."""
-    datastore: DatastoreName = "workspaceblobstore"
+    datastore: Annotated[DatastoreName, _STAYS] = "workspaceblobstore"
     """Datastore of checkpoints and trained models without a URI, each job's in a folder named by
     its uid."""
     identity: JobIdentity | None = None

@@ -26,7 +26,7 @@ from finetune_operator.backends.azureml.names import (
 )
 from finetune_operator.backends.azureml.places import OUTPUT, written
 from finetune_operator.backends.azureml.render import render
-from finetune_operator.backends.azureml.states import COMPLETED
+from finetune_operator.backends.azureml.runs import COMPLETED
 from finetune_operator.backends.azureml.submit import Stops, handle_of, is_own, look_now, submit
 from finetune_operator.backends.base import (
     Attempt,
@@ -117,10 +117,9 @@ class AzureMLBackend(Backend):
 
     async def _ask_azure(self, job: FineTuneJob) -> Sequence[Problem]:
         try:
-            profile = profile_of(job, self._profiles)
-        except ProfileError:
+            workspace, profile = self._place_of(job)
+        except TransientError:
             return []  # `validate` says so
-        workspace = self._workspace(profile)
         return await self._computes.problems_in_time(workspace, job, profile, _ASK_SECONDS)
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
@@ -147,18 +146,14 @@ class AzureMLBackend(Backend):
         (made,) = request.objects
         workspace_id, _ = names.parts_of(request.name)
         workspace = self._asked_as(workspace_id, made["tags"][names.PROFILE_TAG])
-        before = partial(self._computes.refuse_unchecked, request.job_uid)
+        before = partial(self._computes.refuse_unchecked, request.job_uid, self._place_of)
         job = await submit(workspace, made, before)
         self._looks.note(job)
         return handle_of(workspace, job)
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
         """Ask for the job of the attempt by its name."""
-        try:
-            profile = profile_of(job, self._profiles)
-        except ProfileError as error:
-            raise TransientError(f"{PROFILE_FIELD} {error}") from error
-        workspace = self._workspace(profile)
+        workspace, _ = self._place_of(job)
         there = await workspace.job(names.job_name(job, attempt.number), Priority.WRITE)
         if there is None or not is_own(there, names.tags(job, attempt.number)):
             return None
@@ -168,8 +163,7 @@ class AzureMLBackend(Backend):
     async def observe(self, ref: AttemptRef) -> Observation:
         """Tell what was seen last."""
         if _is_strange(ref):
-            text = "the handle is not of this job"
-            return Observation(AttemptPhase.UNKNOWN, all_gone=True, message=text)
+            return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="of another job")
         return self._looks.observe(ref)
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
@@ -212,9 +206,18 @@ class AzureMLBackend(Backend):
         self._stops.forget(job_uid)
         self._computes.forget(job_uid)
 
-    def _workspace(self, profile: JobProfile) -> Workspace:
+    def _place_of(self, job: FineTuneJob) -> tuple[Workspace, JobProfile]:
+        """Return the workspace of a job, and its profile as it is now.
+
+        Raises:
+            TransientError: there is no such profile.
+        """
+        try:
+            profile = profile_of(job, self._profiles)
+        except ProfileError as error:
+            raise TransientError(f"{PROFILE_FIELD} {error}") from error
         settings = profile.settings
-        return self._azure.workspace(names.workspace_id(settings), settings.client_id)
+        return self._azure.workspace(names.workspace_id(settings), settings.client_id), profile
 
     def _workspace_of(self, ref: AttemptRef) -> Workspace:
         """Return the workspace that an attempt is in."""

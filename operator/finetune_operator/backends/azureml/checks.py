@@ -1,10 +1,12 @@
-"""What a job asks for that its profile does not allow, or that no job of Azure ML can do. Pure.
+"""What a job asks for that its profile does not allow, or its compute cannot do. Pure.
 
-`AzureMLBackend.validate` calls it before an attempt is opened. What only Azure can tell is asked at
-submission.
+`AzureMLBackend.validate` calls it before an attempt is opened; `computes` does so with what Azure
+tells.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from dataclasses import field as of_dataclass
 from importlib.util import find_spec
 
 from finetune_operator.api.paths import show_path
@@ -25,6 +27,8 @@ from finetune_operator.planner.plan import make_plan
 MAX_CONFIG_BYTES = 120 * 1024
 """Linux takes 128 KiB for a variable, its name included."""
 
+SIZE_FIELD = "spec.topology.instanceType"
+
 _NO_EFFECT = (
     unset(
         "model.tokenSecretRef",
@@ -37,6 +41,29 @@ _NO_EFFECT = (
     unset("queue", "remove it, and set backend.azureml.priority where some jobs go first"),
     unset("podTemplate"),
 )
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A compute of a workspace.
+
+    Attributes:
+        kind: As the SDK calls it.
+        location: Where it is.
+        size: Of its nodes, where all have the same.
+        is_spot: Whether its nodes may be taken away.
+        max_nodes: How many nodes it may have; None where that is not told.
+        gpus: Of a node, by instance type, where a job has the choice.
+        default_type: Instance type of a job that names none.
+    """
+
+    kind: str
+    location: str
+    size: str = ""
+    is_spot: bool = False
+    max_nodes: int | None = None
+    gpus: Mapping[str, int] = of_dataclass(default_factory=dict)
+    default_type: str = ""
 
 
 def missing_library() -> list[Problem]:
@@ -70,6 +97,61 @@ def forbidden(job: FineTuneJob, profile: JobProfile) -> list[Problem]:
     ]
 
 
+def on_serverless(job: FineTuneJob, gpus: Mapping[str, int]) -> Iterator[Problem]:
+    """Check what a job asks for against the GPUs of each VM size of the location."""
+    size = job.spec.topology.instance_type or ""
+    if size.lower() not in gpus:
+        yield Problem(SIZE_FIELD, f"{size} is no VM size of the workspace's location")
+    else:
+        yield from _too_few_gpus(job, gpus[size.lower()], size)
+
+
+def on_cluster(
+    job: FineTuneJob, name: str, compute: Compute, gpus: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Check what a job asks for against a cluster of Azure ML."""
+    topology, capacity = job.spec.topology, job.spec.capacity
+    size = topology.instance_type
+    if size is not None and size.lower() != compute.size.lower():
+        text = f"{size} is not what compute {name} has; it has {compute.size}: remove the field"
+        yield Problem(SIZE_FIELD, text)
+    if compute.max_nodes is not None and topology.nodes > compute.max_nodes:
+        text = f"{topology.nodes} is more than compute {name} may have: {compute.max_nodes}"
+        yield Problem("spec.topology.nodes", text)
+    yield from _too_few_gpus(job, gpus.get(compute.size.lower()), f"compute {name}")
+    if capacity is Capacity.SPOT and not compute.is_spot:
+        text = f"spot is not what compute {name} has, whose nodes are dedicated; use onDemand"
+        yield Problem("spec.capacity", text)
+    if capacity is Capacity.ON_DEMAND and compute.is_spot:
+        text = f"onDemand is not what compute {name} has, whose nodes may be taken away; use spot"
+        yield Problem("spec.capacity", text)
+
+
+def on_kubernetes(job: FineTuneJob, name: str, compute: Compute) -> Iterator[Problem]:
+    """Check what a job asks for against an attached Kubernetes cluster."""
+    topology, names = job.spec.topology, ", ".join(sorted(compute.gpus)) or "none"
+    size = topology.instance_type
+    if size is None:
+        if topology.gpus_per_node > (there := compute.gpus.get(compute.default_type, 0)):
+            text = (
+                f"is missing, and the default instance type of compute {name} has {there} GPUs; "
+                f"name one of its own: {names}"
+            )
+            yield Problem(SIZE_FIELD, text)
+    elif size not in compute.gpus:
+        text = f"{size} is no instance type of compute {name}; name one of its own: {names}"
+        yield Problem(SIZE_FIELD, text)
+    else:
+        yield from _too_few_gpus(job, compute.gpus[size], f"{size} of compute {name}")
+
+
+def _too_few_gpus(job: FineTuneJob, there: int | None, where: str) -> Iterator[Problem]:
+    asked = job.spec.topology.gpus_per_node
+    if there is not None and asked > there:
+        text = f"{asked} is more than a node of {where} has: {there}; name another one"
+        yield Problem("spec.topology.gpusPerNode", text)
+
+
 def _uris(job: FineTuneJob) -> Iterator[Problem]:
     inputs = uris.inputs_of(job)
     for field, uri in (inputs | uris.starts_of(job) | uris.outputs_of(job)).items():
@@ -88,7 +170,7 @@ def _serverless(job: FineTuneJob) -> Iterator[Problem]:
         return
     if job.spec.topology.instance_type is None:
         text = "is missing, and serverless compute needs a VM size; set it"
-        yield Problem("spec.topology.instanceType", text)
+        yield Problem(SIZE_FIELD, text)
     if job.spec.capacity is Capacity.SPOT_PREFERRED:
         text = "spotPreferred is not possible on serverless compute; use spot or onDemand"
         yield Problem("spec.capacity", text)
@@ -119,7 +201,7 @@ def _names(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
         path = f"{FIELD}.environment"
         yield from refused(path, "an environment", environment, allow.environments)
     if size is not None:
-        yield from refused("spec.topology.instanceType", "a size", size, allow.sizes)
+        yield from refused(SIZE_FIELD, "a size", size, allow.sizes)
 
 
 def _datastores(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:

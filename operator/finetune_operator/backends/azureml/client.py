@@ -194,20 +194,20 @@ class Workspace:
         url = await self._url(path)
         return await self.ask(lambda sdk: sdk.send("POST", url, body=body), Priority.WRITE)
 
-    async def get_range(self, url: str, start: int, length: int) -> bytes:
+    async def get_range(
+        self, url: str, start: int, length: int, priority: Priority = _LAST
+    ) -> bytes:
         """Return bytes of what a signed URL names, as `Sdk.read` does; none of them is budgeted."""
-        async with self._budget.reading, self._azure.reading:
+        async with self._budget.held(priority), self._azure.reading:
             return await self._azure.run(lambda: self._sdk().read(url, start, length))
 
     async def ask(self, call: Callable[[Sdk], T], priority: Priority) -> T:
         """Return what `call` returns, which sends one request, when that has its turn."""
-        async with AsyncExitStack() as stack:
-            if priority is Priority.READ:
-                await stack.enter_async_context(self._budget.reading)
+        async with self._budget.held(priority), AsyncExitStack() as stack:
             if self._made is None:  # else turns would gather until the SDK is there
                 await self._azure.run(lambda: self._sdk().ml)
             await self._budget.turn(priority)
-            if priority is Priority.READ:
+            if priority is not Priority.WRITE:
                 await stack.enter_async_context(self._azure.reading)
             try:
                 return await self._azure.run(lambda: call(self._sdk()))
@@ -222,8 +222,8 @@ class Workspace:
                 raise
 
     def _sdk(self) -> Sdk:
-        self._made = self._made or self._azure.sdk(self.id, self.client_id)
-        return self._made
+        self._made = made = self._made or self._azure.sdk(self.id, self.client_id)
+        return made  # the loop may have dropped the other meanwhile
 
     async def _url(self, path: str) -> str:
         """Return where a path of the data plane is, which the workspace says once."""

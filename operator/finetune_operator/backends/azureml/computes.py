@@ -4,14 +4,18 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.api.v1alpha1.topology import Capacity
 from finetune_operator.backends.answers import Answers
+from finetune_operator.backends.azureml.checks import (
+    Compute,
+    on_cluster,
+    on_kubernetes,
+    on_serverless,
+)
 from finetune_operator.backends.azureml.client import Workspace
 from finetune_operator.backends.azureml.names import FIELD, PROFILE_FIELD, JobProfile
 from finetune_operator.backends.azureml.sdk import RefusedError, Sdk
@@ -21,31 +25,7 @@ from finetune_operator.errors import TransientError
 T = TypeVar("T")
 
 _COMPUTE_FIELD = f"{FIELD}.compute"
-_SIZE_FIELD = "spec.topology.instanceType"
 _CLUSTER, _KUBERNETES = "amlcompute", "kubernetes"
-
-
-@dataclass(frozen=True)
-class Compute:
-    """A compute of a workspace.
-
-    Attributes:
-        kind: As the SDK calls it.
-        location: Where it is.
-        size: Of its nodes, where all have the same.
-        is_spot: Whether its nodes may be taken away.
-        max_nodes: How many nodes it may have; None where that is not told.
-        gpus: Of a node, by instance type, where a job has the choice.
-        default_type: Instance type of a job that names none.
-    """
-
-    kind: str
-    location: str
-    size: str = ""
-    is_spot: bool = False
-    max_nodes: int | None = None
-    gpus: Mapping[str, int] = field(default_factory=dict)
-    default_type: str = ""
 
 
 class Computes:
@@ -53,7 +33,7 @@ class Computes:
 
     def __init__(self) -> None:
         self._answers = Answers()
-        self._unchecked: dict[str, tuple[Workspace, FineTuneJob, JobProfile]] = {}  # by uid
+        self._unchecked: dict[str, FineTuneJob] = {}  # by uid
 
     async def close(self) -> None:
         """Ask for nothing any more."""
@@ -70,7 +50,7 @@ class Computes:
 
         Where it does not, `refuse_unchecked` asks again before the job is submitted.
         """
-        self._unchecked[job.metadata.uid] = (workspace, job, profile)
+        self._unchecked[job.metadata.uid] = job
         try:
             async with asyncio.timeout(seconds):
                 found = await self.problems(workspace, job, profile)
@@ -79,15 +59,23 @@ class Computes:
         self.forget(job.metadata.uid)
         return found
 
-    async def refuse_unchecked(self, job_uid: str) -> None:
+    async def refuse_unchecked(
+        self, job_uid: str, where: Callable[[FineTuneJob], tuple[Workspace, JobProfile]]
+    ) -> None:
         """Ask for what was not answered before.
 
+        Args:
+            job_uid: Of the job.
+            where: Returns its workspace and profile as they are now, or raises a BackendError.
+
         Raises:
-            TransientError: nobody can say, or the compute cannot run the job, which may be mended.
+            TransientError: nobody can say now.
+            RefusedError: the compute cannot run the job.
         """
-        if unchecked := self._unchecked.get(job_uid):
-            if found := await self.problems(*unchecked):
-                raise TransientError("; ".join(map(str, found)))
+        if (job := self._unchecked.get(job_uid)) is not None:
+            workspace, profile = where(job)
+            if found := await self.problems(workspace, job, profile):
+                raise RefusedError("; ".join(map(str, found)))
             self.forget(job_uid)
 
     async def problems(
@@ -103,7 +91,7 @@ class Computes:
             name = profile.compute_of(job)
             if name is None:
                 gpus = await self._sizes(workspace, await self._location(workspace))
-                return [*found, *_on_serverless(job, gpus)]
+                return [*found, *on_serverless(job, gpus)]
             compute = await self._kept_answer(
                 workspace, ("computes", name), lambda sdk: _compute(sdk.ml.compute.get(name))
             )
@@ -111,12 +99,12 @@ class Computes:
                 text = f"{name} does not exist in {_name(workspace)}; create or attach it there"
                 return [*found, Problem(_COMPUTE_FIELD, text)]
             if compute.kind == _KUBERNETES:
-                return [*found, *_on_kubernetes(job, name, compute)]
+                return [*found, *on_kubernetes(job, name, compute)]
             if compute.kind != _CLUSTER:
                 text = f"{name} is of type {compute.kind}; name an AmlCompute or a Kubernetes one"
                 return [*found, Problem(_COMPUTE_FIELD, text)]
             gpus = await self._sizes(workspace, compute.location)
-            return [*found, *_on_cluster(job, name, compute, gpus)]
+            return [*found, *on_cluster(job, name, compute, gpus)]
         except RefusedError as error:
             text = f"{profile.name} cannot be used: {error}; {_cure(error, workspace)}"
             return [Problem(PROFILE_FIELD, text)]
@@ -162,58 +150,6 @@ class Computes:
                 return None
 
         return await self._answers.get((workspace.id, workspace.client_id, *what), ask)
-
-
-def _on_serverless(job: FineTuneJob, gpus: Mapping[str, int]) -> Iterator[Problem]:
-    size = job.spec.topology.instance_type or ""
-    if size.lower() not in gpus:
-        yield Problem(_SIZE_FIELD, f"{size} is no VM size of the workspace's location")
-    else:
-        yield from _too_few_gpus(job, gpus[size.lower()], size)
-
-
-def _on_cluster(
-    job: FineTuneJob, name: str, compute: Compute, gpus: Mapping[str, int]
-) -> Iterator[Problem]:
-    topology, capacity = job.spec.topology, job.spec.capacity
-    size = topology.instance_type
-    if size is not None and size.lower() != compute.size.lower():
-        text = f"{size} is not what compute {name} has; it has {compute.size}: remove the field"
-        yield Problem(_SIZE_FIELD, text)
-    if compute.max_nodes is not None and topology.nodes > compute.max_nodes:
-        text = f"{topology.nodes} is more than compute {name} may have: {compute.max_nodes}"
-        yield Problem("spec.topology.nodes", text)
-    yield from _too_few_gpus(job, gpus.get(compute.size.lower()), f"compute {name}")
-    if capacity is Capacity.SPOT and not compute.is_spot:
-        text = f"spot is not what compute {name} has, whose nodes are dedicated; use onDemand"
-        yield Problem("spec.capacity", text)
-    if capacity is Capacity.ON_DEMAND and compute.is_spot:
-        text = f"onDemand is not what compute {name} has, whose nodes may be taken away; use spot"
-        yield Problem("spec.capacity", text)
-
-
-def _on_kubernetes(job: FineTuneJob, name: str, compute: Compute) -> Iterator[Problem]:
-    topology, names = job.spec.topology, ", ".join(sorted(compute.gpus)) or "none"
-    size = topology.instance_type
-    if size is None:
-        if topology.gpus_per_node > (there := compute.gpus.get(compute.default_type, 0)):
-            text = (
-                f"is missing, and the default instance type of compute {name} has {there} GPUs; "
-                f"name one of its own: {names}"
-            )
-            yield Problem(_SIZE_FIELD, text)
-    elif size not in compute.gpus:
-        text = f"{size} is no instance type of compute {name}; name one of its own: {names}"
-        yield Problem(_SIZE_FIELD, text)
-    else:
-        yield from _too_few_gpus(job, compute.gpus[size], f"{size} of compute {name}")
-
-
-def _too_few_gpus(job: FineTuneJob, there: int | None, where: str) -> Iterator[Problem]:
-    asked = job.spec.topology.gpus_per_node
-    if there is not None and asked > there:
-        text = f"{asked} is more than a node of {where} has: {there}; name another one"
-        yield Problem("spec.topology.gpusPerNode", text)
 
 
 def _compute(found: Any) -> Compute:

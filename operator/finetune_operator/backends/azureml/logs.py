@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
 from finetune_operator.backends.azureml.client import Workspace
-from finetune_operator.backends.azureml.runs import NOTHING_TOLD, Report, RunEnd, report_of
+from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report, report_of
+from finetune_operator.backends.azureml.runs import RunEnd
 from finetune_operator.backends.azureml.states import row_of
 from finetune_operator.backends.base import AttemptRef
+from finetune_operator.backends.budget import Priority
 from finetune_operator.backends.ranks import node_of
 from finetune_operator.backends.redaction import without_secrets
 from finetune_operator.errors import BackendError, TransientError
@@ -70,7 +72,9 @@ class Details:
         return {number: path for number, (_, path) in sorted(newest.items())}
 
 
-async def read_details(workspace: Workspace, name: str) -> Details:
+async def read_details(
+    workspace: Workspace, name: str, priority: Priority = Priority.READ
+) -> Details:
     """Return what run history says of a run; one request.
 
     Raises:
@@ -79,7 +83,7 @@ async def read_details(workspace: Workspace, name: str) -> Details:
     """
     path = f"/history/v1.0{{ws}}/runs/{name}/details"
     try:
-        said = _History.model_validate(await workspace.get(path))
+        said = _History.model_validate(await workspace.get(path, priority=priority))
     except ValidationError:  # its text would have the URLs in it
         text = "Azure ML's answer to runs/details is not about a run; update this operator"
         raise BackendError(text) from None
@@ -107,12 +111,12 @@ async def read_end(
         is_last_try: Do with what can be read.
 
     Raises:
-        TransientError: something cannot be read now.
+        BackendError: something cannot be read; not at the last try.
     """
     try:
-        details = await read_details(workspace, name)
+        details = await read_details(workspace, name, Priority.END)
     except BackendError as error:
-        if error.retryable and not is_last_try:
+        if not is_last_try:
             raise
         return RunEnd(text=f"why cannot be read: {error}"), NOTHING_TOLD, {}
     free = asyncio.Semaphore(_FILES_AT_ONCE)
@@ -121,8 +125,9 @@ async def read_end(
         async with free:
             url = details.log_files[path].value
             try:
-                return _last_words(await workspace.get_range(url, -_END_BYTES, _END_BYTES))
-            except TransientError:
+                end = await workspace.get_range(url, -_END_BYTES, _END_BYTES, Priority.END)
+                return _last_words(end)
+            except BackendError:
                 if not is_last_try:
                     raise
                 return None

@@ -1,7 +1,4 @@
-"""Looks at attempts beside the work: each at its interval, in its turn in the workspace's budget.
-
-The backend asks here for what was seen last, so that no verb waits. A new process learns all again.
-"""
+"""Looks at attempts beside the work, at intervals and in the budget, so that no verb waits."""
 
 import asyncio
 import logging
@@ -18,15 +15,14 @@ from finetune_operator.backends.azureml.names import UID_TAG
 from finetune_operator.backends.azureml.runs import GONE, Seen, see_job, see_run, seen_of
 from finetune_operator.backends.azureml.states import Look
 from finetune_operator.backends.base import AttemptRef, Effect, Observation, Obstacle, Services
+from finetune_operator.backends.budget import Priority
 from finetune_operator.backends.silence import Silences
 from finetune_operator.errors import BackendError, TransientError
 
 log = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 60.0
-"""Silence of a workspace that is told to its jobs."""
-
-_END_SECONDS = 60.0  # to learn more of an end than that it is one
+SILENCE_SECONDS = 60.0  # of a workspace; it is told to its jobs
+_END_SECONDS = 60.0  # after these an end that nobody can explain is one all the same
 _JOB_EACH = 5  # of the looks at a run; the others ask MLflow
 
 
@@ -38,13 +34,10 @@ class _Followed:
         places: Where silence counts: in the workspace, and of this one alone.
         told: What another request was told, instead of the next one.
         over: What another request saw of the end, which is still to be read.
-        look: What was seen last; None before that.
-        error: Why nothing was seen the last time.
-        warning: Why MLflow cannot be asked; empty while it can.
         stop_until: When it ends at the latest, where this process has stopped it.
         due: When to look again; `changed` is set where that, or `told`, has changed.
         may_listen: MLflow is still to be asked for the tags, as those of a job may be older.
-        ended_at: When it was first seen to have ended.
+        failed_at: When more of its end could not be read first.
     """
 
     ref: AttemptRef
@@ -59,7 +52,7 @@ class _Followed:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     may_listen: bool = False
     num_looks: int = 0
-    ended_at: float | None = None
+    failed_at: float | None = None
     task: "asyncio.Task[None] | None" = None
 
 
@@ -197,7 +190,8 @@ class Looks:
         return 0.0 if one.may_listen else states.seconds_between_looks(look, self._now())
 
     async def _ask(self, workspace: Workspace, one: _Followed, name: str) -> Seen:
-        """Send the one request of a look."""
+        """Send the one request of a look, and a second one where a run does not run any more."""
+        priority = Priority.READ if one.failed_at is None else Priority.END
         if one.told is None and one.look is not None and one.look.is_running:
             one.num_looks += 1
             # Where MLflow refuses, the job is asked instead, whose tags may say as much.
@@ -205,14 +199,18 @@ class Looks:
                 run, one.warning = await see_run(workspace, name)
                 if run is not None:
                     return run
+                priority = priority if one.warning else Priority.END
         told, one.told = one.told, None
-        return seen_of(told) if told is not None else await see_job(workspace, name)
+        return seen_of(told) if told is not None else await see_job(workspace, name, priority)
 
     async def _with_end(self, workspace: Workspace, one: _Followed, name: str, look: Look) -> Look:
         now = asyncio.get_running_loop().time()
-        one.ended_at = one.ended_at or now
-        is_last = now - one.ended_at >= _END_SECONDS
-        return states.with_end(look, *await read_end(workspace, name, is_last_try=is_last))
+        is_last = now - (one.failed_at or now) >= _END_SECONDS
+        try:
+            return states.with_end(look, *await read_end(workspace, name, is_last_try=is_last))
+        except BackendError:
+            one.failed_at = one.failed_at or now
+            raise
 
     def _missed(self, one: _Followed, error: BackendError) -> float:
         """Take note of a look that has seen nothing, and return how long to wait."""

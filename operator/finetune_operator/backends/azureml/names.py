@@ -1,12 +1,31 @@
-"""What a job names, its profile above all, and what its attempts are called in Azure ML. Pure."""
+"""What a job names, its profile above all, and its attempts in Azure ML: names and tags. Pure."""
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeVar
+
+from pydantic import ValidationError
 
 from finetune_operator.api.v1alpha1.azureml_profile import AzureMLSettings
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import AzureMLSpec
 from finetune_operator.backends.profiles import ProfileError, Profiles
+from finetune_trainer.config import (
+    HEARD_TAG,
+    PROGRESS_TAG,
+    STOP_TAG,
+    ContractModel,
+    Heard,
+    Progress,
+    StopRequest,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=ContractModel)
 
 BACKEND = "azureml"
 KIND = "AzureMLJob"
@@ -100,3 +119,41 @@ def tags(job: FineTuneJob, attempt: int) -> dict[str, str]:
         PROFILE_TAG: azureml_of(job.spec).profile,
     }
     return {key: value for key, value in values.items() if value}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the tags of a run say.
+
+    Attributes:
+        progress: What rank 0 published last.
+        heard: The reporter's last sign of life; None before it looks for the stop tag.
+        stop_until: When the run ends at the latest, where the operator has stopped it.
+    """
+
+    progress: Progress | None = None
+    heard: Heard | None = None
+    stop_until: datetime | None = None
+
+
+NOTHING_TOLD = Report()
+
+
+def report_of(tags: Mapping[str, str]) -> Report:
+    """Return what the tags of a run say."""
+    stop = _read(StopRequest, STOP_TAG, tags)
+    return Report(
+        progress=_read(Progress, PROGRESS_TAG, tags),
+        heard=_read(Heard, HEARD_TAG, tags),
+        stop_until=stop.until if stop is not None else None,
+    )
+
+
+def _read(model: type[T], tag: str, tags: Mapping[str, str]) -> T | None:
+    if not (text := tags.get(tag)):
+        return None
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        log.debug("tag not read", extra={"tag": tag, "error": str(error)})
+        return None

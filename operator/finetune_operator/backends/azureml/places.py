@@ -185,7 +185,7 @@ def written(job: FineTuneJob, settings: AzureMLSettings | None) -> list[Written]
         except BadUriError:
             continue  # the job is refused for it
         parts = [part for part in place.path.split("/") if part]
-        found.append(Written(field, uri, (*holder, str(place.datastore), *parts)))
+        found.append(Written(field, uri, (*holder, str(place.datastore).lower(), *parts)))
     return found
 
 

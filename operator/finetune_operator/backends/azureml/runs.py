@@ -12,24 +12,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from pydantic import ValidationError
-
 from finetune_operator.backends.azureml.client import RawJob, Workspace
+from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report, report_of
 from finetune_operator.backends.azureml.places import CHECKPOINTS
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.budget import Priority
 from finetune_operator.backends.root_cause import PERMANENT, ended_silently, root_cause
 from finetune_operator.errors import BackendError
 from finetune_trainer.config import (
-    HEARD_TAG,
-    PROGRESS_TAG,
-    STOP_TAG,
     ContractModel,
     ExitCode,
     FailureClass,
-    Heard,
-    Progress,
-    StopRequest,
     Termination,
 )
 
@@ -38,7 +31,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=ContractModel)
 
 GONE = ""  # there is no such job
-RUNNING = "Running"
+RUNNING, COMPLETED, FAILED, CANCELED = "Running", "Completed", "Failed", "Canceled"
 _LATE_SECONDS = 5.0
 
 _OF_SERVICE = frozenset({"ServiceError", "SystemError", "TransientError", "RequestThrottled"})
@@ -50,24 +43,6 @@ _EXIT_CODE = re.compile(
     r"[\s:=]{1,2}(-?\d{1,3})\b",
     re.IGNORECASE,
 )
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the tags of a run say.
-
-    Attributes:
-        progress: What rank 0 published last.
-        heard: The reporter's last sign of life; None before it looks for the stop tag.
-        stop_until: When the run ends at the latest, where the operator has stopped it.
-    """
-
-    progress: Progress | None = None
-    heard: Heard | None = None
-    stop_until: datetime | None = None
-
-
-NOTHING_TOLD = Report()
 
 
 @dataclass(frozen=True)
@@ -134,17 +109,17 @@ async def see_run(
     return (Seen(RUNNING, report_of(tags)) if status == "RUNNING" else None), ""
 
 
-async def see_job(workspace: Workspace, name: str) -> Seen:
+async def see_job(workspace: Workspace, name: str, priority: Priority = Priority.READ) -> Seen:
     """Return what Azure ML says of a job; it is asked twice before one is believed to be gone.
 
     Raises:
         TransientError: it cannot be asked now.
         BackendError: it is refused.
     """
-    job = await workspace.job(name)
+    job = await workspace.job(name, priority)
     if job is None:  # Azure may be late with what it has just created
         await asyncio.sleep(_LATE_SECONDS)
-        job = await workspace.job(name)
+        job = await workspace.job(name, priority)
     return Seen(GONE) if job is None else seen_of(job)
 
 
@@ -155,24 +130,30 @@ def seen_of(job: RawJob) -> Seen:
     return Seen(job.status, report, job.url, checkpoints, job.created, job.nodes)
 
 
-def report_of(tags: Mapping[str, str]) -> Report:
-    """Return what the tags of a run say."""
-    stop = _read(StopRequest, STOP_TAG, tags)
-    return Report(
-        progress=_read(Progress, PROGRESS_TAG, tags),
-        heard=_read(Heard, HEARD_TAG, tags),
-        stop_until=stop.until if stop is not None else None,
-    )
-
-
-def cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: bool) -> Observation:
-    """Return how a cancelled run ended; whoever cancels one that we have not stopped means it.
+def ended(
+    state: str, end: RunEnd, last_words: Mapping[int, Termination], url: str, *, is_ours: bool
+) -> Observation:
+    """Return how a run ended, apart from what every end has.
 
     Args:
+        state: Raw.
         end: What run history says.
         last_words: Of each node that has left some, by its number.
+        url: Page of the run.
         is_ours: Whether the operator has stopped it.
     """
+    if state == GONE:
+        return Observation(AttemptPhase.UNKNOWN, message="Azure ML does not know the job any more")
+    if state == COMPLETED:
+        rank_0, message = last_words.get(0), "Azure ML says that the job has completed"
+        return Observation(AttemptPhase.SUCCEEDED, termination=rank_0, message=message)
+    if state == CANCELED:
+        return _cancelled(end, last_words, is_ours=is_ours)
+    return _failed(end, last_words, url)
+
+
+def _cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: bool) -> Observation:
+    """Return how a cancelled run ended; whoever cancels one that we have not stopped means it."""
     if is_ours:
         text = "the job was cancelled as the operator asked, before it could say anything"
         return _failure(FailureClass.PREEMPTED, text, last_words)
@@ -187,15 +168,10 @@ def cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: bo
     return _failure(FailureClass.DO_NOT_RESTART, text)
 
 
-def failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Observation:
+def _failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Observation:
     """Return how a failed run ended.
 
     A node that was taken away explains its peers, but not one that could work nowhere.
-
-    Args:
-        end: What run history says.
-        last_words: Of each node that has left some, by its number.
-        url: Page of the run.
     """
     said = end.text or end.code or "without a reason"
     message = f"Azure ML says that the job failed ({said}); see {url}"
@@ -229,13 +205,3 @@ def _failure(
         return Observation(AttemptPhase.FAILED, failure_class=failure, message=message)
     where = f"node {node}" if last_words and len(last_words) > 1 else ""
     return Observation(AttemptPhase.FAILED, termination=cause, node=where, message=cause.message)
-
-
-def _read(model: type[T], tag: str, tags: Mapping[str, str]) -> T | None:
-    if not (text := tags.get(tag)):
-        return None
-    try:
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        log.debug("tag not read", extra={"tag": tag, "error": str(error)})
-        return None

@@ -17,14 +17,13 @@ from finetune_operator.backends.redaction import without_secrets
 from finetune_operator.errors import BackendError, FineTuneError, TransientError
 
 Json = dict[str, Any]
-Check = Callable[[bool], None]
-"""Called right before a request is sent, with whether it changes something; may raise."""
+Check = Callable[[bool], None]  # called before each request, with whether it writes; may raise
 
 INSTALL = "pip install 'finetune-operator[azureml]'"
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 15.0
 # Else they tell of each request, of what is experimental, and URLs of which some are secrets.
 _LOG_LEVELS = {"azure": logging.WARNING, "azure.ai.ml": logging.ERROR, "urllib3": logging.INFO}
-# A 404 about the workspace, or what that is in, says nothing of what was asked for.
+# A 404 about the workspace, what that is in, or of a proxy says nothing of what was asked for.
 _ABOVE = re.compile(
     "(Subscription|ResourceGroup|ParentResource)NotFound|ResourceNotFound.*/workspaces/[^/']+'"
 )
@@ -142,9 +141,8 @@ class Sdk:
         """Send a request that the SDK has no verb for, and return the answer."""
         from azure.core.rest import HttpRequest
 
-        request = HttpRequest(method, url, params=dict(params or {}), json=body)
-        response = self._signed.send_request(request)
-        response.raise_for_status()
+        asked = HttpRequest(method, url, params=dict(params or {}), json=body)
+        (response := self._signed.send_request(asked)).raise_for_status()
         return dict(response.json()) if response.content else {}
 
     def read(self, url: str, start: int = 0, length: int | None = None) -> bytes:
@@ -160,6 +158,8 @@ class Sdk:
         """
         if start < 0:
             size = self._part(url, "0-0").headers.get("Content-Range", "*/0").rpartition("/")[2]
+            if not size.isdecimal():
+                raise TransientError(f"what Azure ML names is of size {size}")
             start = max(0, int(size) + start)
         response = self._part(url, f"{start}-{'' if length is None else start + length - 1}")
         return b"" if response.status_code == 416 else bytes(response.content)
@@ -230,7 +230,7 @@ def errors_told() -> Iterator[None]:
             wait = "" if error.response is None else error.response.headers.get("Retry-After", "")
             seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
             raise TransientError(said, seconds) from error
-        if status == 404 and odata is not None and _ABOVE.match(f"{odata.code} {message}"):
+        if status == 404 and (odata is None or _ABOVE.match(f"{odata.code} {message}")):
             status = 0
         raise RefusedError(said, status) from error
     except (azure.AzureError, KeyError, ValueError, OSError) as error:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from finetune_operator.backends.azureml import runs
-from finetune_operator.backends.azureml.runs import GONE, RUNNING, Report, RunEnd, Seen
+from finetune_operator.backends.azureml.names import Report
+from finetune_operator.backends.azureml.runs import RunEnd, Seen
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_trainer.config import Progress, Termination
-
-COMPLETED, FAILED, CANCELED = "Completed", "Failed", "Canceled"
 
 WAITING_SECONDS, RUNNING_SECONDS, STOPPING_SECONDS = 15.0, 30.0, 5.0
 _FRESH_SECONDS = 60.0
@@ -44,9 +43,7 @@ _STARTING = Row(
     15 * 60.0,
     "see whether Azure ML is well",
 )
-_NEW = Row(None, limit=3600.0, remedy="end the job there if it does nothing")
-_STOPPED = Row(None, limit=15 * 60.0, remedy="it was to have ended long ago; cancel it there")
-_ENDING = ("Finalizing", "CancelRequested")  # a cancel has no effect then
+_STOPPED = Row(None, limit=15 * 60.0, remedy="cancel it there")
 
 STATES = {
     **dict.fromkeys(("NotStarted", "Starting", "Provisioning"), _STARTING),
@@ -62,7 +59,7 @@ STATES = {
         24 * 3600.0,
         "see the nodes, the quota and the sizes of its compute",
     ),
-    RUNNING: Row(AttemptPhase.RUNNING),
+    runs.RUNNING: Row(AttemptPhase.RUNNING),
     "Finalizing": Row(
         AttemptPhase.RUNNING,
         Obstacle("Finalizing", "the trainer has ended; Azure ML keeps its files", Effect.NONE),
@@ -82,10 +79,10 @@ STATES = {
         "see its nodes, and suspend this job or cancel that one to end it",
     ),
     "Paused": Row(None, Obstacle("Paused", "Azure ML has paused the job"), 3600.0, "resume it"),
-    COMPLETED: Row(AttemptPhase.SUCCEEDED, is_over=True),
-    FAILED: Row(AttemptPhase.FAILED, is_over=True),
-    CANCELED: Row(AttemptPhase.FAILED, is_over=True),
-    GONE: Row(AttemptPhase.UNKNOWN, is_over=True),
+    runs.COMPLETED: Row(AttemptPhase.SUCCEEDED, is_over=True),
+    runs.FAILED: Row(AttemptPhase.FAILED, is_over=True),
+    runs.CANCELED: Row(AttemptPhase.FAILED, is_over=True),
+    runs.GONE: Row(AttemptPhase.UNKNOWN, is_over=True),
 }
 
 
@@ -94,7 +91,7 @@ def row_of(state: str) -> Row:
     if state in STATES:
         return STATES[state]
     text = f"Azure ML shows the job as {state[:40]}, a state of which nothing is known"
-    return replace(_NEW, obstacle=Obstacle("UnknownState", text))
+    return Row(None, Obstacle("UnknownState", text), 3600.0, "end the job there if it does nothing")
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,6 @@ class Look:
     Attributes:
         state: Raw.
         since: When it came into that state, as far as this process knows.
-        phase: How far it is.
         disruptions: How often Azure ML has started it once more.
         stop_until: When it ends at the latest, where we have stopped it.
         end: Why it has ended.
@@ -112,7 +108,7 @@ class Look:
         trouble: Why nothing newer is known; None while Azure ML answers.
         warning: What cannot be read, though the state can; empty else.
         heard: When the reporter gave a sign of life, by our clock.
-        stamp: The same by its own clock, in seconds.
+        stamp: The same as it tells it: which start of the run, and seconds by its own clock.
         is_listening: Whether the reporter lives and looks for the stop tag.
     """
 
@@ -130,13 +126,13 @@ class Look:
     trouble: Obstacle | None = None
     warning: str = ""
     heard: datetime | None = field(default=None, compare=False)
-    stamp: float | None = field(default=None, compare=False)
+    stamp: tuple[int, float] | None = field(default=None, compare=False)
     is_listening: bool = field(default=False, compare=False)
 
     @property
     def is_running(self) -> bool:
         """Whether its processes run, as far as Azure ML knows."""
-        return self.state == RUNNING
+        return self.state == runs.RUNNING
 
     @property
     def is_over(self) -> bool:
@@ -149,9 +145,7 @@ def look_after(before: Look | None, seen: Seen, now: datetime) -> Look:
     if before is not None and before.is_over:
         return before
     report = seen.report
-    has_run = report.heard is not None or report.progress is not None
-    first = AttemptPhase.RUNNING if has_run else AttemptPhase.PENDING
-    old = before or Look(seen.state, now if has_run else seen.created or now, first)
+    old = before or _first_look(seen, now)
     phase = row_of(seen.state).phase or old.phase
     is_moved = old.phase is AttemptPhase.RUNNING and phase is AttemptPhase.PENDING
     moves = ((report.heard and report.heard.starts) or 1) - 1
@@ -162,12 +156,25 @@ def look_after(before: Look | None, seen: Seen, now: datetime) -> Look:
         phase=phase,
         url=seen.url or old.url,
         checkpoints=seen.checkpoints or old.checkpoints,
-        progress=report.progress or old.progress,
+        progress=_newest(report.progress, old.progress),
         disruptions=max(old.disruptions + is_moved, moves),
         stop_until=report.stop_until or old.stop_until,
         nodes=seen.nodes or old.nodes,
         trouble=None,
     )
+
+
+def _first_look(seen: Seen, now: datetime) -> Look:
+    """Return what was before the first look: what waits has done so since it was created."""
+    has_run = seen.report.heard is not None or seen.report.progress is not None
+    waits = row_of(seen.state).phase is AttemptPhase.PENDING and not has_run
+    since = (seen.created or now) if waits else now
+    return Look(seen.state, since, AttemptPhase.PENDING if waits else AttemptPhase.RUNNING)
+
+
+def _newest(*found: Progress | None) -> Progress | None:
+    """Return the latest: the tags of a job may be older than those of its run."""
+    return max((one for one in found if one is not None), key=lambda one: one.time, default=None)
 
 
 def seconds_between_looks(look: Look | None, now: datetime) -> float:
@@ -182,16 +189,17 @@ def seconds_between_looks(look: Look | None, now: datetime) -> float:
 
 def with_end(look: Look, end: RunEnd, report: Report, said: Mapping[int, Termination]) -> Look:
     """Return the look at a run that has ended with what is told of its end."""
-    look = replace(look, end=end, last_words=said, progress=report.progress or look.progress)
+    look = replace(look, end=end, last_words=said, progress=_newest(report.progress, look.progress))
     return replace(look, stop_until=report.stop_until or look.stop_until)
 
 
 def observation_of(look: Look, now: datetime) -> Observation:
     """Return a look as an observation; its sentences change with it, and when a limit passes."""
     if look.is_over:
-        said = [one.progress for one in look.last_words.values() if one.progress is not None]
-        newest = max(said, key=lambda one: one.time, default=look.progress)
-        ended = replace(_ended(look), all_gone=True, disruptions=look.disruptions)
+        newest = _newest(look.progress, *(one.progress for one in look.last_words.values()))
+        is_ours = look.stop_until is not None
+        ended = runs.ended(look.state, look.end, look.last_words, look.url, is_ours=is_ours)
+        ended = replace(ended, all_gone=True, disruptions=look.disruptions)
         return replace(ended, progress=newest, checkpoints=look.checkpoints)
     obstacle, wait = _in_the_way(look, now)
     return Observation(
@@ -210,11 +218,13 @@ def _with_sign_of_life(old: Look, report: Report, now: datetime) -> Look:
     """Return the look with whether the reporter lives: its clock may differ from ours."""
     if report.heard is None:
         return old
-    stamp, heard = report.heard.time, old.heard
+    stamp, heard = (report.heard.starts or 1, report.heard.time), old.heard
     if old.stamp is None:  # it may be an old one
-        heard = now if abs(now.timestamp() - stamp) <= _FRESH_SECONDS else None
-    elif stamp != old.stamp:
+        heard = now if abs(now.timestamp() - report.heard.time) <= _FRESH_SECONDS else None
+    elif stamp > old.stamp:
         heard = now
+    else:  # the tags of a job may be older than those of its run
+        stamp = old.stamp
     is_fresh = heard is not None and (now - heard).total_seconds() <= _FRESH_SECONDS
     return replace(old, heard=heard, stamp=stamp, is_listening=is_fresh)
 
@@ -224,7 +234,7 @@ def _in_the_way(look: Look, now: datetime) -> tuple[Obstacle | None, float | Non
     if look.trouble is not None:
         return look.trouble, None
     row, since, obstacle = row_of(look.state), look.since, row_of(look.state).obstacle
-    if look.stop_until is not None and look.state not in _ENDING:
+    if look.stop_until is not None and look.state not in ("Finalizing", "CancelRequested"):
         both = (row, since), (_STOPPED, look.stop_until)
         row, since = min(both, key=lambda one: one[1].timestamp() + (one[0].limit or float("inf")))
     if row.limit is None:
@@ -232,18 +242,8 @@ def _in_the_way(look: Look, now: datetime) -> tuple[Obstacle | None, float | Non
     left = row.limit - (now - since).total_seconds()
     if left > 0:
         return obstacle, left
-    text = f"Azure ML shows the job as {look.state[:40]} for more than {row.limit / 60:.0f} min"
+    minutes = f"{row.limit / 60:.0f} min"
+    how_long = f"{minutes} after its stop" if row is _STOPPED else f"for more than {minutes}"
+    text = f"Azure ML shows the job as {look.state[:40]} {how_long}"
     reason = row.obstacle.reason if row.obstacle is not None else "NotStopped"
     return Obstacle(reason, f"{text}; {row.remedy}: {look.url}", Effect.STALLED), None
-
-
-def _ended(look: Look) -> Observation:
-    """Return how it ended, apart from what every end has."""
-    if look.state == GONE:
-        return Observation(AttemptPhase.UNKNOWN, message="Azure ML does not know the job any more")
-    if look.state == COMPLETED:
-        rank_0, message = look.last_words.get(0), "Azure ML says that the job has completed"
-        return Observation(AttemptPhase.SUCCEEDED, termination=rank_0, message=message)
-    if look.state == CANCELED:
-        return runs.cancelled(look.end, look.last_words, is_ours=look.stop_until is not None)
-    return runs.failed(look.end, look.last_words, look.url)

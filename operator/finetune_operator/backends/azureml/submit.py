@@ -32,6 +32,9 @@ _ENDING = ("Finalizing", "CancelRequested", "Completed", "Failed", "Canceled")
 _WITHOUT_EFFECT = timedelta(minutes=5)
 """A cancel of which nothing is seen for so long is sent again."""
 
+_TAG_PATIENCE = timedelta(minutes=1)
+"""So much longer a cancel waits for its tag: without that, the end looks like somebody else's."""
+
 _SET_TAG = "/mlflow/v2.0{ws}/api/2.0/mlflow/runs/set-tag"
 
 
@@ -145,8 +148,9 @@ class Stops:
                 may_wait = await _tag(workspace, name, until) and may_wait
                 order = self._orders[key] = replace(order, tagged_until=until)
             except TransientError:
-                if may_wait:
+                if may_wait or now < until + _TAG_PATIENCE:
                     raise
+                log.warning("cancelled without stop tag", extra={"attempt": name})
         if not may_wait:
             await _cancel(workspace, name)
         self._orders[key] = replace(

@@ -155,7 +155,7 @@ class Reporter:
     def _report(self, run: RemoteRun) -> None:
         with self._reading:
             points, progress, starts = self._curves.points, self._progress, self._curves.starts
-        heard = Heard(time=self._clock(), every=SECONDS_BETWEEN_LOOKS, starts=starts)
+        heard = Heard(time=self._clock(), starts=starts)
         tags = {HEARD_TAG: heard.model_dump_json(by_alias=True, exclude_none=True)}
         if progress is not None:
             tags[PROGRESS_TAG] = progress_text(progress, self._checkpoints)
