@@ -1,12 +1,14 @@
 """Plugins that `ftctl run` and `ftctl dev` may use: what they run is the stand-in trainer."""
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.base import AttemptRef, BackendContext, Limits, Observation
 from finetune_operator.backends.local.backend import LocalBackend
+from finetune_operator.errors import TransientError
 from local_runs import STAND_IN
 
 
@@ -20,10 +22,29 @@ class ElsewhereBackend(LocalBackend):
 
 
 class ServiceBackend(ElsewhereBackend):
-    """Backend `service`: as if its processes did not run on this machine."""
+    """Backend `service`: as if its processes did not run on this machine.
+
+    While there is a file `silent` beside the manifest it does not answer, and while there is one
+    `deaf` it accepts each cancel and does nothing.
+    """
 
     name: ClassVar[str] = "service"
     runs_on_this_machine: ClassVar[bool] = False
+    limits: ClassVar[Limits] = Limits(unconfirmed_cancel=10.0)
+
+    async def observe(self, ref: AttemptRef) -> Observation:
+        self._refuse_while_silent()
+        return await super().observe(ref)
+
+    async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
+        self._refuse_while_silent()
+        if (self._context.manifest_dir / "deaf").exists():
+            return True
+        return await super().cancel(ref, until)
+
+    def _refuse_while_silent(self) -> None:
+        if (self._context.manifest_dir / "silent").exists():
+            raise TransientError("the service does not answer")
 
 
 def install(folder: Path) -> str:

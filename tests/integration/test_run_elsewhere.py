@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +61,11 @@ class Project:
         )
 
     def call(self, *arguments: str) -> tuple[int, str]:
-        process = self.start(*arguments)
-        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        with self.start(*arguments) as process:
+            try:
+                said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+            finally:
+                process.kill()
         return process.returncode, said
 
 
@@ -93,15 +99,117 @@ def test_ctrl_c_once_saves_and_twice_kills(tmp_path: Path, is_deaf: bool) -> Non
     assert ("killing it now" in said) == is_deaf
 
 
+def read_until(process: "subprocess.Popen[str]", words: str) -> str:
+    """Return the line with these words, and those before it; a job that runs says one each 5 s."""
+    assert process.stdout is not None
+    said, end = "", time.monotonic() + PATIENCE_SECONDS
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+        if time.monotonic() > end:
+            break
+    process.kill()
+    raise AssertionError(f"no {words!r} in:\n{said}")
+
+
+@contextmanager
+def left_running(project: Project) -> Iterator[int]:
+    """Have attempt 1 of the job of a service run, with nobody who follows it; yield its process."""
+    try:
+        with project.start("run", "job.yaml") as process:
+            read_until(process, "  Training")
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=PATIENCE_SECONDS)
+        yield int((project.folder / STARTS).read_text().split()[2])
+    finally:
+        kill_what_runs_below(project.folder)
+
+
+def uid_in(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "job.json").read_text())["metadata"]["uid"])
+
+
+def run_afresh(project: Project) -> str:
+    """Return what is said until the new run trains, which is then left running."""
+    with project.start("run", "job.yaml", "--fresh") as process:
+        said = read_until(process, "  Training")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_SECONDS)
+    return said
+
+
+def test_fresh_first_ends_what_a_service_still_runs(tmp_path: Path) -> None:
+    project, run_dir = Project(tmp_path, "service", ENDLESS), tmp_path / "runs/default/tiny"
+    with left_running(project) as pid:
+        uid = uid_in(run_dir)
+        said = run_afresh(project)
+        assert not is_running(pid)
+        assert f"ending attempt 1 of the earlier run (file://{run_dir}) first" in said
+        assert f"moved the old run to {run_dir}.1" in said
+        assert uid_in(run_dir.with_name("tiny.1")) == uid
+        assert uid_in(run_dir) != uid
+        assert starts(tmp_path) == [(1, 0)]
+
+
+def test_fresh_is_refused_while_the_service_is_silent(tmp_path: Path) -> None:
+    project, run_dir = Project(tmp_path, "service", ENDLESS), tmp_path / "runs/default/tiny"
+    with left_running(project) as pid:
+        uid = uid_in(run_dir)
+        (tmp_path / "silent").touch()
+        code, said = project.call("run", "job.yaml", "--fresh")
+        assert code == 1, said
+        assert "--fresh starts no new run while attempt 1 of the earlier run" in said
+        assert f"(file://{run_dir}) may run: " in said
+        assert "the service does not answer; end it there and run this again, or" in said
+        assert len(said.splitlines()) == 2, said
+        assert "reconcile failed" in (run_dir / "operator.log").read_text()
+        assert is_running(pid)
+        assert uid_in(run_dir) == uid
+        (tmp_path / "silent").unlink()
+        run_afresh(project)
+        assert not is_running(pid)
+        assert uid_in(run_dir.with_name("tiny.1")) == uid
+
+
+@pytest.mark.full
+def test_fresh_is_refused_where_the_service_ends_nothing_in_time(tmp_path: Path) -> None:
+    project, run_dir = Project(tmp_path, "service", ENDLESS), tmp_path / "runs/default/tiny"
+    with left_running(project) as pid:
+        uid = uid_in(run_dir)
+        (tmp_path / "deaf").touch()
+        code, said = project.call("run", "job.yaml", "--fresh")
+        assert code == 1, said
+        assert re.search(
+            r"may run: it has not ended within 1\ds; end it there and run this again", said
+        )
+        assert is_running(pid)
+        assert uid_in(run_dir) == uid
+
+
+def test_ctrl_c_leaves_what_fresh_waits_for(tmp_path: Path) -> None:
+    project, run_dir = Project(tmp_path, "service", ENDLESS), tmp_path / "runs/default/tiny"
+    with left_running(project) as pid:
+        uid = uid_in(run_dir)
+        (tmp_path / "deaf").touch()
+        with project.start("run", "job.yaml", "--fresh") as process:
+            read_until(process, "ending attempt 1")
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 130, said
+        assert f"left attempt 1 of the earlier run (file://{run_dir}) as it is" in said
+        assert "Go on with it: ftctl run job.yaml\n" in said
+        assert is_running(pid)
+        assert uid_in(run_dir) == uid
+        assert not run_dir.with_name("tiny.1").exists()
+
+
 def test_ctrl_c_leaves_a_job_running_that_a_service_runs(tmp_path: Path) -> None:
     project = Project(tmp_path, "service", ENDLESS)
     try:
         for _ in range(2):
             with project.start("run", "job.yaml") as process:
-                assert process.stdout is not None
-                said = process.stdout.readline()
-                while "Training" not in said:
-                    said = process.stdout.readline()
+                read_until(process, "  Training")
                 process.send_signal(signal.SIGINT)
                 said, _ = process.communicate(timeout=PATIENCE_SECONDS)
             assert process.returncode == 130, said

@@ -58,7 +58,9 @@ async def work(
     folders = folders_of(manifest, context.manifest_dir)
     stop = StopSignals()
     with RunFolder(folders.run, folders.checkpoint) as folder:
-        opened = await open_job(manifest, folder, context, fresh=fresh, command=STAND_IN)
+        opened = await open_job(
+            manifest, folder, context, stop=stop, say=print, fresh=fresh, command=STAND_IN
+        )
         return await follow(
             opened.job,
             folder,
@@ -81,7 +83,8 @@ def note_of(context: BackendContext, manifest: FineTuneJob) -> str:
     """Return what `ftctl run` says before it goes on."""
     folders = folders_of(manifest, context.manifest_dir)
     with RunFolder(folders.run, folders.checkpoint) as folder:
-        return asyncio.run(open_job(manifest, folder, context, command=STAND_IN)).note
+        opening = open_job(manifest, folder, context, stop=StopSignals(), say=print)
+        return asyncio.run(opening).note
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +171,7 @@ def test_a_forced_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
 
     def insist(stop: StopSignals) -> None:
         asked.append(True)
-        stop.force() if len(asked) > 1 else stop.asked.set()
+        (stop.forced if len(asked) > 1 else stop.asked).set()
 
     stopped = run(here, job(), at_step(1, insist))
     assert stopped.status.phase is JobPhase.SUSPENDED

@@ -18,9 +18,10 @@ from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validate import check_start
 from finetune_operator.backends.base import Observation
 from finetune_operator.backends.local.run_folder import RunFolder
-from finetune_operator.cli.conclusion import conclude
+from finetune_operator.cli.conclusion import EXIT_STOPPED, conclude
 from finetune_operator.cli.live import LiveScreen
 from finetune_operator.cli.plain import PlainScreen
+from finetune_operator.cli.run_ending import LeftRunningError
 from finetune_operator.cli.run_opening import open_job
 from finetune_operator.cli.run_operator import follow
 from finetune_operator.cli.stop_signals import StopSignals
@@ -40,7 +41,7 @@ from finetune_operator.kernel.settings import LogFormat
 def run(
     file: FileArgument,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; an earlier run is moved aside.")
+        bool, typer.Option("--fresh", help="Start anew; an earlier run is ended and moved aside.")
     ] = False,
     backend: BackendOption = None,
     profile: ProfileOption = None,
@@ -81,11 +82,23 @@ async def _follow(
 ) -> tuple[FineTuneJob, View]:
     """Follow the job to its end on a screen; return it with the last view of it."""
     context = target.context
-    opened = await open_job(target.job, folder, context, fresh=fresh)
+    stop = StopSignals()
+
+    def say(line: str) -> None:
+        console.print(Text(line), soft_wrap=True)
+
+    stop.listen()
+    if fresh and folder.path.exists():  # what ends its attempt writes into its log
+        set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
+    try:
+        opened = await open_job(target.job, folder, context, stop=stop, say=say, fresh=fresh)
+    except LeftRunningError as error:
+        say(f"{error}\nGo on with it: {again}\nEnd it and start anew: {again} --fresh")
+        raise typer.Exit(EXIT_STOPPED) from error
     set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
     if opened.note:
-        console.print(Text(opened.note), soft_wrap=True)
-    last, stop = view_of(opened.job, None), StopSignals()
+        say(opened.note)
+    last = view_of(opened.job, None)
     with _screen(console, last, plain=plain) as screen:
 
         def show(job: FineTuneJob, seen: Observation | None) -> None:

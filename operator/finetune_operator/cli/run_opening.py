@@ -5,18 +5,20 @@ one starts. Two attempts never write one folder.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from finetune_operator.api.problems import InvalidJobError, Problem, raise_errors
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobSpec, FineTuneJobStatus
 from finetune_operator.api.v1alpha1.transitions import changes_of_training, changes_that_suspend
 from finetune_operator.api.validate import check_start
-from finetune_operator.backends.base import BackendContext, Observation
+from finetune_operator.backends import registry
+from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
-from finetune_operator.cli.run_operator import follow
+from finetune_operator.cli.run_ending import end_attempt
 from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_true
@@ -42,6 +44,8 @@ async def open_job(
     folder: RunFolder,
     context: BackendContext,
     *,
+    stop: StopSignals,
+    say: Callable[[str], None],
     fresh: bool = False,
     command: Sequence[str] = TRAINER,
 ) -> OpenedJob:
@@ -55,6 +59,8 @@ async def open_job(
         manifest: The job as its file has it.
         folder: Its run directory, locked by the caller.
         context: What its backend is given.
+        stop: The user's requests to stop, which end the wait for the end of an attempt.
+        say: Tells the user one line about that wait.
         fresh: Start anew.
         command: What a node runs.
 
@@ -62,38 +68,46 @@ async def open_job(
         InvalidJobError: the manifest asks for another training than the unfinished run's, or no
             job can begin with it.
         RunFolderError: the run directory holds another job, or cannot be read.
+        NotEndedError: it is not sure that the attempt which still ran has ended.
+        LeftRunningError: the user did not wait for that.
     """
-    opened = await _opened(manifest, folder, context, fresh, command)
+    if fresh:
+        raise_errors(check_start(manifest))
+        end = partial(end_attempt, command=command, stop=stop, say=say)
+        opened = _new(manifest, await _make_way(manifest, folder, context, end))
+    else:
+        opened = _opened(manifest, folder)
     folder.save(opened.job)
     return opened
 
 
-async def _opened(
+async def _make_way(
     manifest: FineTuneJob,
     folder: RunFolder,
     context: BackendContext,
-    fresh: bool,
-    command: Sequence[str],
-) -> OpenedJob:
-    if fresh:
-        raise_errors(check_start(manifest))
+    end: Callable[[FineTuneJob, RunFolder, BackendContext], Awaitable[None]],
+) -> str:
+    """Move aside what an earlier run has left, and return what to say about that.
+
+    Nobody finds its attempt once its job is moved, so that is ended before.
+    """
     try:
         stored = folder.load()
     except RunFolderError:
-        if not fresh:
-            raise
-        return _new(manifest, _moved_aside(folder, manifest))
+        unknown = "" if _is_here(manifest) else "; should it run elsewhere, it runs on there"
+        return _moved_aside(folder, manifest) + unknown
+    if stored is None:
+        return _moved_aside(folder, manifest) if folder.outside() else ""
+    if attempts.current(stored.status) is not None:
+        await end(stored, folder, context)
+    return _moved_aside(folder, manifest)
+
+
+def _opened(manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
+    stored = folder.load()
     if stored is None:
         raise_errors(check_start(manifest))
-        return _new(manifest, _moved_aside(folder, manifest) if fresh and folder.outside() else "")
-    if fresh:
-        if attempts.current(stored.status) is not None:
-            stop = StopSignals()
-            stop.force()  # else what runs could write into the new run
-            await follow(
-                stored, folder, context, on_observation=_show_nothing, stop=stop, command=command
-            )
-        return _new(manifest, _moved_aside(folder, manifest))
+        return _new(manifest, "")
     old, new = (f"{one.metadata.namespace}/{one.metadata.name}" for one in (stored, manifest))
     if old != new:
         raise RunFolderError(
@@ -109,10 +123,6 @@ async def _opened(
         return _new(manifest, note)
     aside = folder.move_aside(manifest.metadata)
     return _new(manifest, f"the earlier run is complete; moved it to {aside}")
-
-
-def _show_nothing(job: FineTuneJob, seen: Observation | None) -> None:
-    pass
 
 
 def _moved_aside(folder: RunFolder, manifest: FineTuneJob) -> str:
@@ -154,6 +164,10 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
     is_late = stored.spec != manifest.spec
     late = "; changes of the manifest take effect with the next attempt" if is_late else ""
     return OpenedJob(job, f"attempt {status.attempt} is not over; going on with it{late}")
+
+
+def _is_here(job: FineTuneJob) -> bool:
+    return registry.load(job.spec.backend.type).runs_on_this_machine
 
 
 def _with_spec(job: FineTuneJob, spec: FineTuneJobSpec) -> FineTuneJob:

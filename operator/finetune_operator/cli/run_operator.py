@@ -29,7 +29,7 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES,
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
 
-_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 OnObservation = Callable[[FineTuneJob, Observation | None], None]
 
@@ -68,7 +68,7 @@ async def follow(
         StalledError: somebody must fix something first.
         RunFolderError: the job's status cannot be saved.
     """
-    async with aclosing(_Operator(job, folder, context, command)) as operator:
+    async with aclosing(Operator(job, folder, context, command)) as operator:
         while True:
             if stop.asked.is_set() and operator.runs_on_this_machine:
                 await operator.stop(job.spec, kills=stop.forced.is_set())
@@ -85,7 +85,7 @@ async def follow(
                     then = None
                 elif operator.runs_on_this_machine or handle_of(job.status) is None:
                     _raise_if_stalled(job)
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def _raise_if_stalled(job: FineTuneJob) -> None:
@@ -94,7 +94,7 @@ def _raise_if_stalled(job: FineTuneJob) -> None:
         raise StalledError(found.message)
 
 
-class _Operator:
+class Operator:
     """API and operator of one job, which work until `aclose`."""
 
     def __init__(

@@ -28,8 +28,3 @@ class StopSignals:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, hit)
-
-    def force(self) -> None:
-        """Set both, as two signals do."""
-        self.asked.set()
-        self.forced.set()
