@@ -204,6 +204,39 @@ def test_ctrl_c_leaves_what_fresh_waits_for(tmp_path: Path) -> None:
         assert not run_dir.with_name("tiny.1").exists()
 
 
+def test_a_job_of_a_service_says_from_which_checkpoint_it_goes_on(tmp_path: Path) -> None:
+    project = Project(tmp_path, "service", ENDLESS)
+    with left_running(project):
+        project.write_job(suspend=True)
+        code, said = project.call("run", "job.yaml")
+        assert code == 130, said
+        found = re.search(r"the checkpoint of step \d+ is kept", said)
+        assert found, said
+        kept = found[0].removesuffix(" is kept")
+        # As where they are in a datastore.
+        (tmp_path / "runs/default/tiny/checkpoints").rename(tmp_path / "datastore")
+        project.write_job()
+        with project.start("run", "job.yaml") as process:
+            said = read_until(process, "going on")
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=PATIENCE_SECONDS)
+        assert f"going on with attempt 2, from {kept}\n" in said
+
+
+def test_a_job_of_a_service_that_told_of_no_checkpoint_may_have_one(tmp_path: Path) -> None:
+    project = Project(tmp_path, "service", {"fail_at": 2, "exit_code": 65})
+    code, said = project.call("run", "job.yaml")
+    assert code == 1, said
+    code, said = project.call("run", "job.yaml")
+    assert code == 1, said
+    start = "from its newest checkpoint, or from the first step if there is none"
+    assert f"going on with attempt 2, {start}\n" in said
+    project.write_job(suspend=True)
+    code, said = project.call("run", "job.yaml")
+    assert code == 130, said
+    assert "no checkpoint of it is known" in said
+
+
 def test_ctrl_c_leaves_a_job_running_that_a_service_runs(tmp_path: Path) -> None:
     project = Project(tmp_path, "service", ENDLESS)
     try:

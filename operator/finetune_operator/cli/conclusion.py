@@ -60,7 +60,12 @@ def conclude(
         raise typer.Exit(EXIT_STOPPED)
     # Not the progress of the last attempt, which may have ended before its first step.
     at = status.checkpoint.last
-    kept = f"the checkpoint of step {at.step} is kept" if at else "there is no checkpoint yet"
+    if at is not None:
+        kept = f"the checkpoint of step {at.step} is kept"
+    elif target.backend.runs_on_this_machine or not status.attempt:
+        kept = "there is no checkpoint yet"
+    else:
+        kept = "no checkpoint of it is known"
     console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
     if target.job.spec.suspend:
         console.print(Text("spec.suspend is true; set it to false to go on"))

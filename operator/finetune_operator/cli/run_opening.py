@@ -23,6 +23,8 @@ from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_true
 
+_NOTHING_NAMED = ("auto", "none")
+
 
 @dataclass(frozen=True)
 class OpenedJob:
@@ -136,7 +138,8 @@ def _new(manifest: FineTuneJob, note: str) -> OpenedJob:
 
 
 def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
-    status, newest = stored.status, folder.newest_step()
+    is_here = _is_here(manifest)
+    status, newest = stored.status, folder.newest_step() if is_here else None
     if not status.attempt:
         raise_errors(check_start(manifest))
     lives = attempts.current(status) is not None
@@ -160,7 +163,8 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
         return OpenedJob(_with_spec(stored, spec), note, manifest.spec)
     job = _with_spec(stored, manifest.spec)
     if not lives:
-        return OpenedJob(job, _note(job, newest))
+        start = _start_here(job, newest) if is_here else _start_there(job)
+        return OpenedJob(job, _note(job, start))
     is_late = stored.spec != manifest.spec
     late = "; changes of the manifest take effect with the next attempt" if is_late else ""
     return OpenedJob(job, f"attempt {status.attempt} is not over; going on with it{late}")
@@ -176,15 +180,26 @@ def _with_spec(job: FineTuneJob, spec: FineTuneJobSpec) -> FineTuneJob:
     return job.model_copy(update={"metadata": metadata, "spec": spec})
 
 
-def _note(job: FineTuneJob, newest: int | None) -> str:
-    """Go by the checkpoint folder, as the status may name a checkpoint that is gone."""
+def _note(job: FineTuneJob, start: str) -> str:
     if not job.status.attempt:
         return "going on with the job that was opened before"
-    named = job.spec.checkpoint.resume_from
-    if newest is not None:
-        start = f"from the checkpoint of step {newest}"
-    elif named in ("auto", "none"):
-        start = "from the first step, as there is no checkpoint"
-    else:
-        start = f"from {named}"
     return f"going on with attempt {job.status.attempt + 1}, {start}"
+
+
+def _start_here(job: FineTuneJob, newest: int | None) -> str:
+    """Go by the checkpoint folder, as the status may name a checkpoint that is gone."""
+    if newest is not None:
+        return f"from the checkpoint of step {newest}"
+    named = job.spec.checkpoint.resume_from
+    if named in _NOTHING_NAMED:
+        return "from the first step, as there is no checkpoint"
+    return f"from {named}"
+
+
+def _start_there(job: FineTuneJob) -> str:
+    """Go by the status, as the checkpoints are not on this machine."""
+    if (last := job.status.checkpoint.last) is not None:
+        return f"from the checkpoint of step {last.step}"
+    named = job.spec.checkpoint.resume_from
+    first = "the first step" if named in _NOTHING_NAMED else named
+    return f"from its newest checkpoint, or from {first} if there is none"
