@@ -186,6 +186,9 @@ def condition(made: Object | None, kind: str) -> Object:
     return next((one for one in found if one["type"] == kind), {"status": "absent", "message": ""})
 
 
+_STACKS = {"PYTHONFAULTHANDLER": "1"}
+
+
 class OperatorProcess:
     """One replica, as its own process.
 
@@ -227,7 +230,7 @@ class OperatorProcess:
         self._lines: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
             [*run_by, sys.executable, "-m", "finetune_operator.kernel"],
-            env={**os.environ, **(environ or {}), **variables, "PYTHONPATH": path},
+            env={**os.environ, **(environ or {}), **variables, "PYTHONPATH": path, **_STACKS},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -289,14 +292,17 @@ class OperatorProcess:
         self.end(None)
 
     def end(self, number: signal.Signals | None = signal.SIGTERM) -> int:
-        """Ask it to end, wait, and return its exit code."""
+        """Ask it to end, wait, and return its exit code; one that does not end says where it is."""
         if number is not None and self.is_running:
             self._process.send_signal(number)
         try:
             return self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise
+        except subprocess.TimeoutExpired as error:
+            self._process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks
+            self._process.wait(20)
+            self._reader.join(5)
+            said = "\n".join(str(line["message"]).rstrip() for line in self._lines[-200:])
+            raise AssertionError(f"the operator did not end:\n{said}") from error
         finally:
             self._reader.join(5)
             if self._process.stderr is not None:
