@@ -121,6 +121,7 @@ def _report(step: int) -> StepReport:
         learning_rate=1e-3,
         tokens=10,
         samples=1,
+        rank_tokens=5,
         seconds=STEP_SECONDS,
     )
 

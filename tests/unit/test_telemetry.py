@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from finetune_trainer.config import CheckpointRef, DataReport, Phase, Progress, SampleAnswer
+from finetune_trainer.config import (
+    CheckpointRef,
+    DataReport,
+    Phase,
+    Progress,
+    SampleAnswer,
+    metrics,
+)
 from finetune_trainer.telemetry import StepReport, Telemetry
-from finetune_trainer.telemetry.metrics import Metrics
+from finetune_trainer.telemetry.node.page import RankCollector
+from finetune_trainer.telemetry.node.ranks import NodeRanks
+from finetune_trainer.telemetry.shared import NodePage, Shared, info_file
+from finetune_trainer.telemetry.slots import Word
 from launches import train_config
+from node_pages import Series, read_series
 
 
 class Clock:
@@ -165,13 +175,6 @@ def test_progress_keeps_what_was_reported_about_data_and_checkpoints(
     assert progress.total_steps == 7
 
 
-def test_a_request_to_save_is_taken_once(telemetry: Telemetry) -> None:
-    assert not telemetry.take_save_request()
-    telemetry.request_save()
-    assert telemetry.take_save_request()
-    assert not telemetry.take_save_request()
-
-
 def test_a_rank_beside_the_first_writes_its_journal_and_nothing_else(
     tmp_path: Path, clock: Clock
 ) -> None:
@@ -218,76 +221,163 @@ def test_closing_twice_and_reporting_late_does_no_harm(
     assert on_disk(tmp_path).warnings == ("the saver was late",)
 
 
-def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """Return the page's values by name and by the label beside the rank."""
-    families = text_string_to_metric_families(metrics.render().decode())
-    found = {}
-    for sample in (s for family in families for s in family.samples):
-        labels = {k: v for k, v in sample.labels.items() if k != "rank"}
-        found[sample.name, ",".join(labels.values())] = sample.value
-    return found
+class Node:
+    """Two ranks of a node, and its page, in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.page = NodePage(folder=str(folder))
+        self.ranks = NodeRanks(folder, range(2))
+
+    def rank(self, number: int) -> Shared:
+        return Shared(self.page, number)
+
+    def series(self) -> Series:
+        return read_series(RankCollector(self.ranks).render().decode())
 
 
-def test_metrics_of_a_step_have_the_names_of_the_catalogue(tmp_path: Path) -> None:
-    metrics = Metrics(train_config(tmp_path, job={"attempt": 3}), rank=0)
-    first = report(1, data_wait_seconds=0.1, checkpoint_blocking_seconds=0.15)
-    metrics.step(first, seconds_per_step=0.5, now=1234.0)
-    metrics.step(report(2, loss=math.nan), seconds_per_step=0.5, now=1235.0)
-    metrics.evaluated(1.5, seconds=2.0)
-    metrics.checkpointed(CheckpointRef(step=2, path="x", time=77.0, world_size=2))
-    page = samples(metrics)
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    folder = tmp_path / "node"
+    folder.mkdir()
+    return Node(folder)
+
+
+def test_what_a_rank_reports_is_on_the_page_of_its_node(tmp_path: Path, node: Node) -> None:
+    config = train_config(tmp_path, job={"attempt": 3})
+    clock = Clock()
+    telemetry = Telemetry(config, rank=0, world_size=2, clock=clock, shared=node.rank(0))
+    steps = {"rank_tokens": 60, "rank_samples": 3}
+    telemetry.step(report(1, data_wait_seconds=0.1, checkpoint_blocking_seconds=0.15, **steps))
+    clock.wait(235)
+    telemetry.step(report(2, grad_norm=math.inf, **steps))
+    telemetry.evaluated(2, 1.5, seconds=2.0)
+    telemetry.checkpointed(CheckpointRef(step=2, path="x", time=77.0, world_size=2))
+    telemetry.close()
+    page = node.series()
     expected = {
-        ("finetune_train_steps_total", ""): 2,
-        ("finetune_train_global_step", ""): 2,
-        ("finetune_train_last_step_timestamp_seconds", ""): 1235,
-        ("finetune_train_tokens_total", "nonpad"): 200,
-        ("finetune_train_samples_total", ""): 8,
-        ("finetune_train_grad_norm", ""): 0.5,
-        ("finetune_train_learning_rate", ""): 1e-3,
-        ("finetune_train_epoch_ratio", ""): 0.2,
-        ("finetune_train_eval_loss", ""): 1.5,
-        ("finetune_train_nonfinite_total", "loss"): 1,
-        ("finetune_train_restart_attempt", ""): 3,
-        ("finetune_train_checkpoint_last_success_timestamp_seconds", ""): 77,
-        ("finetune_train_checkpoint_last_step", ""): 2,
-        ("finetune_train_step_duration_seconds_count", ""): 2,
-        ("finetune_train_step_duration_seconds_sum", ""): 1,
-        ("finetune_train_checkpoint_duration_seconds_count", "save_blocking"): 1,
+        ("steps_total",): 2,
+        ("global_step",): 2,
+        ("last_step_timestamp_seconds",): 1235,
+        ("step_duration_ewma_seconds",): 0.5,
+        ("tokens_total", "nonpad"): 120,
+        ("samples_total",): 6,
+        ("loss",): 2.0,
+        ("grad_norm",): math.inf,
+        ("learning_rate",): 1e-3,
+        ("epoch_ratio",): 0.2,
+        ("eval_loss",): 1.5,
+        ("nonfinite_total", "grad"): 1,
+        ("nonfinite_total", "loss"): 0,
+        ("restart_attempt",): 3,
+        ("checkpoint_last_success_timestamp_seconds",): 77,
+        ("checkpoint_last_step",): 2,
+        ("step_duration_seconds_count",): 2,
+        ("step_duration_seconds_sum",): 1,
+        ("checkpoint_duration_seconds_count", "save_blocking"): 1,
     }
-    assert {key: page[key] for key in expected} == expected
-    assert page["finetune_train_memory_bytes", "host_rss"] > 1e6
+    found = {key: page[f"finetune_train_{key[0]}", *key[1:], "0"] for key in expected}
+    assert found == expected
+    assert page["finetune_train_memory_bytes", "host_rss", "0"] > 1e6
 
 
-def test_the_phases_of_the_metrics_add_up_to_the_time_that_passed(tmp_path: Path) -> None:
-    metrics = Metrics(train_config(tmp_path), rank=0)
-    first = report(1, seconds=0.5, data_wait_seconds=0.1, checkpoint_blocking_seconds=0.15)
-    metrics.step(first, seconds_per_step=0.5, now=1.0)
-    metrics.evaluated(1.5, seconds=2.0)
+def test_the_phases_of_the_metrics_add_up_to_the_time_that_passed(
+    tmp_path: Path, node: Node
+) -> None:
+    telemetry = Telemetry(train_config(tmp_path), rank=1, world_size=2, shared=node.rank(1))
+    telemetry.step(report(1, seconds=0.5, data_wait_seconds=0.1, checkpoint_blocking_seconds=0.15))
+    telemetry.evaluated(1, 1.5, seconds=2.0)
+    telemetry.close()
     name = "finetune_train_phase_seconds_total"
-    phases = {phase: value for (metric, phase), value in samples(metrics).items() if metric == name}
+    phases = {key[1]: value for key, value in node.series().items() if key[0] == name}
     assert phases == pytest.approx(
         {"data_wait": 0.1, "checkpoint_blocking": 0.15, "other": 0.25, "eval": 2.0}
     )
 
 
-def test_a_metric_without_a_value_is_not_on_the_page(tmp_path: Path) -> None:
-    names = {name for name, _ in samples(Metrics(train_config(tmp_path), rank=0))}
-    assert names == {
-        "finetune_train_info",
-        "finetune_train_memory_bytes",
-        "finetune_train_restart_attempt",
-    }
+def test_what_rank_0_alone_knows_is_of_no_other_rank(tmp_path: Path, node: Node) -> None:
+    for rank in (0, 1):
+        config = train_config(tmp_path)
+        telemetry = Telemetry(config, rank=rank, world_size=2, shared=node.rank(rank))
+        telemetry.step(report(1))
+        telemetry.evaluated(1, 2.0, 1.0)
+        telemetry.checkpointed(CheckpointRef(step=1, path="x", time=1.0, world_size=2))
+        telemetry.close()
+    names: dict[str, set[str]] = {"0": set(), "1": set()}
+    for key in node.series():
+        names[key[-1] if key[0] != "finetune_train_info" else key[4]].add(key[0])
+    of_rank_zero = {one.name for one in metrics.OF_TRAINING_NODE if one.is_of_rank_zero}
+    assert names["0"] - names["1"] == of_rank_zero
+    assert names["1"] <= names["0"]
 
 
-def test_no_metric_names_its_job(tmp_path: Path) -> None:
-    page = Metrics(train_config(tmp_path), rank=0).render().decode()
-    labels = {
-        label
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        for label in sample.labels
-    }
-    assert not labels & {"namespace", "finetunejob", "job", "pod", "node", "instance"}
+def test_a_rank_that_has_reported_nothing_has_an_age_and_counters_at_0(node: Node) -> None:
+    assert node.series() == {}
+    node.rank(1)
+    page = node.series()
+    assert page["finetune_train_last_seen_age_seconds", "1"] >= 0
+    assert page["finetune_train_steps_total", "1"] == 0
+    assert not {"finetune_train_loss", "finetune_train_global_step"} & {key[0] for key in page}
+
+
+def test_a_gradient_norm_that_is_no_number_is_counted_and_not_shown(
+    tmp_path: Path, node: Node
+) -> None:
+    telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=node.rank(0))
+    telemetry.step(report(1, grad_norm=math.nan))
+    telemetry.close()
+    page = node.series()
+    assert page["finetune_train_nonfinite_total", "grad", "0"] == 1
+    assert ("finetune_train_grad_norm", "0") not in page
+
+
+def test_a_later_process_of_a_rank_continues_its_counters(tmp_path: Path, node: Node) -> None:
+    for _ in range(2):
+        telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=node.rank(0))
+        telemetry.step(report(1))
+        telemetry.close()
+    page = node.series()
+    assert page["finetune_train_steps_total", "0"] == 2
+    assert page["finetune_train_step_duration_seconds_bucket", "+Inf", "0"] == 2
+
+
+def test_the_memory_of_another_process_of_the_same_number_is_not_shown(node: Node) -> None:
+    node.rank(0).block.numbers[Word.PROCESS_START] += 1
+    assert ("finetune_train_memory_bytes", "host_rss", "0") not in node.series()
+
+
+def test_a_request_to_save_is_taken_once_also_by_a_later_process(node: Node) -> None:
+    assert not node.ranks.ask_for_save()  # there is nobody yet who would hear of it
+    first = node.rank(0)
+    assert not first.take_save_request()
+    assert node.ranks.ask_for_save()
+    assert first.take_save_request()
+    assert not first.take_save_request()
+    assert node.ranks.ask_for_save()
+    again = node.rank(0)
+    assert again.take_save_request()
+    assert not again.take_save_request()
+
+
+def test_a_page_that_has_no_room_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+    shared = Shared(NodePage(folder=str(tmp_path / "nowhere")), 0)
+    telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=shared)
+    telemetry.step(report(1))
+    telemetry.close()
+    about_texts, about_numbers = telemetry.progress.warnings
+    assert about_texts.startswith("the page of this node cannot be kept up to date (No such file")
+    assert about_numbers.endswith("rank 0 is missing on the page of its node")
+    assert on_disk(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("text", ['{"strategy": "dd', '{"strategy": "ddp"}', "[]", ""])
+def test_labels_that_are_cut_off_or_of_another_version_leave_the_rest_on_the_page(
+    tmp_path: Path, node: Node, text: str
+) -> None:
+    node.rank(0)
+    (tmp_path / "node" / info_file(0)).write_text(text)
+    names = {key[0] for key in node.series()}
+    assert "finetune_train_steps_total" in names
+    assert "finetune_train_info" not in names
 
 
 def test_phases_that_report_nothing_until_they_end_are_not_idle(telemetry: Telemetry) -> None:

@@ -77,11 +77,12 @@ def train(run: Run, first_step: int) -> int:
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
-        losses = []
+        losses, rank_tokens = [], 0
         for index, packs in enumerate(micro_batches):
             asked = perf_counter()
             batch = collate(run.dataset, packs, pad_to=run.pad_to, pad_id=run.pad_id)
             waited += perf_counter() - asked
+            rank_tokens += batch.tokens
             _reseed(config.training.seed, step, packs)
             is_last = index == len(micro_batches) - 1
             inputs = loss_inputs(batch, run.world.device)
@@ -104,6 +105,8 @@ def train(run: Run, first_step: int) -> int:
             learning_rate=rate,
             tokens=plan.tokens(step),
             samples=sum(len(pack) for pack in plan.packs(step)),
+            rank_tokens=rank_tokens,
+            rank_samples=sum(len(pack) for packs in micro_batches for pack in packs),
             seconds=perf_counter() - began + run.blocked_seconds,
             data_wait_seconds=waited,
             checkpoint_blocking_seconds=run.blocked_seconds,

@@ -84,6 +84,7 @@ class LateNumbers:
             step.arrived.synchronize()
         loss, norm, *own = step.values.tolist()
         if not math.isfinite(loss):
+            self._telemetry.loss_was_not_finite(step.report.step)
             raise NonFiniteLossError(
                 f"the loss of step {step.report.step} is {loss} ({self._origin(step, own)}); "
                 "nothing was updated with it; check these rows, lower "

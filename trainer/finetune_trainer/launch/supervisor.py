@@ -1,4 +1,4 @@
-"""The main process of a node: starts its ranks, passes signals on, says how the attempt ended.
+"""The main process of a node: starts its ranks and its page, passes signals on, says how it ended.
 
 Called by `main`. It trains nothing, opens no device and never imports torch. After a fault it
 may start the ranks of a single node again; otherwise the operator starts the next attempt when
@@ -37,6 +37,8 @@ from finetune_trainer.launch.termination_message import (
     write_termination,
 )
 from finetune_trainer.launch.watch import Watch
+from finetune_trainer.telemetry.node.start import node_page
+from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage
 
 
 class Supervisor:
@@ -73,13 +75,19 @@ class Supervisor:
 
     def _supervise(self, folder: Path) -> Termination:
         node = read_node(self._config, self._environ)
+        num_ranks = self._config.world.nproc_per_node
+        with node_page(self._config.telemetry, node.rank * num_ranks, num_ranks) as page:
+            return self._run_attempt(node, page, folder)
+
+    def _run_attempt(self, node: Node, page: NodePage, folder: Path) -> Termination:
+        """Run the ranks, and after a fault again, as often as the configuration says."""
         allowed, restart = self._config.world.restarts_in_place, 0
         while True:
             if self.stop.requested:
                 return preempted_before_training(self.stop.reason)
             reports = folder / str(restart)
             reports.mkdir()
-            termination = self._run_ranks(node, reports, restart)
+            termination = self._run_ranks(node, page, reports, restart)
             if restart == allowed or self.stop.requested or not _may_restart(termination):
                 return termination
             restart += 1
@@ -90,7 +98,7 @@ class Supervisor:
                 flush=True,
             )
 
-    def _run_ranks(self, node: Node, reports: Path, restart: int) -> Termination:
+    def _run_ranks(self, node: Node, page: NodePage, reports: Path, restart: int) -> Termination:
         """Start the ranks, and return what became of them once every one is gone."""
         config = self._config
         started = time.time() if restart else psutil.Process().create_time()
@@ -103,6 +111,7 @@ class Supervisor:
             ENV_REPORT_DIR: str(reports),
             ENV_STARTED: str(started),
             ENV_SUPERVISOR_PID: str(os.getpid()),
+            ENV_NODE_PAGE: page.to_json(),
         }
         arguments = ("-m", "finetune_trainer.launch.worker", str(self._config_path), self._entry)
         oom_kills_before = count_oom_kills()

@@ -41,6 +41,8 @@ from finetune_trainer.launch.report import (
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.launch.unused import hide_unused
 from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.telemetry.node.start import page_without_supervisor
+from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
 from finetune_trainer.watchdog import watch_progress
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
 
@@ -94,8 +96,13 @@ class _Rank:
         self._stop = StopSignal()
         self._telemetry: Telemetry | None = None
         self._rank = 0
+        self._at_end = ExitStack()
 
     def run(self, entry: str) -> RankReport:
+        with self._at_end:
+            return self._run(entry)
+
+    def _run(self, entry: str) -> RankReport:
         self._stop.install()
         termination, verdict = guard(lambda: self._work(entry), on_error=self._log_error)
         if verdict is not None and verdict.is_own_fault:
@@ -109,12 +116,13 @@ class _Rank:
         config, environ, stop = self._config, self._environ, self._stop
         launch = read_launch(environ) or Launch("")
         self._rank = launch.rank
+        shared = Shared(self._node_page(launch), launch.rank)
         if launch.launcher == ACCELERATE:  # it dies of SIGTERM without passing it on
             end_with_parent(os.getppid(), signal.SIGTERM)
         fence = None
         if launch.rank == 0:  # the others come no further than to meet it before it has the folders
             fence = claim_folders(config, lambda: stop.requested)
-            telemetry = self._open_telemetry(launch)
+            telemetry = self._open_telemetry(launch, shared)
             generation = fence.holding(Path(config.checkpoint.dir)).claim.generation
             telemetry.log("claimed", generation=generation)
             fence.watch(self._end_overtaken)
@@ -125,12 +133,25 @@ class _Rank:
             with open_world(config, environ, should_stop=lambda: stop.requested) as world:
                 do_work = _load(entry)
                 importing.close()
-                telemetry = self._telemetry or self._open_telemetry(launch)
+                telemetry = self._telemetry or self._open_telemetry(launch, shared)
                 return do_work(_continued(config, environ), world, stop, telemetry, fence)
 
-    def _open_telemetry(self, launch: Launch) -> Telemetry:
+    def _node_page(self, launch: Launch) -> NodePage:
+        told = self._environ.get(ENV_NODE_PAGE)
+        if told is not None:
+            return NodePage.model_validate_json(told)
+        return self._at_end.enter_context(
+            page_without_supervisor(
+                self._config,
+                rank=launch.rank,
+                local_rank=launch.local_rank,
+                local_world_size=launch.local_world_size,
+            )
+        )
+
+    def _open_telemetry(self, launch: Launch, shared: Shared) -> Telemetry:
         config = self._config
-        self._telemetry = _open_telemetry(config, launch, self._environ)
+        self._telemetry = _open_telemetry(config, launch, self._environ, shared)
         if config.control.hang_seconds is not None:
             stacks = Path(config.run_dir) / "logs" / f"rank-{launch.rank}.stacks.txt"
             watch_progress(self._telemetry, config.control.hang_seconds, stacks, self._end_hung)
@@ -203,7 +224,9 @@ def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
     return config.continued() if restart_count(environ) else config
 
 
-def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, str]) -> Telemetry:
+def _open_telemetry(
+    config: TrainConfig, launch: Launch, environ: Mapping[str, str], shared: Shared
+) -> Telemetry:
     started = environ.get(ENV_STARTED)
     try:
         return Telemetry(
@@ -212,6 +235,7 @@ def _open_telemetry(config: TrainConfig, launch: Launch, environ: Mapping[str, s
             world_size=launch.world_size,
             started=float(started) if started else None,
             restarts_in_place=restart_count(environ),
+            shared=shared,
         )
     except OSError as error:
         raise OutputNotWritableError(

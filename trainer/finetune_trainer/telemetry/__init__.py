@@ -1,7 +1,7 @@
-"""What a run reports while it trains: progress, logs, metrics, TensorBoard.
+"""What a run reports while it trains: progress, logs, numbers, TensorBoard.
 
 The loop talks to one `Telemetry`; the modules beside it are its outlets and know nothing of the
-loop. No module here imports torch.
+loop. `node` is a process of its own, the page of a node. No module here imports torch.
 """
 
 from finetune_trainer.telemetry.recorder import Telemetry

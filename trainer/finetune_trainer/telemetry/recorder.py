@@ -5,13 +5,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from http import HTTPStatus
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import psutil
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from finetune_trainer.config import (
     CheckpointRef,
@@ -22,10 +20,10 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.files import replace_text
-from finetune_trainer.telemetry.exporter import JSON, Answer, Exporter, serve
 from finetune_trainer.telemetry.journal import Journal
-from finetune_trainer.telemetry.metrics import Metrics
 from finetune_trainer.telemetry.narrator import Narrator
+from finetune_trainer.telemetry.numbers import Numbers, info_labels
+from finetune_trainer.telemetry.shared import NodePage, Shared
 from finetune_trainer.telemetry.step import StepReport, Throughput
 from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 
@@ -38,10 +36,10 @@ _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
 
 
 class Telemetry:
-    """Collects what a rank reports and hands it to logs, files, metrics and TensorBoard.
+    """Collects what a rank reports and hands it to logs, files, its node's page and TensorBoard.
 
-    Every rank has a journal; all else is rank 0's. The loop calls from one thread; the saver and
-    the HTTP server may call `warn`, `progress` and the save request from theirs.
+    Every rank has a journal and numbers on the page; all else is rank 0's. The loop calls from one
+    thread; the saver may call `warn` and `progress` from its own.
     """
 
     def __init__(
@@ -53,11 +51,13 @@ class Telemetry:
         clock: Callable[[], float] = time.time,
         started: float | None = None,
         restarts_in_place: int = 0,
+        shared: Shared | None = None,
     ) -> None:
         """Open the outlets.
 
         `clock` and `started` are in seconds since the epoch: of now, and of the start of the
-        attempt's first process (of this one, if None).
+        attempt's first process (of this one, if None). `shared` is what the page of the node
+        reads; None where there is no page.
         """
         self._lock = RLock()
         self._clock = clock
@@ -68,7 +68,6 @@ class Telemetry:
         self._not_start_up_seconds = 0.0
         self._phase_since = clock()
         self._artifacts: tuple[str, ...] = ()
-        self._save_requested = False
         self._warned: set[str] = set()
         self._progress = Progress(
             attempt=config.job.attempt, restarts_in_place=restarts_in_place, time=clock()
@@ -78,12 +77,16 @@ class Telemetry:
         self._written_at = float("-inf")
         self._has_room = True
         self._is_let_go = False
-        self._metrics = Metrics(config, rank=rank) if self._is_main else None
+        self._shared = Shared(NodePage(), rank) if shared is None else shared
+        self._numbers = Numbers(self._shared.block, is_main=self._is_main)
         self._tensorboard: TensorBoardWriter | None = None
         self._narrator = Narrator() if self._is_main else None
-        self._exporter = self._serve(config)
         self._journal.write("started", {"world_size": world_size})  # no start without room
-        self._update(metrics_url=self._exporter.url if self._exporter else None)
+        self._numbers.begin(config.job.attempt)
+        self._show(lambda: self._shared.tell_info(info_labels(config)))
+        self._update(metrics_url=self._shared.url)
+        if self._shared.warning is not None:
+            self.warn(self._shared.warning)
 
     @property
     def progress(self) -> Progress:
@@ -96,15 +99,8 @@ class Telemetry:
         return self._artifacts
 
     def take_save_request(self) -> bool:
-        """Return whether somebody asked for a checkpoint, and forget it."""
-        with self._lock:
-            requested, self._save_requested = self._save_requested, False
-            return requested
-
-    def request_save(self) -> None:
-        """Ask for a checkpoint at the next step boundary (`POST /checkpoint` does)."""
-        with self._lock:
-            self._save_requested = True
+        """Return whether somebody asked for a checkpoint (`POST /checkpoint`), and forget it."""
+        return self._shared.take_save_request()
 
     def log(self, event: str, **fields: object) -> None:
         """Write one line to this rank's journal and to nothing else."""
@@ -183,9 +179,8 @@ class Telemetry:
         )
         if self._narrator is not None:
             self._narrator.step(self._progress)
-        if self._metrics is not None:
-            seconds_per_step = self._throughput.seconds_per_step
-            self._metrics.step(report, seconds_per_step=seconds_per_step, now=now)
+        seconds_per_step = self._throughput.seconds_per_step
+        self._numbers.step(report, seconds_per_step=seconds_per_step, now=now)
         self._plot(
             report.step,
             {
@@ -196,6 +191,11 @@ class Telemetry:
             },
         )
 
+    def loss_was_not_finite(self, step: int) -> None:
+        """Report a step that ends the run, as its loss is not a number."""
+        self.log("loss_not_finite", step=step)
+        self._numbers.loss_was_not_finite()
+
     def evaluated(self, step: int, loss: float, seconds: float) -> None:
         """Report the held-out loss; the one of step 0 is also `eval_loss_before`."""
         self.log("evaluated", step=step, loss=loss, seconds=seconds)
@@ -204,8 +204,7 @@ class Telemetry:
         if step == 0 and before is None:
             before = loss
         self._update(eval_loss=loss, eval_loss_before=before)
-        if self._metrics is not None:
-            self._metrics.evaluated(loss, seconds)
+        self._numbers.evaluated(loss, seconds)
         self._plot(step, {"eval/loss": loss})
 
     def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
@@ -213,8 +212,7 @@ class Telemetry:
         self.log("checkpointed", checkpoint=checkpoint, best=best)
         self._print(f"checkpoint of step {checkpoint.step} committed")
         self._update(checkpoint=checkpoint, best_checkpoint=best)
-        if self._metrics is not None:
-            self._metrics.checkpointed(checkpoint)
+        self._numbers.checkpointed(checkpoint)
 
     def answered(self, prompt: str, *, before: str | None = None, after: str | None = None) -> None:
         """Report the model's answer to a sample prompt; each half may come in its own call."""
@@ -246,14 +244,14 @@ class Telemetry:
 
     def alive(self) -> None:
         """Note that the run makes progress, where there is nothing else to report."""
-        self._alive_at = time.monotonic()
+        self._shared.seen()
 
     @property
     def idle_seconds(self) -> float:
         """Time since anything was reported; 0 in phases that report nothing until they end."""
         if self._progress.phase in _SILENT:
             return 0.0
-        return time.monotonic() - self._alive_at
+        return self._shared.idle_seconds
 
     def let_go(self) -> None:
         """Write no further into the run directory, which a later attempt has now."""
@@ -267,9 +265,6 @@ class Telemetry:
                 self._put(self._tensorboard.close)
                 self._tensorboard = None
             self._put(self._journal.close)
-        if self._exporter is not None:
-            self._exporter.close()
-            self._exporter = None
 
     def _print(self, sentence: str) -> None:
         if self._narrator is not None:
@@ -284,6 +279,7 @@ class Telemetry:
                 self._written_at = self._progress.time
                 path, text = self._run_dir / "progress.json", self._progress.to_json()
                 self._has_room = self._put(lambda: replace_text(path, text))
+                self._show(lambda: self._shared.tell_progress(text))
 
     def _eta_seconds(self, step: int) -> float | None:
         total, seconds = self._progress.total_steps, self._throughput.seconds_per_step
@@ -320,21 +316,12 @@ class Telemetry:
             return False
         return True
 
-    def _serve(self, config: TrainConfig) -> Exporter | None:
-        if self._metrics is None or config.telemetry.metrics_port == 0:
-            return None
-        metrics = self._metrics
-
-        def request_checkpoint() -> Answer:
-            self.request_save()
-            accepted = b'{"message": "a checkpoint will be saved at the next step boundary"}\n'
-            return HTTPStatus.ACCEPTED, JSON, accepted
-
-        routes = {
-            "/metrics": ("GET", lambda: (HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics.render())),
-            "/progress": ("GET", lambda: (HTTPStatus.OK, JSON, self._progress.to_json().encode())),
-            "/checkpoint": ("POST", request_checkpoint),
-        }
-        return serve(
-            config.telemetry.metrics_host, config.telemetry.metrics_port, routes, self.warn
-        )
+    def _show(self, write: Callable[[], object]) -> None:
+        """Let the page of the node have a text; where it has no room, training goes on."""
+        try:
+            write()
+        except OSError as error:
+            self.warn(
+                f"the page of this node cannot be kept up to date ({error.strerror or error}); "
+                "training goes on"
+            )

@@ -18,6 +18,8 @@ class StepReport:
         grad_norm: global norm before clipping.
         tokens: non-padding tokens of all ranks.
         samples: rows of the data set, of all ranks.
+        rank_tokens: non-padding tokens of this rank.
+        rank_samples: rows of this rank.
         seconds: wall time since the previous step ended, evaluation apart.
         data_wait_seconds: share of `seconds` spent waiting for batches.
         checkpoint_blocking_seconds: share of `seconds` spent in `CheckpointStore.save`.
@@ -31,6 +33,8 @@ class StepReport:
     tokens: int
     samples: int
     seconds: float
+    rank_tokens: int = 0
+    rank_samples: int = 0
     data_wait_seconds: float = 0.0
     checkpoint_blocking_seconds: float = 0.0
 

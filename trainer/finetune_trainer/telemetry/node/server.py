@@ -1,9 +1,6 @@
-"""The small HTTP server of rank 0: GET /metrics, GET /progress, POST /checkpoint.
+"""The small HTTP server of a node's page: it calls a function for each path."""
 
-The operator and Prometheus pull; nothing is ever pushed, so a training pod holds no token.
-"""
-
-import socketserver
+import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -11,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-_PORTS_TRIED = 20
 _MAX_BODY_BYTES = 1024
 _CONNECTION_TIMEOUT_SECONDS = 5.0
 JSON = "application/json"
@@ -23,41 +19,33 @@ Routes = Mapping[str, tuple[str, Callable[[], Answer]]]
 """By path: the method that asks there, and what makes the answer, at once and in any thread."""
 
 
-class Exporter(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Answers from daemon threads, from its making until it is closed."""
 
     daemon_threads = True
     # Closing must not wait for a client that reads slowly.
     block_on_close = False
 
-    def __init__(self, host: str, port: int, routes: Routes) -> None:
+    def __init__(self, listener: socket.socket, routes: Routes) -> None:
+        """Answer those who connect to `listener`, which closes with this server."""
         self.routes = routes
-        super().__init__((host, port), _Handler)
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
         target = partial(self.serve_forever, poll_interval=0.1)
-        Thread(target=target, name="exporter", daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        """Address of the metrics page for this machine."""
-        name = "127.0.0.1" if self.server_name in ("0.0.0.0", "::") else self.server_name
-        return f"http://{name}:{self.server_port}/metrics"
+        Thread(target=target, name="page", daemon=True).start()
 
     def close(self) -> None:
         """Stop answering and free the port."""
         self.shutdown()
         self.server_close()
 
-    def server_bind(self) -> None:
-        """Bind, and leave out the name service, which can take half a minute to say who we are."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do nothing: a client that hangs up early is no event of the training run."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Exporter
+    server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = _CONNECTION_TIMEOUT_SECONDS
     error_content_type = JSON
@@ -88,26 +76,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing: a line a scrape would bury the training log."""
-
-
-def serve(host: str, port: int, routes: Routes, warn: Callable[[str], None]) -> Exporter | None:
-    """Serve on `port`, or else on the next one that is free, and say so; None where none is."""
-    last = min(port + _PORTS_TRIED, 65536)
-    problems: list[OSError] = []
-    for candidate in range(port, last):
-        try:
-            server = Exporter(host, candidate, routes)
-        except OSError as error:
-            problems.append(error)
-            continue
-        if problems:
-            warn(
-                f"spec.observability.metricsPort {port} on {host} cannot be used "
-                f"({problems[0].strerror}); serving on {candidate} instead"
-            )
-        return server
-    warn(
-        f"spec.observability.metricsPort {port} to {last - 1} on {host} cannot be used "
-        f"({problems[0].strerror}); no metrics are served; choose another port"
-    )
-    return None

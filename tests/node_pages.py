@@ -1,0 +1,79 @@
+"""The page of a training node, as those read it who ask over HTTP."""
+
+import http.client
+from contextlib import ExitStack
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path
+from socket import create_server
+from urllib.parse import urlsplit
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+MODULE = "finetune_trainer.telemetry.node"
+
+Series = dict[tuple[str, ...], float]
+"""By name and the values of its labels, in the order of the labels' names."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a page answered."""
+
+    status: int
+    headers: Message
+    text: str
+
+
+def ask(url: str | None, method: str, path: str, body: bytes | None = None) -> Answer:
+    """Send one request to the server of a page, whose /metrics is at `url`."""
+    assert url is not None, "there is no page"
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.headers, answer.read().decode())
+    finally:
+        connection.close()
+
+
+def read_series(text: str) -> Series:
+    """Return what a page's text has, as Prometheus reads it."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scrape(url: str | None) -> Series:
+    """Return what the page has now."""
+    answer = ask(url, "GET", "/metrics")
+    assert answer.status == 200, answer.text
+    return read_series(answer.text)
+
+
+def page_processes(pid: int) -> list[psutil.Process]:
+    """Return the processes below `pid` that serve a page."""
+    below = psutil.Process(pid).children(recursive=True)
+    return [one for one in below if MODULE in one.cmdline()]
+
+
+def folder_of(process: psutil.Process) -> Path:
+    """Return where the ranks of a page leave what it shows."""
+    arguments = process.cmdline()
+    return Path(arguments[arguments.index(MODULE) + 1])
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` neighbouring ports that are free now."""
+    for first in range(21000, 60000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no free ports on this machine")

@@ -1,0 +1,228 @@
+"""Every metric of a training node, declared once: `Metric`.
+
+Its page, `docs/reference/metrics.md` and whatever asks Prometheus for it follow from here.
+Job, namespace, pod and node are no labels of a page: the scrape configuration adds them.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+
+
+class MetricType(StrEnum):
+    """What Prometheus takes it for."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Needs(StrEnum):
+    """What must be there for a metric to have a value."""
+
+    NOTHING = "nothing"
+    GPU = "a GPU"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label of a metric.
+
+    Attributes:
+        values: all that it can have; none where only the run knows them, such as a version.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: as on the page; a counter's ends with `_total`.
+        unit: of its values, in the plural; the word of what is counted, for a counter of things.
+        labels: those of the page, in its order.
+        buckets: upper bounds of a histogram, rising, without the last, infinite one.
+        is_of_rank_zero: rank 0 alone knows it; else each rank has its own.
+    """
+
+    name: str
+    type: MetricType
+    unit: str
+    help: str
+    labels: tuple[Label, ...]
+    buckets: tuple[float, ...] = ()
+    needs: Needs = Needs.NOTHING
+    is_of_rank_zero: bool = False
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of its labels, in the page's order."""
+        return tuple(label.name for label in self.labels)
+
+
+RANK = Label("rank")
+
+
+def combinations(labels: tuple[Label, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return each combination of the labels' values; none where a label's values are not known."""
+    return tuple(product(*(label.values for label in labels)))
+
+
+_STEP_BUCKETS = tuple(round(0.05 * 1.5**k, 4) for k in range(20))
+_CHECKPOINT_BUCKETS = tuple(round(0.1 * 2**k, 1) for k in range(14))
+
+INFO = Metric(
+    "finetune_train_info",
+    MetricType.GAUGE,
+    "ranks",
+    "What runs; always 1.",
+    (
+        RANK,
+        Label("strategy", ("ddp", "fsdp", "zero1", "zero2", "zero3")),
+        Label("precision", ("bf16", "fp16", "fp32", "fp64")),
+        Label("peft", ("full", "lora", "qlora")),
+        Label("backend", ("gloo", "nccl")),
+        Label("torch"),
+    ),
+)
+LAST_SEEN_AGE = Metric(
+    "finetune_train_last_seen_age_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "Time since the rank last reported anything; it grows while a rank is stuck, stopped or dead.",
+    (RANK,),
+)
+MEMORY = Metric(
+    "finetune_train_memory_bytes",
+    MetricType.GAUGE,
+    "bytes",
+    "Memory in use, by kind; host_rss is what the process has in memory, while it lives.",
+    (RANK, Label("kind", ("host_rss",))),
+)
+STEP_DURATION = Metric(
+    "finetune_train_step_duration_seconds",
+    MetricType.HISTOGRAM,
+    "seconds",
+    "Wall time between optimizer steps, evaluation apart.",
+    (RANK,),
+    buckets=_STEP_BUCKETS,
+)
+STEP_DURATION_EWMA = Metric(
+    "finetune_train_step_duration_ewma_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "Seconds per step, recent steps counting more.",
+    (RANK,),
+)
+STEPS = Metric(
+    "finetune_train_steps_total",
+    MetricType.COUNTER,
+    "steps",
+    "Optimizer steps of this attempt.",
+    (RANK,),
+)
+GLOBAL_STEP = Metric(
+    "finetune_train_global_step",
+    MetricType.GAUGE,
+    "steps",
+    "Optimizer steps finished, over all attempts.",
+    (RANK,),
+)
+LAST_STEP_TIMESTAMP = Metric(
+    "finetune_train_last_step_timestamp_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "When the newest step was reported, since the epoch.",
+    (RANK,),
+)
+TOKENS = Metric(
+    "finetune_train_tokens_total",
+    MetricType.COUNTER,
+    "tokens",
+    "Tokens that the rank trained on, by kind; nonpad is all but padding.",
+    (RANK, Label("kind", ("nonpad",))),
+)
+SAMPLES = Metric(
+    "finetune_train_samples_total",
+    MetricType.COUNTER,
+    "rows",
+    "Rows that the rank trained on.",
+    (RANK,),
+)
+PHASE_SECONDS = Metric(
+    "finetune_train_phase_seconds_total",
+    MetricType.COUNTER,
+    "seconds",
+    "Wall time by what it went into.",
+    (RANK, Label("phase", ("data_wait", "checkpoint_blocking", "eval", "other"))),
+)
+NON_FINITE = Metric(
+    "finetune_train_nonfinite_total",
+    MetricType.COUNTER,
+    "steps",
+    "Steps whose loss or gradient norm was not finite.",
+    (RANK, Label("kind", ("loss", "grad"))),
+)
+CHECKPOINT_DURATION = Metric(
+    "finetune_train_checkpoint_duration_seconds",
+    MetricType.HISTOGRAM,
+    "seconds",
+    "Time of a checkpoint, by kind of work; save_blocking is what a step waited for.",
+    (RANK, Label("kind", ("save_blocking",))),
+    buckets=_CHECKPOINT_BUCKETS,
+)
+
+
+def _of_rank_zero(name: str, unit: str, help: str) -> Metric:
+    return Metric(
+        f"finetune_train_{name}", MetricType.GAUGE, unit, help, (RANK,), is_of_rank_zero=True
+    )
+
+
+LOSS = _of_rank_zero("loss", "nats", "Training loss per label token.")
+GRAD_NORM = _of_rank_zero(
+    "grad_norm",
+    "nats",
+    "Global gradient norm before clipping; absent while it is NaN.",
+)
+LEARNING_RATE = _of_rank_zero("learning_rate", "ratio", "Learning rate of the newest step.")
+EPOCH = _of_rank_zero("epoch_ratio", "epochs", "Epochs finished, with fraction.")
+EVAL_LOSS = _of_rank_zero("eval_loss", "nats", "Held-out loss per label token.")
+CHECKPOINT_TIMESTAMP = _of_rank_zero(
+    "checkpoint_last_success_timestamp_seconds",
+    "seconds",
+    "When the newest checkpoint was committed, since the epoch.",
+)
+CHECKPOINT_STEP = _of_rank_zero(
+    "checkpoint_last_step", "steps", "Step of the newest committed checkpoint."
+)
+ATTEMPT = _of_rank_zero("restart_attempt", "attempts", "Number of this attempt, from 1.")
+
+OF_TRAINING_NODE = (
+    INFO,
+    LAST_SEEN_AGE,
+    MEMORY,
+    STEP_DURATION,
+    STEP_DURATION_EWMA,
+    STEPS,
+    GLOBAL_STEP,
+    LAST_STEP_TIMESTAMP,
+    TOKENS,
+    SAMPLES,
+    PHASE_SECONDS,
+    NON_FINITE,
+    CHECKPOINT_DURATION,
+    LOSS,
+    GRAD_NORM,
+    LEARNING_RATE,
+    EPOCH,
+    EVAL_LOSS,
+    CHECKPOINT_TIMESTAMP,
+    CHECKPOINT_STEP,
+    ATTEMPT,
+)
+"""Everything that the page of a training node has, in its order."""

@@ -1,0 +1,81 @@
+"""The metrics of a node as Prometheus reads them: the catalogue's, and nothing else."""
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from finetune_trainer.config import metrics
+from finetune_trainer.config.metrics import Metric, MetricType, combinations
+from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
+from finetune_trainer.telemetry.slots import layout_of_node
+
+
+class RankCollector(Collector):
+    """Makes the page of what the ranks share at that moment."""
+
+    def __init__(self, ranks: NodeRanks) -> None:
+        self._ranks = ranks
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the metrics that have a value on some rank, in the catalogue's order."""
+        ranks = self._ranks.now()
+        for metric in metrics.OF_TRAINING_NODE:
+            family = _family(metric, ranks)
+            if family.samples:
+                yield family
+
+    def render(self) -> bytes:
+        """Return the page in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+
+def _family(metric: Metric, ranks: list[RankNow]) -> Family:
+    if metric.type is MetricType.HISTOGRAM:
+        return _histograms(metric, ranks)
+    make = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
+    family = make(metric.name, metric.help, labels=metric.label_names)
+    for rank in ranks:
+        for values, value in _values(metric, rank):
+            if not math.isnan(value):
+                family.add_metric((str(rank.rank), *values), value)
+    return family
+
+
+def _values(metric: Metric, rank: RankNow) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield each series of a rank: the values of its labels after the rank, and its value."""
+    if metric is metrics.INFO:
+        if rank.info is not None:
+            yield tuple(rank.info.values()), 1.0
+        return
+    if metric is metrics.LAST_SEEN_AGE:
+        yield (), rank.age_seconds
+        return
+    for values in combinations(metric.labels[1:]):
+        if metric is metrics.MEMORY and values == ("host_rss",):
+            if rank.resident_bytes is not None:
+                yield values, rank.resident_bytes
+        else:
+            yield values, rank.numbers[layout_of_node().place(metric, *values)]
+
+
+def _histograms(metric: Metric, ranks: list[RankNow]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.label_names)
+    bounds = [*map(str, metric.buckets), "+Inf"]
+    for rank in ranks:
+        for values in combinations(metric.labels[1:]):
+            at = layout_of_node().place(metric, *values)
+            *counts, total = rank.numbers[at : at + len(bounds) + 1]
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric((str(rank.rank), *values), buckets, total)
+    return family

@@ -1,0 +1,106 @@
+"""What the ranks of this node share, read anew for each answer."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from finetune_trainer.config import metrics
+from finetune_trainer.telemetry.processes import read_process
+from finetune_trainer.telemetry.shared import PROGRESS_FILE, block_file, info_file
+from finetune_trainer.telemetry.slots import Block, Word
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """One rank that has begun, at one moment.
+
+    Attributes:
+        numbers: those of its block.
+        age_seconds: time since it last reported anything.
+        resident_bytes: memory of its process; None where that is gone.
+        info: values of the labels of `metrics.INFO` after the rank; None before it has told them.
+    """
+
+    rank: int
+    numbers: Sequence[float]
+    age_seconds: float
+    resident_bytes: int | None
+    info: Mapping[str, str] | None
+
+
+class NodeRanks:
+    """The ranks of one node, of which some may not have begun."""
+
+    def __init__(
+        self, folder: Path, ranks: Sequence[int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Prepare; `clock` is the one by which ranks write `Word.SEEN_AT`."""
+        self._folder = folder
+        self._ranks = ranks
+        self._clock = clock
+        self._mapped: dict[int, tuple[int, Block]] = {}
+        self._writing = Lock()  # requests are answered in threads
+
+    @property
+    def has_rank_zero(self) -> bool:
+        """Whether rank 0 is one of this node's."""
+        return 0 in self._ranks
+
+    def now(self) -> list[RankNow]:
+        """Return every rank that has begun, in their order."""
+        found = ((rank, self._block(rank)) for rank in self._ranks)
+        return [self._read(rank, block) for rank, block in found if block is not None]
+
+    def progress(self) -> bytes | None:
+        """Return the progress that rank 0 has published, as JSON; None before it has."""
+        try:
+            return (self._folder / PROGRESS_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def ask_for_save(self) -> bool:
+        """Ask rank 0 for a checkpoint; return whether it has begun, and so will hear of it."""
+        block = self._block(0)
+        if block is None:
+            return False
+        with self._writing:
+            block.numbers[Word.SAVES_ASKED] += 1
+        return True
+
+    def _read(self, rank: int, block: Block) -> RankNow:
+        numbers = block.numbers.tolist()
+        process = read_process(int(numbers[Word.PID]))
+        is_same = process is not None and process.start == numbers[Word.PROCESS_START]
+        return RankNow(
+            rank=rank,
+            numbers=numbers,
+            age_seconds=max(0.0, self._clock() - numbers[Word.SEEN_AT]),
+            resident_bytes=process.resident_bytes if process is not None and is_same else None,
+            info=self._info(rank),
+        )
+
+    def _block(self, rank: int) -> Block | None:
+        path = self._folder / block_file(rank)
+        try:
+            inode = os.stat(path).st_ino
+        except FileNotFoundError:
+            return None
+        known = self._mapped.get(rank)
+        if known is not None and known[0] == inode:
+            return known[1]
+        block = Block.find(path)
+        if block is not None:
+            self._mapped[rank] = inode, block
+        return block
+
+    def _info(self, rank: int) -> dict[str, str] | None:
+        try:
+            told = json.loads((self._folder / info_file(rank)).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        is_whole = isinstance(told, dict) and tuple(told) == metrics.INFO.label_names[1:]
+        return told if is_whole else None

@@ -1,0 +1,161 @@
+"""Starts the page of a node, and ends it: for the node's supervisor, or its first rank without one.
+
+The port is bound here, so that ranks know where the page is before its process has come up, and
+nobody takes a port meanwhile that was found free.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from hashlib import blake2b
+from pathlib import Path
+
+from finetune_trainer.config import TelemetryConfig, TrainConfig
+from finetune_trainer.files import remove_tree
+from finetune_trainer.telemetry.shared import NodePage
+
+_MEMORY = Path("/dev/shm")
+_PORTS_TRIED = 20
+
+
+@contextmanager
+def node_page(
+    config: TelemetryConfig, first_rank: int, num_ranks: int, folder: Path | None = None
+) -> Iterator[NodePage]:
+    """Serve the page of `num_ranks` ranks, from `first_rank` on, while the block runs.
+
+    Its process also ends when this one is killed. Where there can be no page, the one that is
+    returned has a warning, and no folder; with port 0 there is none. `folder` is where the ranks
+    leave what it shows, made if it is missing; None makes a new one.
+    """
+    none = NodePage(first_rank=first_rank)
+    if config.metrics_port == 0:
+        yield none
+        return
+    listener, warning = _listen(config.metrics_host, config.metrics_port)
+    if listener is None:
+        yield none.model_copy(update={"warning": warning})
+        return
+    with listener:
+        try:
+            folder = _make(folder)
+            process = _start(folder, first_rank, num_ranks, listener)
+        except OSError as error:
+            sentence = f"the page of this node cannot be served ({error}); no metrics are served"
+            yield none.model_copy(update={"warning": sentence})
+            return
+        url = _url(listener)
+    page = NodePage(folder=str(folder), url=url, warning=warning, first_rank=first_rank)
+    try:
+        yield page
+    finally:
+        _end(process)
+        remove_tree(folder)
+
+
+def page_without_supervisor(
+    config: TrainConfig, *, rank: int, local_rank: int, local_world_size: int
+) -> AbstractContextManager[NodePage]:
+    """Return the page of this rank's node, where each rank was started by another launcher.
+
+    The node's first rank serves it; the others find the folder by what all of them know.
+    """
+    first_rank = rank - local_rank
+    folder = _folder_of_siblings(config, first_rank)
+    if local_rank == 0:
+        return node_page(config.telemetry, first_rank, local_world_size, folder)
+    none = NodePage(first_rank=first_rank)
+    if config.telemetry.metrics_port == 0:
+        return nullcontext(none)
+    try:
+        _make(folder)
+    except OSError:
+        return nullcontext(none)  # the first rank tells why, as it finds the same
+    return nullcontext(none.model_copy(update={"folder": str(folder)}))
+
+
+def _folder_of_siblings(config: TrainConfig, first_rank: int) -> Path:
+    """Return another folder for each node, attempt, and start that torchrun makes of it."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    told = (config.run_dir, config.job.identity, config.job.attempt, restart, first_rank)
+    digest = blake2b(repr((os.getuid(), *told)).encode(), digest_size=8).hexdigest()
+    return _folder_in_memory() / f"finetune-node-{digest}"
+
+
+def _folder_in_memory() -> Path:
+    """Return a folder that no disk is behind; where there is none, the one of temporary files."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _make(folder: Path | None) -> Path:
+    if folder is None:
+        return Path(tempfile.mkdtemp(prefix="finetune-node-", dir=_folder_in_memory()))
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
+
+
+def _listen(host: str, port: int) -> tuple[socket.socket | None, str | None]:
+    """Listen on `port`, or else on the next one that is free; return a warning where it is not."""
+    last = min(port + _PORTS_TRIED, 65536)
+    problems: list[OSError] = []
+    for candidate in range(port, last):
+        try:
+            listener = _bind(host, candidate)
+        except OSError as error:
+            problems.append(error)
+            continue
+        if not problems:
+            return listener, None
+        return listener, (
+            f"spec.observability.metricsPort {port} on {host} cannot be used "
+            f"({problems[0].strerror}); serving on {candidate} instead"
+        )
+    return None, (
+        f"spec.observability.metricsPort {port} to {last - 1} on {host} cannot be used "
+        f"({problems[0].strerror}); no metrics are served; choose another port"
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    """Return the address of the metrics for this machine."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/metrics"
+
+
+def _start(
+    folder: Path, first_rank: int, num_ranks: int, listener: socket.socket
+) -> "subprocess.Popen[bytes]":
+    numbers = (first_rank, num_ranks, listener.fileno())
+    module = "finetune_trainer.telemetry.node"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(folder), *map(str, numbers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,  # Ctrl-C is for the supervisor alone
+    )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()  # it has nothing to finish
+    process.wait()
+    assert process.stdin is not None, "it was started with a pipe"
+    process.stdin.close()

@@ -1,0 +1,99 @@
+"""What a rank's reports become in its block: the catalogue's counters, gauges and histograms."""
+
+import math
+from importlib.metadata import version
+
+from finetune_trainer.config import CheckpointRef, TrainConfig, metrics
+from finetune_trainer.telemetry.slots import Block
+from finetune_trainer.telemetry.step import StepReport
+
+
+class Numbers:
+    """The series of one rank; rank 0 also has those of the whole run."""
+
+    def __init__(self, block: Block, *, is_main: bool) -> None:
+        """Find the place of every series."""
+        self._is_main = is_main
+        self._step_duration = block.histogram(metrics.STEP_DURATION)
+        self._step_duration_ewma = block.slot(metrics.STEP_DURATION_EWMA)
+        self._steps = block.slot(metrics.STEPS)
+        self._global_step = block.slot(metrics.GLOBAL_STEP)
+        self._last_step = block.slot(metrics.LAST_STEP_TIMESTAMP)
+        self._tokens = block.slot(metrics.TOKENS, "nonpad")
+        self._samples = block.slot(metrics.SAMPLES)
+        self._data_wait = block.slot(metrics.PHASE_SECONDS, "data_wait")
+        self._blocked = block.slot(metrics.PHASE_SECONDS, "checkpoint_blocking")
+        self._eval = block.slot(metrics.PHASE_SECONDS, "eval")
+        self._other = block.slot(metrics.PHASE_SECONDS, "other")
+        self._lost_losses = block.slot(metrics.NON_FINITE, "loss")
+        self._lost_norms = block.slot(metrics.NON_FINITE, "grad")
+        self._save_blocking = block.histogram(metrics.CHECKPOINT_DURATION, "save_blocking")
+        self._loss = block.slot(metrics.LOSS)
+        self._grad_norm = block.slot(metrics.GRAD_NORM)
+        self._learning_rate = block.slot(metrics.LEARNING_RATE)
+        self._epoch = block.slot(metrics.EPOCH)
+        self._eval_loss = block.slot(metrics.EVAL_LOSS)
+        self._checkpoint_time = block.slot(metrics.CHECKPOINT_TIMESTAMP)
+        self._checkpoint_step = block.slot(metrics.CHECKPOINT_STEP)
+        self._attempt = block.slot(metrics.ATTEMPT)
+
+    def begin(self, attempt: int) -> None:
+        """Say which attempt this is."""
+        if self._is_main:
+            self._attempt.set(attempt)
+
+    def step(self, report: StepReport, *, seconds_per_step: float | None, now: float) -> None:
+        """Count one optimizer step that was reported at `now`, seconds since the epoch."""
+        self._step_duration.observe(report.seconds)
+        if seconds_per_step is not None:
+            self._step_duration_ewma.set(seconds_per_step)
+        self._steps.add(1)
+        self._tokens.add(report.rank_tokens)
+        self._samples.add(report.rank_samples)
+        self._global_step.set(report.step)
+        self._last_step.set(now)
+        self._count_phases(report)
+        if report.grad_norm is not None and not math.isfinite(report.grad_norm):
+            self._lost_norms.add(1)
+        if self._is_main:
+            self._learning_rate.set(report.learning_rate)
+            self._epoch.set(report.epoch)
+            if report.loss is not None:
+                self._loss.set(report.loss)
+            if report.grad_norm is not None:
+                self._grad_norm.set(report.grad_norm)
+
+    def loss_was_not_finite(self) -> None:
+        """Count a step that ends the run, as its loss is not a number."""
+        self._lost_losses.add(1)
+
+    def evaluated(self, loss: float, seconds: float) -> None:
+        """Record one evaluation."""
+        self._eval.add(seconds)
+        if self._is_main:
+            self._eval_loss.set(loss)
+
+    def checkpointed(self, checkpoint: CheckpointRef) -> None:
+        """Record one committed checkpoint."""
+        if self._is_main:
+            self._checkpoint_time.set(checkpoint.time)
+            self._checkpoint_step.set(checkpoint.step)
+
+    def _count_phases(self, report: StepReport) -> None:
+        blocked = report.checkpoint_blocking_seconds
+        self._data_wait.add(report.data_wait_seconds)
+        self._blocked.add(blocked)
+        self._other.add(max(0.0, report.seconds - report.data_wait_seconds - blocked))
+        if blocked > 0:
+            self._save_blocking.observe(blocked)
+
+
+def info_labels(config: TrainConfig) -> dict[str, str]:
+    """Return the labels of `metrics.INFO` that follow the rank."""
+    return {
+        "strategy": config.strategy.type,
+        "precision": config.training.precision,
+        "peft": config.method.type,
+        "backend": "nccl" if config.world.device == "cuda" else "gloo",
+        "torch": version("torch"),
+    }
