@@ -78,14 +78,16 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	@cat crds/*.yaml > $(VENV)/crds.yaml; $(BIN)/ftctl crd | diff -u $(VENV)/crds.yaml - || \
 	  { echo "crds/ is out of date; run: make crd"; exit 1; }
 	@$(BIN)/python charts/generate.py --check
+	@$(BIN)/python docs/reference/generate.py --check
 
 format: install  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-crd: install  ## Generate crds/ and the chart's files from the code
+crd: install  ## Generate crds/, the chart's files and docs/reference from the code
 	$(BIN)/ftctl crd --write crds
 	$(BIN)/python charts/generate.py
+	$(BIN)/python docs/reference/generate.py
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py

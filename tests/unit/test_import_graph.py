@@ -98,6 +98,12 @@ def test_shared_contract_imports_with_pydantic_alone(name: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_the_page_of_a_node_is_served_where_no_deep_learning_library_is_installed() -> None:
+    result = import_blocked([*DEEP_LEARNING, "numpy"], ["finetune_trainer.telemetry.node.__main__"])
+
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_job_is_run_on_this_machine_where_no_library_of_a_cluster_is_installed() -> None:
     of_a_cluster = ["aiohttp", "jsonpatch", "kopf", "kubernetes", "prometheus_client"]
 

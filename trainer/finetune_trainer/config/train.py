@@ -237,7 +237,7 @@ class TelemetryConfig(ContractModel):
     """What the run reports while it trains."""
 
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        9400, description="First port tried by rank 0; 0 serves nothing."
+        9400, description="First port tried for the page of a node; 0 serves nothing."
     )
     metrics_host: str = "127.0.0.1"
     sample_prompts: tuple[str, ...] = Field(

@@ -174,7 +174,7 @@ class Observability(ApiModel):
     """What a run reports."""
 
     metrics_port: Annotated[int, Field(ge=1024, le=65_535)] = 9400
-    """Port of rank 0's /metrics and /progress."""
+    """Port of each node's /metrics, and of /progress on the node of rank 0."""
     status_interval_seconds: Annotated[int, Field(ge=5, le=3600)] = 15
     """Shortest time between two writes of progress to the status."""
     sample_prompts: Annotated[

@@ -53,7 +53,7 @@ class AttemptFacts(ApiModel):
     Attributes:
         nodes: Pods of the gang.
         processes_per_node: Ranks of each.
-        metrics_port: Port of rank 0's /progress.
+        metrics_port: Port of the nodes' pages; that of rank 0's node has /progress.
         status_interval_seconds: Shortest time between two reads of the progress of a steady run.
         output: URI of the folder of the trained model.
         output_folder: Its path in a pod; empty where it is not known.

@@ -1,0 +1,80 @@
+"""Write the reference of what is declared in the code: `metrics.md`, beside this file.
+
+`make crd` runs it after a change of the declarations; `python docs/reference/generate.py --check`
+only tells whether the page is out of date.
+"""
+
+import sys
+from pathlib import Path
+
+from finetune_trainer.config.metrics import OF_TRAINING_NODE, Label, Metric, Needs
+
+PAGE = Path(__file__).parent / "metrics.md"
+_HEAD = """\
+# Metrics
+
+Generated from `finetune_trainer/config/metrics.py`; `make crd` writes it.
+
+Each training node has a page, `GET /metrics` on `spec.observability.metricsPort`, with every rank
+of that node. Counters and histograms are there from the start of a rank, gauges once they are
+known. Counters go on where they were when the ranks of a node are started again in place. Job,
+namespace, pod and node are no labels of the page: the scrape configuration adds them.
+"""
+
+
+def main() -> int:
+    """Write the page, or with `--check` say whether it differs; return the exit code."""
+    is_current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+    if "--check" in sys.argv[1:]:
+        if not is_current:
+            print(f"docs/reference/{PAGE.name} is out of date; run: make crd")
+        return 0 if is_current else 1
+    if not is_current:
+        PAGE.write_text(page(), encoding="utf-8")
+        print(f"wrote docs/reference/{PAGE.name}")
+    return 0
+
+
+def page() -> str:
+    """Return the reference as Markdown."""
+    of_ranks = [one for one in OF_TRAINING_NODE if not one.is_of_rank_zero]
+    of_rank_zero = [one for one in OF_TRAINING_NODE if one.is_of_rank_zero]
+    return "\n".join(
+        [
+            _HEAD,
+            _section("Of every rank", of_ranks),
+            _section("Of rank 0 alone, for the whole run", of_rank_zero),
+            "## Buckets\n",
+            "Upper bounds; each histogram also has `+Inf`.\n",
+            *(
+                f"- `{one.name}`: {', '.join(f'{bound:g}' for bound in one.buckets)} {one.unit}"
+                for one in OF_TRAINING_NODE
+                if one.buckets
+            ),
+            "",
+        ]
+    )
+
+
+def _section(title: str, metrics: list[Metric]) -> str:
+    rows = [
+        f"| `{one.name}` | {one.type} | {one.unit} | {_labels(one.labels)} | {_what(one)} |"
+        for one in metrics
+    ]
+    head = ["| Metric | Type | Unit | Labels | What |", "|---|---|---|---|---|"]
+    return "\n".join([f"## {title}\n", *head, *rows, ""])
+
+
+def _labels(labels: tuple[Label, ...]) -> str:
+    return "; ".join(
+        f"`{one.name}`" + (f": {', '.join(one.values)}" if one.values else "") for one in labels
+    )
+
+
+def _what(metric: Metric) -> str:
+    needs = "" if metric.needs is Needs.NOTHING else f" Needs {metric.needs}."
+    return metric.help + needs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

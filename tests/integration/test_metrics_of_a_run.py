@@ -1,0 +1,152 @@
+"""What is declared is what a run exports: each series of its pages, and nothing else."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from finetune_trainer.config import metrics
+from finetune_trainer.config.metrics import Metric, MetricType, Needs, combinations
+from launches import clean_environment, train_config, until
+from node_pages import ask, free_ports
+from tiny_run import write_inputs
+
+DECLARED = {one.name: one for one in metrics.OF_TRAINING_NODE}
+NEVER_COUNTED = {metrics.NON_FINITE}  # in a run in which nothing goes wrong
+_SUFFIXES = {
+    MetricType.COUNTER: ("",),
+    MetricType.GAUGE: ("",),
+    MetricType.HISTOGRAM: ("_bucket", "_count", "_sum"),
+}
+SAMPLES = {
+    f"{one.name}{suffix}": one for one in metrics.OF_TRAINING_NODE for suffix in _SUFFIXES[one.type]
+}
+
+Key = tuple[Metric, tuple[str, ...]]
+
+
+def undeclared(text: str) -> list[str]:
+    """Return what is on a page and not in the catalogue: names, labels and their values."""
+    found = []
+    for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        metric = SAMPLES.get(sample.name)
+        labels = {name: value for name, value in sample.labels.items() if name != "le"}
+        is_declared = metric is not None and labels.keys() == set(metric.label_names)
+        if metric is not None and is_declared:
+            allowed = {label.name: label.values for label in metric.labels}
+            is_declared = all(
+                not allowed[name] or value in allowed[name] for name, value in labels.items()
+            )
+        if not is_declared:
+            found.append(f"{sample.name} {labels}")
+    return found
+
+
+def seen(text: str) -> set[Key]:
+    """Return the series of a page, histograms by their counts; of those that count, what is not 0.
+
+    Each by its metric and the values of its labels, the rank's first.
+    """
+    keys = set()
+    for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        metric = SAMPLES[sample.name]
+        is_part = sample.name.endswith(("_bucket", "_sum")) and metric.buckets
+        counts = metric.type is not MetricType.GAUGE and metric not in NEVER_COUNTED
+        if not is_part and not (counts and sample.value == 0):
+            keys.add((metric, tuple(sample.labels[name] for name in metric.label_names)))
+    return keys
+
+
+def expected() -> set[Key]:
+    """Return what two ranks must show that need neither a GPU nor NCCL."""
+    wanted: set[Key] = set()
+    for one in DECLARED.values():
+        if one.needs is Needs.NOTHING and one is not metrics.INFO:
+            for rank in "0" if one.is_of_rank_zero else "01":
+                wanted |= {(one, (rank, *values)) for values in combinations(one.labels[1:])}
+    return wanted
+
+
+def test_a_run_of_two_processes_shows_all_that_is_declared_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    write_inputs(tmp_path)
+    port = free_ports(1)
+    config = train_config(
+        tmp_path,
+        model={"path": str(tmp_path / "model")},
+        data={
+            "train": {"path": str(tmp_path / "train.jsonl")},
+            "eval": {"path": str(tmp_path / "eval.jsonl")},
+            "max_seq_len": 64,
+        },
+        training={"max_steps": 100_000, "eval_every_steps": 5},
+        checkpoint={"every_steps": 5},
+        telemetry={"metrics_port": port},
+    )
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json())
+    run = subprocess.Popen(
+        [sys.executable, "-m", "finetune_trainer", str(path)],
+        env=clean_environment(PYTHONWARNINGS="default"),
+        stdout=subprocess.DEVNULL,
+    )
+    missing = expected()
+    infos: set[tuple[str, ...]] = set()
+
+    def has_shown_all() -> bool:
+        assert run.poll() is None, "it trains until it is told to stop"
+        text = ask(f"http://127.0.0.1:{port}/metrics", "GET", "/metrics").text
+        assert undeclared(text) == []
+        keys = seen(text)
+        missing.difference_update(keys)
+        infos.update(values for metric, values in keys if metric is metrics.INFO)
+        return not missing and len(infos) == 2
+
+    try:
+        until(lambda: _answers(port))
+        until(has_shown_all, timeout=120)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 75
+    finally:
+        run.kill()
+        run.wait()
+    assert {values[:5] for values in infos} == {
+        (rank, "ddp", "fp32", "full", "gloo") for rank in "01"
+    }
+    _check_that_ranks_share_the_rows_of_a_step(Path(config.run_dir))
+
+
+def _answers(port: int) -> bool:
+    try:
+        return ask(f"http://127.0.0.1:{port}/metrics", "GET", "/metrics").status == 200
+    except ConnectionRefusedError:
+        return False
+
+
+def _check_that_ranks_share_the_rows_of_a_step(run_dir: Path) -> None:
+    steps = []
+    for rank in (0, 1):
+        lines = (run_dir / "logs" / f"rank-{rank}.jsonl").read_text().splitlines()
+        steps.append([one for one in map(json.loads, lines) if one["event"] == "step"])
+    assert steps[0]
+    for one, other in zip(*steps, strict=True):
+        assert one["rank_tokens"] + other["rank_tokens"] == one["tokens"]
+        assert one["rank_samples"] + other["rank_samples"] == one["samples"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'finetune_train_surprises_total{rank="0"} 1',
+        'finetune_train_steps_created{rank="0"} 1',
+        'finetune_train_steps_total{rank="0",pod="x"} 1',
+        'finetune_train_tokens_total{rank="0",kind="prompt"} 1',
+    ],
+)
+def test_what_is_not_declared_would_be_found(line: str) -> None:
+    assert len(undeclared(f"{line}\n")) == 1
