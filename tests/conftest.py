@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from azureml_fixtures import stand_in, stand_in_of_module
 from hypothesis import HealthCheck, settings
 
+from azureml_fixtures import stand_in, stand_in_of_module
 from run_order import sort_files, tell_run
 
 __all__ = ["stand_in", "stand_in_of_module"]  # fixtures of several modules

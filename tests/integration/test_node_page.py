@@ -383,6 +383,26 @@ def test_counters_go_on_over_a_restart_in_place_and_the_page_answers_throughout(
     one.stop()
 
 
+def test_each_node_has_a_page_with_its_own_ranks(run: Callable[..., Run], tmp_path: Path) -> None:
+    first, store = free_ports(2), str(free_port())
+    nodes = []
+    for node in (0, 1):  # both on this machine, so the second has to go to the next port
+        place = {"FINETUNE_NODE_RANK": str(node), "FINETUNE_RDZV_ENDPOINT": f"127.0.0.1:{store}"}
+        nodes.append(run(first, place, world={"nnodes": 2, "nproc_per_node": 1}))
+        until(lambda: bool(page_processes(nodes[-1].pid)))
+    nodes[0].main.wait_for_step(0)
+    nodes[0].main.wait_for_step(1)
+    urls = (nodes[0].url, f"http://127.0.0.1:{first + 1}/metrics")
+    ranks = [{key[-1] for key in scrape(url) if key[0] == AGE} for url in urls]
+    assert ranks == [{"0"}, {"1"}]
+    assert [ask(url, "GET", "/progress").status for url in urls] == [200, 404]
+    warnings = [one["message"] for one in nodes[1].main.events(1) if one["event"] == "warning"]
+    assert len(warnings) == 1
+    assert warnings[0].endswith(f"serving on {first + 1} instead")
+    for one in nodes:
+        one.stop()
+
+
 def test_ranks_of_another_launcher_share_the_page_that_the_first_of_them_serves(
     run: Callable[..., Run],
 ) -> None:

@@ -18,8 +18,8 @@ from finetune_trainer.config import (
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.node.ranks import NodeRanks
-from finetune_trainer.telemetry.shared import NodePage, Shared, info_file
-from finetune_trainer.telemetry.slots import Word
+from finetune_trainer.telemetry.shared import NodePage, Shared, block_file, info_file
+from finetune_trainer.telemetry.slots import Block, Word
 from launches import train_config
 from node_pages import Series, read_series
 
@@ -311,6 +311,8 @@ def test_what_rank_0_alone_knows_is_of_no_other_rank(tmp_path: Path, node: Node)
 
 
 def test_a_rank_that_has_reported_nothing_has_an_age_and_counters_at_0(node: Node) -> None:
+    assert node.series() == {}
+    Block.open(Path(node.page.folder or "") / block_file(1))  # made, and nothing in it yet
     assert node.series() == {}
     node.rank(1)
     page = node.series()

@@ -62,7 +62,7 @@ def _values(metric: Metric, rank: RankNow) -> Iterator[tuple[tuple[str, ...], fl
         yield (), rank.age_seconds
         return
     for values in combinations(metric.labels[1:]):
-        if metric is metrics.MEMORY and values == ("host_rss",):
+        if metric is metrics.MEMORY and values == ("host_rss",):  # as the kernel has it
             if rank.resident_bytes is not None:
                 yield values, rank.resident_bytes
         else:

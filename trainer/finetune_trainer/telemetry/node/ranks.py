@@ -52,8 +52,9 @@ class NodeRanks:
 
     def now(self) -> list[RankNow]:
         """Return every rank that has begun, in their order."""
-        found = ((rank, self._block(rank)) for rank in self._ranks)
-        return [self._read(rank, block) for rank, block in found if block is not None]
+        blocks = ((rank, self._block(rank)) for rank in self._ranks)
+        found = [self._read(rank, block) for rank, block in blocks if block is not None]
+        return [one for one in found if one.numbers[Word.SEEN_AT] > 0]
 
     def progress(self) -> bytes | None:
         """Return the progress that rank 0 has published, as JSON; None before it has."""

@@ -1,6 +1,7 @@
 """The small HTTP server of a node's page: it calls a function for each path."""
 
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -41,7 +42,9 @@ class PageServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: a client that hangs up early is no event of the training run."""
+        """Print what went wrong, but for a client that hangs up early: that is no event here."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -32,29 +32,13 @@ def node_page(
     returned has a warning, and no folder; with port 0 there is none. `folder` is where the ranks
     leave what it shows, made if it is missing; None makes a new one.
     """
-    none = NodePage(first_rank=first_rank)
-    if config.metrics_port == 0:
-        yield none
-        return
-    listener, warning = _listen(config.metrics_host, config.metrics_port)
-    if listener is None:
-        yield none.model_copy(update={"warning": warning})
-        return
-    with listener:
-        try:
-            folder = _make(folder)
-            process = _start(folder, first_rank, num_ranks, listener)
-        except OSError as error:
-            sentence = f"the page of this node cannot be served ({error}); no metrics are served"
-            yield none.model_copy(update={"warning": sentence})
-            return
-        url = _url(listener)
-    page = NodePage(folder=str(folder), url=url, warning=warning, first_rank=first_rank)
+    page, process = _serve(config, NodePage(first_rank=first_rank), num_ranks, folder)
     try:
         yield page
     finally:
-        _end(process)
-        remove_tree(folder)
+        if process is not None and page.folder is not None:
+            _end(process)
+            remove_tree(Path(page.folder))
 
 
 def page_without_supervisor(
@@ -76,6 +60,26 @@ def page_without_supervisor(
     except OSError:
         return nullcontext(none)  # the first rank tells why, as it finds the same
     return nullcontext(none.model_copy(update={"folder": str(folder)}))
+
+
+def _serve(
+    config: TelemetryConfig, none: NodePage, num_ranks: int, folder: Path | None
+) -> "tuple[NodePage, subprocess.Popen[bytes] | None]":
+    """Start the process of a page; where there can be none, return `none` with the reason."""
+    if config.metrics_port == 0:
+        return none, None
+    listener, warning = _listen(config.metrics_host, config.metrics_port)
+    if listener is None:
+        return none.model_copy(update={"warning": warning}), None
+    with listener:
+        try:
+            folder = _make(folder)
+            process = _start(folder, none.first_rank, num_ranks, listener)
+        except OSError as error:
+            sentence = f"the page of this node cannot be served ({error}); no metrics are served"
+            return none.model_copy(update={"warning": sentence}), None
+        found = {"folder": str(folder), "url": _url(listener), "warning": warning}
+    return none.model_copy(update=found), process
 
 
 def _folder_of_siblings(config: TrainConfig, first_rank: int) -> Path:
