@@ -4,7 +4,7 @@ from pathlib import Path
 
 from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.config import ExitCode, FailureClass, TrainConfig
-from forked_ranks import Ranks, attempt, tensors
+from forked_ranks import Ranks, attempt, events, tensors
 from launches import train_config
 from tiny_run import write_inputs
 
@@ -33,6 +33,9 @@ def test_a_loss_that_is_not_a_number_names_its_step_and_rows(tmp_path: Path) -> 
     assert words.failure_class is FailureClass.DO_NOT_RESTART
     assert words.message.startswith("the loss of step 4 is nan (rank 0, a pack of row ")
     assert "; rank 1, a pack of row " in words.message
+    for rank in (0, 1):
+        lost = [one["step"] for one in events(config, rank) if one["event"] == "loss_not_finite"]
+        assert lost == [4]
     assert " of spec.dataset.source" in words.message
     assert "lower spec.training.learningRate" in words.message
     committed = {ref.step: Path(ref.path) for ref in ledger(Path(config.checkpoint.dir))}

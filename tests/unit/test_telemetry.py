@@ -332,6 +332,26 @@ def test_a_gradient_norm_that_is_no_number_is_counted_and_not_shown(
     assert ("finetune_train_grad_norm", "0") not in page
 
 
+def test_a_loss_that_is_no_number_is_counted(tmp_path: Path, node: Node) -> None:
+    telemetry = Telemetry(train_config(tmp_path), rank=1, world_size=2, shared=node.rank(1))
+    telemetry.loss_was_not_finite(4)
+    telemetry.close()
+    assert node.series()["finetune_train_nonfinite_total", "loss", "1"] == 1
+
+
+def test_a_page_has_the_same_series_after_10_and_after_1000_steps(
+    tmp_path: Path, node: Node
+) -> None:
+    telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=node.rank(0))
+    series = []
+    for steps in (range(1, 11), range(11, 1001)):
+        for step in steps:
+            telemetry.step(report(step, seconds=step / 10))
+        series.append(node.series().keys())
+    telemetry.close()
+    assert series[0] == series[1]
+
+
 def test_a_later_process_of_a_rank_continues_its_counters(tmp_path: Path, node: Node) -> None:
     for _ in range(2):
         telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=node.rank(0))
