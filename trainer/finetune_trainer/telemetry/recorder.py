@@ -278,8 +278,8 @@ class Telemetry:
             if self._is_main and is_due:
                 self._written_at = self._progress.time
                 path, text = self._run_dir / "progress.json", self._progress.to_json()
+                self._show(lambda: self._shared.tell_progress(text))  # no disk can delay this
                 self._has_room = self._put(lambda: replace_text(path, text))
-                self._show(lambda: self._shared.tell_progress(text))
 
     def _eta_seconds(self, step: int) -> float | None:
         total, seconds = self._progress.total_steps, self._throughput.seconds_per_step
