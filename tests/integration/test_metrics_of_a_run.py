@@ -71,11 +71,12 @@ def expected() -> set[Key]:
     return wanted
 
 
-def test_a_run_of_two_processes_shows_all_that_is_declared_and_nothing_else(
+def test_a_run_of_two_processes_shows_all_that_is_declared_and_saves_when_asked(
     tmp_path: Path,
 ) -> None:
     write_inputs(tmp_path)
     port = free_ports(1)
+    url = f"http://127.0.0.1:{port}/metrics"
     config = train_config(
         tmp_path,
         model={"path": str(tmp_path / "model")},
@@ -85,7 +86,7 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_nothing_else(
             "max_seq_len": 64,
         },
         training={"max_steps": 100_000, "eval_every_steps": 5},
-        checkpoint={"every_steps": 5},
+        checkpoint={"every_seconds": 86_400},  # the one that the page is asked for comes before
         telemetry={"metrics_port": port},
     )
     path = tmp_path / "config.json"
@@ -100,7 +101,7 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_nothing_else(
 
     def has_shown_all() -> bool:
         assert run.poll() is None, "it trains until it is told to stop"
-        text = ask(f"http://127.0.0.1:{port}/metrics", "GET", "/metrics").text
+        text = ask(url, "GET", "/metrics").text
         assert undeclared(text) == []
         keys = seen(text)
         missing.difference_update(keys)
@@ -108,7 +109,8 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_nothing_else(
         return not missing and len(infos) == 2
 
     try:
-        until(lambda: _answers(port))
+        until(lambda: _answers(url))
+        until(lambda: ask(url, "POST", "/checkpoint").status == 202)
         until(has_shown_all, timeout=120)
         run.send_signal(signal.SIGTERM)
         assert run.wait(60) == 75
@@ -121,9 +123,9 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_nothing_else(
     _check_that_ranks_share_the_rows_of_a_step(Path(config.run_dir))
 
 
-def _answers(port: int) -> bool:
+def _answers(url: str) -> bool:
     try:
-        return ask(f"http://127.0.0.1:{port}/metrics", "GET", "/metrics").status == 200
+        return ask(url, "GET", "/metrics").status == 200
     except ConnectionRefusedError:
         return False
 
