@@ -30,7 +30,7 @@ class ServiceBackend(ElsewhereBackend):
 
     name: ClassVar[str] = "service"
     runs_on_this_machine: ClassVar[bool] = False
-    limits: ClassVar[Limits] = Limits(unconfirmed_cancel=10.0)
+    limits: ClassVar[Limits] = Limits(unconfirmed_cancel=20.0)
 
     async def observe(self, ref: AttemptRef) -> Observation:
         self._refuse_while_silent()

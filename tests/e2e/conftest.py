@@ -3,7 +3,7 @@
 Only `make e2e` collects this folder. Nothing is left in the cluster at the end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,18 @@ from tiny_run import write_inputs
 GIVEN = Given.read()
 DEFINITIONS = ("finetunejobs.finetune.dev", "finetuneprofiles.finetune.dev")
 
+OWN = (f"--namespace={NAMESPACE}",)
+SHOWN = {
+    "jobs": ("get", "finetunejobs", *OWN, "--output=yaml"),
+    "batch Jobs": ("get", "jobs", *OWN, "--output=yaml"),
+    "pods": ("get", "pods", *OWN, "--output=wide"),
+    "Events": ("get", "events", *OWN, "--sort-by=.metadata.creationTimestamp"),
+    "operator": (
+        *("logs", f"--namespace={OPERATOR_NAMESPACE}", "--all-containers", "--tail=400"),
+        "--selector=app.kubernetes.io/name=finetune-operator",
+    ),
+}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip with the reason where there is no cluster to test on."""
@@ -28,6 +40,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: "pytest.CallInfo[None]"
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the cluster holds where a test fails, as nothing of it is left afterwards."""
+    report = yield
+    if report.failed and GIVEN is not None:
+        cluster = RealCluster(GIVEN)
+        for title, command in SHOWN.items():
+            done = cluster.run("kubectl", *command)
+            report.sections.append((title, done.stdout + done.stderr))
+    return report
 
 
 @pytest.fixture(scope="session")

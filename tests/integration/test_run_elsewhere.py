@@ -181,7 +181,7 @@ def test_fresh_is_refused_where_the_service_ends_nothing_in_time(tmp_path: Path)
         code, said = project.call("run", "job.yaml", "--fresh")
         assert code == 1, said
         assert re.search(
-            r"may run: it has not ended within 1\ds; end it there and run this again", said
+            r"may run: it has not ended within 2\ds; end it there and run this again", said
         )
         assert is_running(pid)
         assert uid_in(run_dir) == uid

@@ -59,7 +59,7 @@ async def end_attempt(
     """
     bound = registry.load(job.spec.backend.type).limits.unconfirmed_cancel
     clock = asyncio.get_running_loop().time
-    start = clock()
+    told_at: float | None = None
     say(f"ending {_attempt_of(job)} first; Ctrl-C leaves it")
     async with aclosing(Operator(_suspended(job), folder, context, command)) as operator:
         while not _has_ended(job := await operator.read()):
@@ -70,7 +70,10 @@ async def end_attempt(
                 )
             if (reason := _hindrance(job)) is not None:
                 raise NotEndedError(_refusal(job, folder, reason))
-            if bound is not None and (waited := clock() - start) > _GRACE_SECONDS + bound:
+            if told_at is None and _is_acted_on(job):
+                told_at = clock()
+            waited = 0.0 if told_at is None else clock() - told_at
+            if bound is not None and waited > _GRACE_SECONDS + bound:
                 reason = f"it has not ended within {duration(waited)}"
                 raise NotEndedError(_refusal(job, folder, reason))
             await asyncio.sleep(POLL_SECONDS)
