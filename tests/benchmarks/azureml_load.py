@@ -50,6 +50,7 @@ EVERYTHING = "*"
 
 _RUNS = ("Starting", "Running")
 """Nothing reports steps here, so that a job is never told to train."""
+_CHECKS = ("compute.get", "environment.get", "sizes.list")
 _CREATES, _ENDS = ("job.put",), ("mlflow.runs.set-tag", "job.cancel")
 _NOT_BUDGETED = ("token", "discovery.get", "log.get")
 
@@ -66,7 +67,9 @@ _MEANING = {
     "look_gap_seconds": "longest time between two looks at a job, by job",
     "look_gap_share": "the longest of them, over the time in which the budget lets all be looked "
     "at once",
-    "submit_seconds": "apply of one more job to the PUT that creates its attempt",
+    "submit_seconds": "apply of one more job to the PUT that creates its attempt, with kept "
+    "answers about its compute and environment, of the last 5 minutes",
+    "asking_submit_seconds": "the same where Azure ML is asked for these first: five requests",
     "cancel_seconds": "suspension of one of the jobs to the first request that ends its attempt",
     "rss_mib": "the operator's peak resident memory, MiB",
     "status_p99_seconds_alone": "event of an attempt of another backend to the status that tells "
@@ -204,13 +207,20 @@ class Crowd:
             for one in await asyncio.to_thread(self.service.requests)
             if one.kind not in _NOT_BUDGETED and one.time <= ended
         ]
-        gaps = gaps_between_looks(records, await self._attempts(names), began, ended)
+        watched = set(await self._attempts(names)) - set(sent["cancel"])  # these have an end
+        gaps = gaps_between_looks(records, sorted(watched), began, ended)
+        submits = seconds_until(records, sent["submit"], _CREATES, ended)
+        asking = [any_between(records, _CHECKS, at, at + took) for at, took in submits]
+        submitted: dict[str, list[float]] = {"submit_seconds": [], "asking_submit_seconds": []}
+        for (_, took), asks in zip(submits, asking, strict=True):
+            submitted["asking_submit_seconds" if asks else "submit_seconds"].append(took)
+        cancels = seconds_until(records, sent["cancel"], _ENDS, ended)
         return {
             "requests_in_10_s": spread([float(one) for one in counts_in_windows(records)]),
             "look_gap_seconds": spread(gaps),
             "look_gap_share": spread([max(gaps) * BUDGET / self.jobs]),
-            "submit_seconds": spread(seconds_until(records, sent["submit"], _CREATES, ended)),
-            "cancel_seconds": spread(seconds_until(records, sent["cancel"], _ENDS, ended)),
+            **{name: spread(values) for name, values in submitted.items() if values},
+            "cancel_seconds": spread([took for _, took in cancels]),
             "rss_mib": spread(peaks),
         }
 
@@ -341,8 +351,8 @@ def gaps_between_looks(
 
 def seconds_until(
     records: Sequence[Record], sent: Mapping[str, float], kinds: Sequence[str], ended: float
-) -> list[float]:
-    """Return how long after each act the first request of a kind about that attempt came.
+) -> list[tuple[float, float]]:
+    """Return when each act was, and how long after it the first request of a kind about it came.
 
     Where none did, it is the time until `ended`, which it has waited at least.
     """
@@ -350,7 +360,12 @@ def seconds_until(
     for record in records:
         if record.kind in kinds and record.time >= sent.get(record.name, ended):
             first.setdefault(record.name, record.time)
-    return [first.get(name, ended) - began for name, began in sent.items()]
+    return [(began, first.get(name, ended) - began) for name, began in sent.items()]
+
+
+def any_between(records: Sequence[Record], kinds: Sequence[str], begin: float, end: float) -> bool:
+    """Say whether a request of a kind came in a time."""
+    return any(one.kind in kinds and begin <= one.time <= end for one in records)
 
 
 if __name__ == "__main__":
