@@ -58,7 +58,7 @@ def test_a_batch_job_that_others_suspend_and_resume_trains_beside_no_other(
     names = (ALONE, QUEUED)
 
     def let_go(number: int) -> None:
-        wait_until(lambda: jobs.api.get(JOBS, NAMESPACE, f"{QUEUED}-{number}"), 60)
+        wait_until(lambda: jobs.api.get(JOBS, NAMESPACE, f"{QUEUED}-{number}"), 200)
         suspend(jobs, f"{QUEUED}-{number}", False)
 
     with living_attempts(jobs.cluster.given.kubeconfig, NAMESPACE) as seen:

@@ -8,6 +8,7 @@ import pytest
 
 from aks_world import ADDRESS, CHILDREN, NODES, AksWorld
 from finetune_operator.backends.aks import observe
+from finetune_operator.backends.aks.finality import is_ending
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.errors import ConflictError
 from finetune_operator.kube.labels import JOB_UID_LABEL
@@ -98,6 +99,32 @@ def test_suspended_and_resumed_by_somebody_else_it_ends_before_the_next_one_star
         status = world.job["status"]
         assert status["attempt"] == 2
         assert world.condition("ResourcesReady")["status"] == "True"
+        assert status["restarts"] == {"counted": 0, "disruptions": 1}
+        assert status["attempts"][0]["message"] == "saved step 7"
+
+    live(life)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_pods_that_have_saved_and_are_gone_before_anybody_looks_end_their_attempt(
+    resumed: bool,
+) -> None:
+    async def life(world: AksWorld) -> None:
+        await first_runs(world)
+        await first_is_suspended(world)
+        await world.catch_up()
+        await world.let_go(1)
+        if resumed:
+            await world.suspend(1, False)
+            await world.make_pods(1)
+            await world.run_pods(1, *range(NODES))
+        await world.settle()
+        assert is_ending(batch_job(world, 1))
+        assert world.attempts == ["tiny-1"]
+        await world.conclude(1, "Failed")
+        await world.settle()
+        assert world.attempts == ["tiny-1", "tiny-2"]
+        status = world.job["status"]
         assert status["restarts"] == {"counted": 0, "disruptions": 1}
         assert status["attempts"][0]["message"] == "saved step 7"
 

@@ -69,6 +69,7 @@ class OnePod:
 
     def run_rank_zero(self, handle: Handle, address: str, version: int) -> None:
         metadata = {
+            "uid": "pod-0",
             "name": f"{handle.name.partition('/')[2]}-0",
             "namespace": "default",
             "resourceVersion": str(version),

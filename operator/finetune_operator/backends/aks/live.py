@@ -11,7 +11,7 @@ from datetime import datetime
 from finetune_operator.backends.aks import kept, observe, rank_zero, volumes
 from finetune_operator.backends.aks.cancel import Canceller
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.kept_terminations import KeptTerminations
+from finetune_operator.backends.aks.ended_pods import EndedPods
 from finetune_operator.backends.aks.log_tail import LogTails
 from finetune_operator.backends.aks.logs import read_log
 from finetune_operator.backends.aks.names import (
@@ -38,7 +38,7 @@ from finetune_operator.backends.base import (
     Request,
 )
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.resources import ENDPOINT_SLICES, Object
+from finetune_operator.kube.resources import ENDPOINT_SLICES, PODS, Object
 
 
 class LiveAttempts:
@@ -60,7 +60,7 @@ class LiveAttempts:
         self._upkeep = Upkeep()
         self._canceller = Canceller(now)
         self._log_tails = LogTails()
-        self._terminations = KeptTerminations()
+        self._ended = EndedPods(cluster.cache(PODS))
         self._of_job: defaultdict[str, set[str]] = defaultdict(set)  # uids of its attempts
 
     async def close(self) -> None:
@@ -70,7 +70,7 @@ class LiveAttempts:
     async def submit(self, request: Request) -> Handle:
         """Create or adopt the attempt's objects."""
         handle = await submit(request, self._children)
-        self._of_job[request.job_uid].add(handle.uid)
+        self._open(request.job_uid, handle.uid)
         self._names.note_submitted(handle.uid, request.attempt)
         return handle
 
@@ -104,19 +104,19 @@ class LiveAttempts:
         """Observe the batch Job and its pods; also names rank 0 and reads its progress."""
         handle, name = ref.handle, AttemptName.parse(ref.handle.name)
         batch_job = await self._owned(name, handle)
-        pods = await self._children.pods(name, handle.uid)
+        if batch_job is not None:
+            self._open(ref.job_uid, handle.uid)
+        there = await self._children.pods(name, handle.uid)
+        pods = self._ended.with_gone(handle.uid, there)
         seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
-            await self._log_tails.keep(self._children, name, batch_job, pods)
+            await self._log_tails.keep(self._children, name, batch_job, there)
         if batch_job is not None:
             await end_earlier(self._children, name, owner_of(batch_job).get("uid", ""))
-        seen = self._terminations.remembered(handle.uid, seen, pods)
         if seen.all_gone:
             self._forget(handle.uid)
-        elif batch_job is not None:
-            self._of_job[ref.job_uid].add(handle.uid)
-            if seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
-                return await self._observe_unfinished(seen, handle, batch_job, pods)
+        elif batch_job is not None and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
+            return await self._observe_unfinished(seen, handle, batch_job, pods)
         return seen
 
     async def _observe_unfinished(
@@ -207,6 +207,10 @@ class LiveAttempts:
         obstacle, again = await self._warnings.read(client, name.namespace, uid, pods)
         return replace(seen, obstacle=obstacle, requeue_seconds=again)
 
+    def _open(self, job_uid: str, uid: str) -> None:
+        self._of_job[job_uid].add(uid)
+        self._ended.open(uid)
+
     def forget(self, job_uid: str) -> None:
         """Drop what is kept about the attempts of a job that is over or gone."""
         for uid in self._of_job.pop(job_uid, ()):
@@ -219,4 +223,4 @@ class LiveAttempts:
         self._upkeep.forget(uid)
         self._canceller.forget(uid)
         self._log_tails.forget(uid)
-        self._terminations.forget(uid)
+        self._ended.forget(uid)
