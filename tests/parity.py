@@ -302,7 +302,9 @@ def train_steps(
             first = start + world.rank * size
             inputs = loss_inputs(_collate(rows[first : first + size]), world.device)
             is_last = start + stride >= case.rows
-            total += strategy.backward(inputs, scale=scale, is_last=is_last)
+            loss_sum = strategy.forward(inputs, is_last=is_last)
+            strategy.backward(loss_sum, scale=scale)
+            total += loss_sum.detach()
         norms.append(strategy.step(case.learning_rate, MAX_NORM).item())
         losses.append(world.sum(total).item() / num_labels)
     return losses, norms

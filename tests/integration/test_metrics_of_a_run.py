@@ -4,15 +4,18 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_trainer.config import metrics
-from finetune_trainer.config.metrics import Metric, MetricType, Needs, combinations
+from finetune_trainer.config.metrics import Metric, MetricType, Needs, TimedPhase, combinations
+from finetune_trainer.telemetry.processes import TICK_SECONDS
 from launches import clean_environment, train_config, until
-from node_pages import ask, free_ports
+from node_pages import ask, free_ports, read_series
 from tiny_run import write_inputs
 
 DECLARED = {one.name: one for one in metrics.OF_TRAINING_NODE}
@@ -97,11 +100,14 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_saves_when_asked(
         stdout=subprocess.DEVNULL,
     )
     missing = expected()
+    ranks_checked = []
     infos: set[tuple[str, ...]] = set()
 
     def has_shown_all() -> bool:
         assert run.poll() is None, "it trains until it is told to stop"
+        asked = _since_boot()
         text = ask(url, "GET", "/metrics").text
+        ranks_checked.append(_check_phases(run.pid, text, asked))
         assert undeclared(text) == []
         keys = seen(text)
         missing.difference_update(keys)
@@ -117,10 +123,32 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_saves_when_asked(
     finally:
         run.kill()
         run.wait()
+    assert ranks_checked[-1] == 2
     assert {values[:5] for values in infos} == {
         (rank, "ddp", "fp32", "full", "gloo") for rank in "01"
     }
     _check_that_ranks_share_the_rows_of_a_step(Path(config.run_dir))
+
+
+def _check_phases(supervisor: int, text: str, asked: float) -> int:
+    """Expect that the phases of each rank sum to its wall time; return how many ranks there are.
+
+    `asked` is when, in seconds since the machine's start, as is all that the kernel says.
+    """
+    answered, series, checked = _since_boot(), read_series(text), 0
+    for process in psutil.Process(supervisor).children():
+        rank = process.environ().get("RANK")
+        name, started = metrics.PHASE_SECONDS.name, process.create_time() - psutil.boot_time()
+        phases = [series.get((name, phase, rank), 0.0) for phase in TimedPhase] if rank else []
+        if any(phases):
+            tolerated = 1e-3 * (asked - started) + TICK_SECONDS  # the kernel tells no more
+            assert asked - tolerated <= started + sum(phases) <= answered + tolerated
+            checked += 1
+    return checked
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _answers(url: str) -> bool:

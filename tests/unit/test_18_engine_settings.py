@@ -81,11 +81,11 @@ def test_fsdp_is_built_as_configured(
 
         seen: dict[str, Any] = {}
         layers[0].register_forward_hook(lambda *given: seen.update(output=given[2]))
-        strategy.backward(inputs_of(case, 0), scale=1.0, is_last=False)
+        strategy.backward(strategy.forward(inputs_of(case, 0), is_last=False), scale=1.0)
         assert seen["output"].dtype == ARITHMETIC[precision]
         trained = [p for p in layers[0].parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trained) == reshards
-        strategy.backward(inputs_of(case, 0), scale=1.0, is_last=True)
+        strategy.backward(strategy.forward(inputs_of(case, 0), is_last=True), scale=1.0)
         wide = torch.float64 if precision == "fp64" else torch.float32
         for parameter in strategy.model.parameters():
             assert isinstance(parameter, DTensor), "weights are divided again before the step"
@@ -99,9 +99,9 @@ def test_layers_stay_gathered_between_micro_batches_where_memory_is_plenty() -> 
     case = Case("", {"type": "fsdp"})
     with one_of(2) as world:
         strategy = prepared(case, FOLDER, world)
-        strategy.backward(inputs_of(case, 0), scale=1.0, is_last=False)
+        strategy.backward(strategy.forward(inputs_of(case, 0), is_last=False), scale=1.0)
         assert not any(isinstance(p, DTensor) for p in strategy.model.parameters())
-        strategy.backward(inputs_of(case, 0), scale=1.0, is_last=True)
+        strategy.backward(strategy.forward(inputs_of(case, 0), is_last=True), scale=1.0)
         assert all(isinstance(p, DTensor) for p in strategy.model.parameters())
 
 
@@ -113,7 +113,7 @@ def test_one_process_computes_in_the_precision_asked_for(precision: str) -> None
     seen: dict[str, Any] = {}
     last = strategy.model.get_submodule("model.layers.1.mlp.down_proj")
     last.register_forward_hook(lambda *given: seen.update(output=given[2]))
-    strategy.backward(inputs_of(case, 0), scale=1.0, is_last=True)
+    strategy.backward(strategy.forward(inputs_of(case, 0), is_last=True), scale=1.0)
     assert seen["output"].dtype == ARITHMETIC[precision]
     assert ("scaler" in strategy.state()) == (precision == "fp16")
 

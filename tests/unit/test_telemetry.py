@@ -280,20 +280,6 @@ def test_what_a_rank_reports_is_on_the_page_of_its_node(tmp_path: Path, node: No
     assert page["finetune_train_memory_bytes", "host_rss", "0"] > 1e6
 
 
-def test_the_phases_of_the_metrics_add_up_to_the_time_that_passed(
-    tmp_path: Path, node: Node
-) -> None:
-    telemetry = Telemetry(train_config(tmp_path), rank=1, world_size=2, shared=node.rank(1))
-    telemetry.step(report(1, seconds=0.5, data_wait_seconds=0.1, checkpoint_blocking_seconds=0.15))
-    telemetry.evaluated(1, 1.5, seconds=2.0)
-    telemetry.close()
-    name = "finetune_train_phase_seconds_total"
-    phases = {key[1]: value for key, value in node.series().items() if key[0] == name}
-    assert phases == pytest.approx(
-        {"data_wait": 0.1, "checkpoint_blocking": 0.15, "other": 0.25, "eval": 2.0}
-    )
-
-
 def test_what_rank_0_alone_knows_is_of_no_other_rank(tmp_path: Path, node: Node) -> None:
     for rank in (0, 1):
         config = train_config(tmp_path)

@@ -12,14 +12,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointRef, Phase, TrainConfig
+from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import Agreement, StopSignal, preempted
-from finetune_trainer.data.batch import collate
+from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan, Pack
 from finetune_trainer.data.sequences import TokenDataset
+from finetune_trainer.device_clock import device_clock
 from finetune_trainer.errors import OvertakenError
 from finetune_trainer.failpoints import reach
 from finetune_trainer.model.loss import loss_inputs, scale_factor
@@ -27,7 +30,7 @@ from finetune_trainer.numerics import LateNumbers
 from finetune_trainer.schedule import learning_rate
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies.base import Strategy
-from finetune_trainer.telemetry import StepReport, Telemetry
+from finetune_trainer.telemetry import Lap, StepReport, Telemetry
 from finetune_trainer.world import World
 
 
@@ -51,7 +54,6 @@ class Run:
     pad_to: int | None  # tokens of a row; None pads to the longest
     pad_id: int
     numbers: LateNumbers = field(init=False)
-    blocked_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         origin = self.dataset.origin
@@ -72,28 +74,30 @@ def train(run: Run, first_step: int) -> int:
     config, plan, strategy = run.config, run.plan, run.strategy
     run.telemetry.phase(Phase.TRAINING)
     run.agreement.exchange(stop=run.stop.requested, save=False)
+    phases, lap = run.telemetry.phases, Lap(run.telemetry.phases)
+    phases.follow(device_clock(run.world.device))
     for step in range(first_step, plan.total_steps):
-        began, waited = perf_counter(), 0.0
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
         losses, rank_tokens = [], 0
         for index, packs in enumerate(micro_batches):
-            asked = perf_counter()
+            phases.enter(TimedPhase.DATA_WAIT)
             batch = collate(run.dataset, packs, pad_to=run.pad_to, pad_id=run.pad_id)
-            waited += perf_counter() - asked
             rank_tokens += batch.tokens
             _reseed(config.training.seed, step, packs)
             is_last = index == len(micro_batches) - 1
-            inputs = loss_inputs(batch, run.world.device)
-            losses.append(strategy.backward(inputs, scale=scale, is_last=is_last))
+            losses.append(_micro_batch(run, batch, scale, is_last=is_last))
             if not is_last:
                 reach("mid-accumulation", step + 1)
         reach("before-optimizer", step + 1)
+        phases.enter(TimedPhase.OPTIMIZER)
         rate = learning_rate(config.training, step, plan.total_steps)
         grad_norm = strategy.step(rate, config.training.max_grad_norm)
         reach("after-optimizer", step + 1)
+        phases.enter(TimedPhase.COMM_EXPOSED)
         total = run.world.sum(torch.stack(losses).sum()) / max(label_tokens, 1)
+        phases.enter(TimedPhase.LOGGING)
         run.numbers.report()
         if step == first_step:
             reach("first-step", step + 1)
@@ -107,17 +111,29 @@ def train(run: Run, first_step: int) -> int:
             samples=sum(len(pack) for pack in plan.packs(step)),
             rank_tokens=rank_tokens,
             rank_samples=sum(len(pack) for packs in micro_batches for pack in packs),
-            seconds=perf_counter() - began + run.blocked_seconds,
-            data_wait_seconds=waited,
-            checkpoint_blocking_seconds=run.blocked_seconds,
+            **lap.ended(),
         )
         run.numbers.put(report, total, grad_norm, losses, micro_batches)
-        run.blocked_seconds = 0.0  # a save at this boundary counts towards the next step
+        phases.enter(TimedPhase.OTHER)
         if _boundary(run, step + 1):
             break
     run.numbers.report()
+    phases.follow(None)
     run.agreement.settle()
     return step + 1
+
+
+def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) -> Tensor:
+    """Run one micro-batch forward and backward; return its summed loss, detached."""
+    phases = run.telemetry.phases
+    phases.enter(TimedPhase.H2D)
+    inputs = loss_inputs(batch, run.world.device)
+    phases.enter(TimedPhase.FORWARD)
+    loss_sum = run.strategy.forward(inputs, is_last=is_last)
+    phases.enter(TimedPhase.BACKWARD)
+    run.strategy.backward(loss_sum, scale=scale)
+    phases.enter(TimedPhase.OTHER)
+    return loss_sum.detach()
 
 
 def _boundary(run: Run, step: int) -> bool:
@@ -140,12 +156,15 @@ def _boundary(run: Run, step: int) -> bool:
         raise preempted(run.stop, f"after step {step}, too late to save it")
     if agreed.save or is_leaving or is_last or is_better or run.store.cadence.is_due(step):
         run.numbers.report()
-        state = run.strategy.state() | {"trainer": run.notes()}
-        run.blocked_seconds += run.store.save(step, state, eval_loss=eval_loss)
+        with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
+            state = run.strategy.state() | {"trainer": run.notes()}
+            run.store.save(step, state, eval_loss=eval_loss)
     report_commit(run, run.store.poll())
     if is_leaving:
         run.telemetry.phase(Phase.STOPPING)
-        report_commit(run, run.store.wait())
+        with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
+            committed = run.store.wait()
+        report_commit(run, committed)
         raise preempted(run.stop, f"after step {step}")
     return is_last
 
@@ -162,7 +181,8 @@ def evaluate(run: Run, step: int) -> float | None:
     run.telemetry.phase(Phase.EVALUATING)
     reach("evaluating", step)
     began = perf_counter()
-    loss = run.evaluate()
+    with run.telemetry.phases.within(TimedPhase.EVAL):
+        loss = run.evaluate()
     if loss is not None:
         run.telemetry.evaluated(step, loss, perf_counter() - began)
     return loss

@@ -15,6 +15,7 @@ from finetune_trainer.control import Agreement
 from finetune_trainer.data.plan import Pack
 from finetune_trainer.errors import NonFiniteLossError
 from finetune_trainer.telemetry import StepReport, Telemetry
+from finetune_trainer.telemetry.phases import Marks
 from finetune_trainer.world import World, gather_objects
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class _InFlight:
     micro_batches: MicroBatches
     values: Tensor
     arrived: "Event | None"
+    marks: Marks
 
 
 class LateNumbers:
@@ -69,7 +71,8 @@ class LateNumbers:
             values = host.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._in_flight = _InFlight(report, micro_batches, values, arrived)
+        marks = self._telemetry.phases.take_marks()
+        self._in_flight = _InFlight(report, micro_batches, values, arrived, marks)
 
     def report(self) -> None:
         """Report the step that was put in last, if it was not reported yet.
@@ -82,6 +85,7 @@ class LateNumbers:
         step, self._in_flight = self._in_flight, None
         if step.arrived is not None:
             step.arrived.synchronize()
+        self._telemetry.phases.count(step.marks)
         loss, norm, *own = step.values.tolist()
         if not math.isfinite(loss):
             self._telemetry.loss_was_not_finite(step.report.step)

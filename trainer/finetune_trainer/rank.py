@@ -26,6 +26,7 @@ from finetune_trainer.config import (
     Termination,
     TrainConfig,
 )
+from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import Agreement, StopSignal, preempted, unless_stopped
 from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan
@@ -287,10 +288,11 @@ def _resume(run: Run) -> int:
     """Read the newest committed checkpoint, if there is one; return the first step to make."""
     state = run.strategy.state() | {"trainer": run.notes()}
     run.store.check_space(state)
-    manifest = run.store.restore(state)
-    if manifest is None:
-        return 0
-    run.strategy.load_state(state)
+    with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
+        manifest = run.store.restore(state)
+        if manifest is None:
+            return 0
+        run.strategy.load_state(state)
     notes = _Notes.model_validate(state["trainer"])
     run.patience.best, run.patience.misses = notes.best_eval_loss, notes.evaluations_since_best
     run.telemetry.resumed(
@@ -308,7 +310,8 @@ def _resume(run: Run) -> int:
 def _finish_saving(run: Run) -> None:
     """Wait for the last checkpoint; when it failed, the trained model is exported all the same."""
     try:
-        committed = run.store.wait()
+        with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
+            committed = run.store.wait()
     except CheckpointError:  # the store has reported it
         run.telemetry.warn("the trained model is exported from memory, without a last checkpoint")
         return
@@ -321,7 +324,8 @@ def _choose_weights(run: Run, last_step: int) -> str:
         return f"finished after {last_step} steps"
     telemetry, state = run.telemetry, run.strategy.state()
     telemetry.plan(last_step)
-    best = run.store.load_best(state)
+    with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
+        best = run.store.load_best(state)
     is_early = last_step < run.plan.total_steps
     said = f"stopped early at step {last_step}" if is_early else f"finished after {last_step} steps"
     if best is None:

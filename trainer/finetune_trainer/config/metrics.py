@@ -25,6 +25,21 @@ class Needs(StrEnum):
     NCCL = "NCCL"
 
 
+class TimedPhase(StrEnum):
+    """What a rank's wall time goes into; it is always in exactly one of them."""
+
+    DATA_WAIT = "data_wait"
+    H2D = "h2d"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    COMM_EXPOSED = "comm_exposed"
+    CHECKPOINT_BLOCKING = "checkpoint_blocking"
+    EVAL = "eval"
+    LOGGING = "logging"
+    OTHER = "other"
+
+
 @dataclass(frozen=True)
 class Label:
     """A label of a metric.
@@ -157,8 +172,9 @@ PHASE_SECONDS = Metric(
     "finetune_train_phase_seconds_total",
     MetricType.COUNTER,
     "seconds",
-    "Wall time by what it went into.",
-    (RANK, Label("phase", ("data_wait", "checkpoint_blocking", "eval", "other"))),
+    "Wall time of the rank by what it went into, from its start to its end, the phase that runs "
+    "included; starting and exporting are other.",
+    (RANK, Label("phase", tuple(phase.value for phase in TimedPhase))),
 )
 NON_FINITE = Metric(
     "finetune_train_nonfinite_total",

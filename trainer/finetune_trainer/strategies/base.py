@@ -20,16 +20,23 @@ class Strategy(Protocol):
     def prepare(self, module: CausalLoss) -> None:
         """Wrap the module, make the optimizer, and assert the engine built what was asked."""
 
-    def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
-        """Run forward and backward of one micro-batch.
+    def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
+        """Run the forward pass of one micro-batch; `backward` must follow.
 
         Args:
             inputs: Keyword arguments of `CausalLoss.forward`.
-            scale: Factor on the summed loss before backward (`model.loss.scale_factor`).
             is_last: The last micro-batch of the step; only now do gradients travel.
 
         Returns:
-            The unscaled summed loss of this rank, detached.
+            The unscaled summed loss of this rank.
+        """
+
+    def backward(self, loss_sum: Tensor, *, scale: float) -> None:
+        """Run the backward pass of what `forward` has returned.
+
+        Args:
+            loss_sum: Its loss.
+            scale: Factor on it before backward (`model.loss.scale_factor`).
         """
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:

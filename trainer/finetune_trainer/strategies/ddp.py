@@ -43,15 +43,13 @@ class DdpStrategy(NativeStrategy):
             self._wrapped = wrapped
         self._optimizer = NativeOptimizer(self.model, self._config.training, self._world.device)
 
-    def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
-        """Run forward and backward; gradients are averaged with the last micro-batch."""
+    def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
+        """Run the forward pass; gradients will be averaged with the last micro-batch."""
         wrapped = self._wrapped
         quiet = isinstance(wrapped, DistributedDataParallel) and not is_last
-        with wrapped.no_sync() if quiet else nullcontext():  # type: ignore[operator]
-            with self._autocast():
-                loss_sum: Tensor = wrapped(**inputs)
-            self._optimizer.scaled(loss_sum * scale).backward()
-        return loss_sum.detach()
+        with wrapped.no_sync() if quiet else nullcontext(), self._autocast():  # type: ignore[operator]
+            loss_sum: Tensor = wrapped(**inputs)
+        return loss_sum
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one batch; ranks may call it a different number of times."""

@@ -70,15 +70,14 @@ class FsdpStrategy(NativeStrategy):
             layer.set_reshard_after_forward(self._reshards, recurse=False)
         self._optimizer = NativeOptimizer(self.model, training, device, shards)
 
-    def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
-        """Run forward and backward; gradients travel with the last micro-batch."""
+    def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
+        """Run the forward pass; gradients will travel with the last micro-batch."""
         root = self._sharded[-1]
         root.set_requires_gradient_sync(is_last)
         # Where there is room, weights are gathered once for all micro-batches of a step.
         root.set_reshard_after_backward(is_last or self._reshards)
         loss_sum: Tensor = self._module(**inputs)
-        self._optimizer.scaled(loss_sum * scale).backward()
-        return loss_sum.detach()
+        return loss_sum
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one batch; every rank must call it equally often."""

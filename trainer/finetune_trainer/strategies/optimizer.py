@@ -122,6 +122,10 @@ class NativeStrategy:
         self._module: CausalLoss
         self._optimizer: NativeOptimizer
 
+    def backward(self, loss_sum: Tensor, *, scale: float) -> None:
+        """Run the backward pass of what `forward` has returned."""
+        self._optimizer.scaled(loss_sum * scale).backward()
+
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
         """Clip and update; where one rank's gradients are not finite the norm of all is not."""
         return self._optimizer.step(learning_rate, max_norm)

@@ -69,13 +69,15 @@ class ZeroStrategy:
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         zero_state.create_moments(self._engine, self._stage)
 
-    def backward(self, inputs: dict[str, Tensor], *, scale: float, is_last: bool) -> Tensor:
-        """Run forward and backward; stages 2 and 3 reduce the gradients of every micro-batch."""
-        engine = self._engine
-        engine.set_gradient_accumulation_boundary(is_last)
-        loss_sum: Tensor = engine(**inputs)
-        engine.backward(loss_sum * scale, scale_wrt_gas=False)
-        return loss_sum.detach()
+    def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
+        """Run the forward pass; with stage 1 gradients will travel with the last micro-batch."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        loss_sum: Tensor = self._engine(**inputs)
+        return loss_sum
+
+    def backward(self, loss_sum: Tensor, *, scale: float) -> None:
+        """Run the backward pass; stages 2 and 3 reduce the gradients of every micro-batch."""
+        self._engine.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
         """Clip and update; gradients that are not finite, on any rank, change nothing.

@@ -5,6 +5,6 @@ loop. `node` is a process of its own, the page of a node. No module here imports
 """
 
 from finetune_trainer.telemetry.recorder import Telemetry
-from finetune_trainer.telemetry.step import StepReport
+from finetune_trainer.telemetry.step import Lap, StepReport
 
-__all__ = ["StepReport", "Telemetry"]
+__all__ = ["Lap", "StepReport", "Telemetry"]

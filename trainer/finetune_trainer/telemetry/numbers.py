@@ -21,10 +21,6 @@ class Numbers:
         self._last_step = block.slot(metrics.LAST_STEP_TIMESTAMP)
         self._tokens = block.slot(metrics.TOKENS, "nonpad")
         self._samples = block.slot(metrics.SAMPLES)
-        self._data_wait = block.slot(metrics.PHASE_SECONDS, "data_wait")
-        self._blocked = block.slot(metrics.PHASE_SECONDS, "checkpoint_blocking")
-        self._eval = block.slot(metrics.PHASE_SECONDS, "eval")
-        self._other = block.slot(metrics.PHASE_SECONDS, "other")
         self._lost_losses = block.slot(metrics.NON_FINITE, "loss")
         self._lost_norms = block.slot(metrics.NON_FINITE, "grad")
         self._save_blocking = block.histogram(metrics.CHECKPOINT_DURATION, "save_blocking")
@@ -52,7 +48,8 @@ class Numbers:
         self._samples.add(report.rank_samples)
         self._global_step.set(report.step)
         self._last_step.set(now)
-        self._count_phases(report)
+        if report.checkpoint_blocking_seconds > 0:
+            self._save_blocking.observe(report.checkpoint_blocking_seconds)
         if report.grad_norm is not None and not math.isfinite(report.grad_norm):
             self._lost_norms.add(1)
         if self._is_main:
@@ -67,9 +64,8 @@ class Numbers:
         """Count a step that ends the run, as its loss is not a number."""
         self._lost_losses.add(1)
 
-    def evaluated(self, loss: float, seconds: float) -> None:
+    def evaluated(self, loss: float) -> None:
         """Record one evaluation."""
-        self._eval.add(seconds)
         if self._is_main:
             self._eval_loss.set(loss)
 
@@ -78,14 +74,6 @@ class Numbers:
         if self._is_main:
             self._checkpoint_time.set(checkpoint.time)
             self._checkpoint_step.set(checkpoint.step)
-
-    def _count_phases(self, report: StepReport) -> None:
-        blocked = report.checkpoint_blocking_seconds
-        self._data_wait.add(report.data_wait_seconds)
-        self._blocked.add(blocked)
-        self._other.add(max(0.0, report.seconds - report.data_wait_seconds - blocked))
-        if blocked > 0:
-            self._save_blocking.observe(blocked)
 
 
 def info_labels(config: TrainConfig) -> dict[str, str]:

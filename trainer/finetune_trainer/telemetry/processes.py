@@ -1,10 +1,12 @@
 """What the kernel says of a process of this machine: since when it runs, and its memory."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,9 @@ def process_start(pid: int) -> int:
     if process is None:
         raise ProcessLookupError(f"there is no process {pid}")
     return process.start
+
+
+def seconds_since_start() -> float:
+    """Return for how long this process has run, at most a tick too much."""
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return max(0.0, since_boot - process_start(os.getpid()) * TICK_SECONDS)

@@ -23,6 +23,7 @@ from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.journal import Journal
 from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import Numbers, info_labels
+from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from finetune_trainer.telemetry.step import StepReport, Throughput
 from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
@@ -97,6 +98,11 @@ class Telemetry:
     def artifact_paths(self) -> tuple[str, ...]:
         """The paths that `artifacts` got, for the termination message."""
         return self._artifacts
+
+    @property
+    def phases(self) -> PhaseClock:
+        """The clock that knows what this rank's time goes into."""
+        return self._shared.phases
 
     def take_save_request(self) -> bool:
         """Return whether somebody asked for a checkpoint (`POST /checkpoint`), and forget it."""
@@ -204,7 +210,7 @@ class Telemetry:
         if step == 0 and before is None:
             before = loss
         self._update(eval_loss=loss, eval_loss_before=before)
-        self._numbers.evaluated(loss, seconds)
+        self._numbers.evaluated(loss)
         self._plot(step, {"eval/loss": loss})
 
     def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
@@ -261,6 +267,7 @@ class Telemetry:
         """Write the last progress and close every outlet; a second call does nothing."""
         with self._lock:
             self._update()
+            self.phases.stop()
             if self._tensorboard is not None:
                 self._put(self._tensorboard.close)
                 self._tensorboard = None

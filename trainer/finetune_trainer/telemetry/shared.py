@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from finetune_trainer.config import ContractModel
 from finetune_trainer.files import replace_text
+from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.processes import process_start
 from finetune_trainer.telemetry.slots import Block, Word
 
@@ -49,6 +50,8 @@ class Shared:
         self._folder = Path(page.folder) if page.folder is not None else None
         self.block = self._open()
         self._numbers = self.block.numbers
+        self.phases = PhaseClock(self.block)  # while the page still takes the block for the old
+        # process's, as the phase that it left running ends there
         self._numbers[Word.PID] = os.getpid()
         self._numbers[Word.PROCESS_START] = process_start(os.getpid())
         self.seen()

@@ -31,6 +31,7 @@ from finetune_trainer.config.metrics import (
 _MAGIC = b"FTSLOTS1"
 _HEAD_BYTES = 16
 _NUMBER_BYTES = 8
+_SNAPSHOTS_TRIED = 100  # one takes microseconds, and a phase lasts longer
 
 
 class Word(IntEnum):
@@ -41,6 +42,15 @@ class Word(IntEnum):
     PROCESS_START = 2  # tells the process from a later one of the same number; see `processes`
     SAVES_ASKED = 3  # how often the page was asked for a checkpoint; the only number it writes
     SAVES_TAKEN = 4  # how many of these the rank has heard of
+    PHASE_SWITCHES = 5  # how often the rank's phase was switched; its last bit names what is valid
+    EVEN_RUNNING = 6  # the phase that runs, counted from 1; 0 is none
+    EVEN_SINCE = 7  # seconds of the machine's monotonic clock
+    EVEN_LEFT = 8  # the phase before it, counted from 1; 0 is none
+    EVEN_LEFT_SECONDS = 9  # what that came to
+    ODD_RUNNING = 10
+    ODD_SINCE = 11
+    ODD_LEFT = 12
+    ODD_LEFT_SECONDS = 13
 
 
 class Layout:
@@ -168,6 +178,15 @@ class Block:
         layout = layout_of_node()
         is_ours = len(memory) == layout.num_bytes and memory[:_HEAD_BYTES] == layout.head
         return cls(memory) if is_ours else None
+
+    def snapshot(self) -> list[float]:
+        """Return all numbers of one moment between two switches of the phase."""
+        numbers: list[float] = []
+        for _ in range(_SNAPSHOTS_TRIED):
+            numbers = list(self.numbers)
+            if self.numbers[Word.PHASE_SWITCHES] == numbers[Word.PHASE_SWITCHES]:
+                break
+        return numbers
 
     def slot(self, metric: Metric, *values: str) -> Slot:
         """Return the number of a counter or gauge, by its labels' values after the rank."""

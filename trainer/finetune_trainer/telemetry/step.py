@@ -1,6 +1,10 @@
 """What the loop reports after an optimizer step, and the averages made from it."""
 
 from dataclasses import dataclass
+from typing import TypedDict
+
+from finetune_trainer.config.metrics import TimedPhase
+from finetune_trainer.telemetry.phases import PhaseClock
 
 # After ten steps an old step counts half: steady enough to read, quick enough to show a change.
 _DECAY = 0.5 ** (1 / 10)
@@ -22,7 +26,7 @@ class StepReport:
         rank_samples: rows of this rank.
         seconds: wall time since the previous step ended, evaluation apart.
         data_wait_seconds: share of `seconds` spent waiting for batches.
-        checkpoint_blocking_seconds: share of `seconds` spent in `CheckpointStore.save`.
+        checkpoint_blocking_seconds: share of `seconds` spent on saving.
     """
 
     step: int
@@ -37,6 +41,42 @@ class StepReport:
     rank_samples: int = 0
     data_wait_seconds: float = 0.0
     checkpoint_blocking_seconds: float = 0.0
+
+
+class StepTimes(TypedDict):
+    """The times of a `StepReport`."""
+
+    seconds: float
+    data_wait_seconds: float
+    checkpoint_blocking_seconds: float
+
+
+class Lap:
+    """Takes the times of one step after the other, so that none between two steps is lost."""
+
+    def __init__(self, phases: PhaseClock) -> None:
+        """Begin the first step now."""
+        self._phases = phases
+        self._began = self._now()
+
+    def ended(self) -> StepTimes:
+        """Return the times of the step that ends now."""
+        (at, waited, blocked, evaluated), now = self._began, self._now()
+        self._began = now
+        return {
+            "seconds": now[0] - at - (now[3] - evaluated),
+            "data_wait_seconds": now[1] - waited,
+            "checkpoint_blocking_seconds": now[2] - blocked,
+        }
+
+    def _now(self) -> tuple[float, float, float, float]:
+        spent = self._phases.spent
+        return (
+            self._phases.now(),
+            spent(TimedPhase.DATA_WAIT),
+            spent(TimedPhase.CHECKPOINT_BLOCKING),
+            spent(TimedPhase.EVAL),
+        )
 
 
 class Throughput:

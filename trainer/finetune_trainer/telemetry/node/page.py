@@ -61,6 +61,9 @@ def _values(metric: Metric, rank: RankNow) -> Iterator[tuple[tuple[str, ...], fl
     if metric is metrics.LAST_SEEN_AGE:
         yield (), rank.age_seconds
         return
+    if metric is metrics.PHASE_SECONDS:
+        yield from (((phase.value,), seconds) for phase, seconds in rank.phase_seconds.items())
+        return
     for values in combinations(metric.labels[1:]):
         if metric is metrics.MEMORY and values == ("host_rss",):  # as the kernel has it
             if rank.resident_bytes is not None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Lock
 
 from finetune_trainer.config import metrics
+from finetune_trainer.config.metrics import TimedPhase
+from finetune_trainer.telemetry.phases import read_phases
 from finetune_trainer.telemetry.processes import read_process
 from finetune_trainer.telemetry.shared import PROGRESS_FILE, block_file, info_file
 from finetune_trainer.telemetry.slots import Block, Word
@@ -22,6 +24,8 @@ class RankNow:
         numbers: those of its block.
         age_seconds: time since it last reported anything.
         resident_bytes: memory of its process; None where that is gone.
+        phase_seconds: wall time by phase, up to now; of a process that is gone, up to when it was
+            last seen.
         info: values of the labels of `metrics.INFO` after the rank; None before it has told them.
     """
 
@@ -29,6 +33,7 @@ class RankNow:
     numbers: Sequence[float]
     age_seconds: float
     resident_bytes: int | None
+    phase_seconds: Mapping[TimedPhase, float]
     info: Mapping[str, str] | None
 
 
@@ -43,6 +48,7 @@ class NodeRanks:
         self._ranks = ranks
         self._clock = clock
         self._mapped: dict[int, tuple[int, Block]] = {}
+        self._phase_seconds: dict[int, dict[TimedPhase, float]] = {}
         self._writing = Lock()  # requests are answered in threads
 
     @property
@@ -73,16 +79,30 @@ class NodeRanks:
         return True
 
     def _read(self, rank: int, block: Block) -> RankNow:
-        numbers = block.numbers.tolist()
+        numbers, now = block.snapshot(), self._clock()
         process = read_process(int(numbers[Word.PID]))
         is_same = process is not None and process.start == numbers[Word.PROCESS_START]
         return RankNow(
             rank=rank,
             numbers=numbers,
-            age_seconds=max(0.0, self._clock() - numbers[Word.SEEN_AT]),
+            age_seconds=max(0.0, now - numbers[Word.SEEN_AT]),
+            phase_seconds=self._phases(rank, numbers, now if is_same else None),
             resident_bytes=process.resident_bytes if process is not None and is_same else None,
             info=self._info(rank),
         )
+
+    def _phases(
+        self, rank: int, numbers: Sequence[float], now: float | None
+    ) -> dict[TimedPhase, float]:
+        """Return the seconds of each phase, never less than before; `now` is of a living process.
+
+        A rank that leaves a phase has looked at the clock a moment before anybody sees it.
+        """
+        found = read_phases(numbers, now)
+        with self._writing:
+            shown = self._phase_seconds.get(rank, found)
+            self._phase_seconds[rank] = {one: max(found[one], shown[one]) for one in found}
+            return self._phase_seconds[rank]
 
     def _block(self, rank: int) -> Block | None:
         path = self._folder / block_file(rank)
