@@ -5,20 +5,29 @@ only tells whether the page is out of date.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from finetune_operator.metrics.catalogue import OF_JOBS, OF_OPERATOR
 from finetune_trainer.config.metrics import OF_TRAINING_NODE, Label, Metric, Needs
 
 PAGE = Path(__file__).parent / "metrics.md"
 _HEAD = """\
 # Metrics
 
-Generated from `finetune_trainer/config/metrics.py`; `make crd` writes it.
+Generated from `finetune_trainer/config/metrics.py` and `finetune_operator/metrics/catalogue.py`;
+`make crd` writes it.
 
 Each training node has a page, `GET /metrics` on `spec.observability.metricsPort`, with every rank
 of that node. Counters and histograms are there from the start of a rank, gauges once they are
 known. Counters go on where they were when the ranks of a node are started again in place. Job,
 namespace, pod and node are no labels of the page: the scrape configuration adds them.
+"""
+_OPERATOR = """\
+The operator has a page, `GET /metrics` on the port of its health pages. Its counters begin at 0
+with each process. Of jobs and queue the leader alone tells. The labels `namespace` and
+`finetunejob` are those of the job: scrape it with `honorLabels: true`, else they become
+`exported_namespace` and `exported_finetunejob`.
 """
 
 
@@ -44,11 +53,13 @@ def page() -> str:
             _HEAD,
             _section("Of every rank", of_ranks),
             _section("Of rank 0 alone, for the whole run", of_rank_zero),
+            _section("Of the operator", OF_OPERATOR, _OPERATOR),
+            _section("Of jobs, by the operator", OF_JOBS),
             "## Buckets\n",
             "Upper bounds; each histogram also has `+Inf`.\n",
             *(
                 f"- `{one.name}`: {', '.join(f'{bound:g}' for bound in one.buckets)} {one.unit}"
-                for one in OF_TRAINING_NODE
+                for one in (*OF_TRAINING_NODE, *OF_OPERATOR, *OF_JOBS)
                 if one.buckets
             ),
             "",
@@ -56,13 +67,13 @@ def page() -> str:
     )
 
 
-def _section(title: str, metrics: list[Metric]) -> str:
+def _section(title: str, metrics: Sequence[Metric], text: str = "") -> str:
     rows = [
         f"| `{one.name}` | {one.type} | {one.unit} | {_labels(one.labels)} | {_what(one)} |"
         for one in metrics
     ]
     head = ["| Metric | Type | Unit | Labels | What |", "|---|---|---|---|---|"]
-    return "\n".join([f"## {title}\n", *head, *rows, ""])
+    return "\n".join([f"## {title}\n", *([text] if text else []), *head, *rows, ""])
 
 
 def _labels(labels: tuple[Label, ...]) -> str:

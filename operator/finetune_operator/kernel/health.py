@@ -1,16 +1,21 @@
-"""/healthz and /readyz: is this process alive, and may it be counted as a replica.
+"""/healthz and /readyz: is this process alive, and may it be counted as a replica; and /metrics.
 
 Alive means that work goes on: the oldest key, and every watch, has moved within `stuck_seconds`.
 That the API server is away does not count, as a restart of this process would not bring it back.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from finetune_operator.metrics.page import Snapshot, render
+
 if TYPE_CHECKING:
     from aiohttp import web
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
@@ -57,25 +62,32 @@ class Health:
 
 
 class HealthServer:
-    """Serves both pages; an async context manager.
+    """Serves the pages; an async context manager.
 
     Args:
         host: Address to listen on.
         port: Port; 0 takes a free one.
         stuck_seconds: When something counts as stuck.
         read: Returns the state now.
+        measure: Returns what `/metrics` shows now.
 
     Attributes:
         port: Port it listens on.
     """
 
     def __init__(
-        self, host: str, port: int, stuck_seconds: float, read: Callable[[], Health]
+        self,
+        host: str,
+        port: int,
+        stuck_seconds: float,
+        read: Callable[[], Health],
+        measure: Callable[[], Snapshot],
     ) -> None:
         self.port = port
         self._host = host
         self._stuck_seconds = stuck_seconds
         self._read = read
+        self._measure = measure
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Self:
@@ -87,7 +99,8 @@ class HealthServer:
         from aiohttp import web
 
         app = web.Application()
-        app.add_routes([web.get("/healthz", self._healthz), web.get("/readyz", self._readyz)])
+        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics}
+        app.add_routes([web.get(path, page) for path, page in pages.items()])
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self.port).start()
@@ -112,6 +125,12 @@ class HealthServer:
     async def _readyz(self, request: "web.Request") -> "web.Response":
         health = self._read()
         return _answer(health, [], is_good=health.is_ready)
+
+    async def _metrics(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        text = await asyncio.to_thread(render, self._measure())
+        return web.Response(body=text, headers={"Content-Type": _CONTENT_TYPE})
 
 
 def _answer(health: Health, complaints: list[str], *, is_good: bool) -> "web.Response":

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, Backend, BackendContext, Observation
 from finetune_operator.backends.instances import Backends
@@ -30,6 +31,10 @@ from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
 from finetune_operator.kube.watch import Watch, trim_metadata
+from finetune_operator.metrics import catalogue
+from finetune_operator.metrics.counts import Counts
+from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.metrics.page import QueueNow, Snapshot
 from finetune_operator.reconcile.conditions import ConditionType
 
 log = logging.getLogger(__name__)
@@ -60,6 +65,7 @@ class LeaderTerm:
         folder: What `file://./x` in a manifest is relative to; the current one by default.
         listen: Makes a source of events of FineTuneJobs, which serves until it ends.
         now: The time, with a zone.
+        counts: What the process counts, over its terms.
     """
 
     def __init__(
@@ -71,8 +77,10 @@ class LeaderTerm:
         folder: Path | None = None,
         listen: Callable[[KubeClient, ListenOptions, OnEvent], JobEvents] = listen_by_kopf,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        counts: Counts | None = None,
     ) -> None:
         self._client = client
+        self._counts = Counts() if counts is None else counts
         self._settings = settings
         self._listen = listen
         self._caches: dict[Resource, ObjectCache] = {}
@@ -121,7 +129,11 @@ class LeaderTerm:
     async def run(self) -> None:
         """Work until cancelled."""
         try:
-            self._informers.add(await self._backends.load_all())
+            found = await self._backends.load_all()
+            self._informers.add(found)
+            for backend in found:
+                self._counts.add(catalogue.RECONCILE_ERRORS, backend, amount=0)
+                self._counts.prepare(catalogue.RECONCILE_DURATION, backend)
             async with asyncio.TaskGroup() as group:
                 for informer in self._informers.all:
                     group.create_task(informer.run())
@@ -155,6 +167,15 @@ class LeaderTerm:
             absent={**self._resync.absent(), **self._informers.absent()},
         )
 
+    def snapshot(self) -> Snapshot:
+        """Return what the page of metrics shows now."""
+        queue = QueueNow(len(self._queue), self._queue.oldest_seconds, len(self._backlog))
+        return Snapshot(
+            counts=self._counts.copy(),
+            queue=queue,
+            jobs=[JobNow(one) for one in self._jobs if _is_ours(one)],
+        )
+
     def _silence_of_jobs(self) -> float:
         """Return for how long no watch or list of FineTuneJobs has been asked for.
 
@@ -170,17 +191,22 @@ class LeaderTerm:
     async def _work(self, *, only_to_catch_up: bool) -> None:
         while self._backlog or not only_to_catch_up:
             key = await self._queue.get()
+            backend, began = self._backend_of(key), self._loop.time()
             try:
                 result = await self._reconciler.reconcile(key)
             except FineTuneError as error:
                 wait = self._queue.add_rate_limited(key, error.retry_after or 0.0)
+                self._counts.add(catalogue.RECONCILE_ERRORS, backend)
                 log.warning("reconcile failed", extra=_failure(key, error, wait))
             except Exception as error:
                 # A fault of ours in one job must not end the work on all others.
                 wait = self._queue.add_rate_limited(key)
+                self._counts.add(catalogue.RECONCILE_ERRORS, backend)
                 log.exception("reconcile broke off", extra=_failure(key, error, wait))
             else:
                 self._queue.done(key, result.requeue_seconds, when_idle=result.when_idle)
+            seconds = self._loop.time() - began
+            self._counts.observe(catalogue.RECONCILE_DURATION, backend, value=seconds)
             self._catch_up(key)
 
     def _catch_up(self, key: Key) -> None:
@@ -264,6 +290,11 @@ class LeaderTerm:
 
     def _cache(self, resource: Resource) -> ObjectCache:
         return self._caches.setdefault(resource, ObjectCache(resource))
+
+
+def _is_ours(made: Object) -> bool:
+    """Say whether this controller acts on a job."""
+    return bool(made["spec"].get("managedBy", MANAGED_BY) == MANAGED_BY)
 
 
 def _points(settings: Settings) -> list[EntryPoint]:

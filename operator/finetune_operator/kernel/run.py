@@ -27,6 +27,8 @@ from finetune_operator.kernel.settings import Settings, read_settings
 from finetune_operator.kube.client import CallCounts, ClientOptions, KubeClient
 from finetune_operator.kube.config import load_access
 from finetune_operator.kube.http import HttpClient
+from finetune_operator.metrics.counts import Counts
+from finetune_operator.metrics.page import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +82,11 @@ async def operate(
         KubeConfigError: no cluster is configured.
         OSError: the health port is taken.
     """
-    make_term = partial(LeaderTerm, settings=settings, backends=backends, folder=folder)
-    process = _Process(settings, make_term)
+    counts = Counts()
+    make_term = partial(
+        LeaderTerm, settings=settings, backends=backends, folder=folder, counts=counts
+    )
+    process = _Process(settings, make_term, counts)
     client = HttpClient(await load_access(settings.kubeconfig), process.client_options())
     async with client, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
@@ -94,12 +99,15 @@ async def operate(
 class _Process:
     """What outlives a term: the election, and what the health pages show."""
 
-    def __init__(self, settings: Settings, make_term: Callable[[KubeClient], LeaderTerm]) -> None:
+    def __init__(
+        self, settings: Settings, make_term: Callable[[KubeClient], LeaderTerm], counts: Counts
+    ) -> None:
         self._settings = settings
         self._make_term = make_term
         self._election: Election | None = None
         self._term: LeaderTerm | None = None
         self._calls = CallCounts()
+        self._counts = counts
 
     def client_options(self) -> ClientOptions:
         elects = self._settings.leader_election
@@ -113,7 +121,11 @@ class _Process:
     def health_server(self) -> HealthServer:
         settings = self._settings
         return HealthServer(
-            settings.health_host, settings.health_port, settings.stuck_seconds, self._health
+            settings.health_host,
+            settings.health_port,
+            settings.stuck_seconds,
+            self._health,
+            self._snapshot,
         )
 
     async def campaign(self, client: KubeClient, stop: asyncio.Event) -> None:
@@ -158,6 +170,10 @@ class _Process:
         counts = self._calls.by_kind.items()
         calls = {" ".join(map(str, kind)): count for kind, count in counts}
         return replace(health, calls=calls)
+
+    def _snapshot(self) -> Snapshot:
+        shown = self._term.snapshot() if self._term else Snapshot(counts=self._counts.copy())
+        return replace(shown, calls=dict(self._calls.by_kind))
 
 
 async def _first_of(*works: Coroutine[Any, Any, object]) -> None:

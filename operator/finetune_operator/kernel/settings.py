@@ -93,9 +93,9 @@ class Settings(BaseModel):
     identity: str = Field(
         default_factory=socket.gethostname, description="Name in the Lease; by default the host's."
     )
-    health_host: str = Field("0.0.0.0", description="Address of /healthz and /readyz.")
+    health_host: str = Field("0.0.0.0", description="Address of /healthz, /readyz and /metrics.")
     health_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
-        8080, description="Port of /healthz and /readyz; 0 takes a free one."
+        8080, description="Port of /healthz, /readyz and /metrics; 0 takes a free one."
     )
     stuck_seconds: Seconds = Field(
         300.0, description="A job or watch that stood still for so long makes /healthz fail."

@@ -1,0 +1,1 @@
+"""What the operator tells Prometheus: of itself, and of each job."""

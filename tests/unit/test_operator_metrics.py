@@ -1,0 +1,149 @@
+"""What the operator declares is what its page has, over the life of a job; in virtual time."""
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from builders import manifest
+from fake_api import FakeApi
+from finetune_operator.api.v1alpha1.status import JobPhase
+from finetune_operator.api.validate import defaulted
+from finetune_operator.kernel.job_events import FollowedJobs
+from finetune_operator.kernel.leader_term import LeaderTerm
+from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
+from finetune_operator.metrics import catalogue
+from finetune_operator.metrics.page import Snapshot, render
+from finetune_trainer.config.metrics import Metric, MetricType
+from kernel_world import START, nothing
+from live_world import SETTINGS
+from operator_pages import DECLARED, OperatorPage, read_page
+from virtual_time import run
+
+OF_THE_SCRAPE = {"job", "pod", "node", "instance"}
+OF_A_PROCESS = {catalogue.LEADER, catalogue.BUILD_INFO, catalogue.API_REQUESTS}
+
+every_metric = pytest.mark.parametrize(
+    "metric", [pytest.param(one, id=one.name) for one in DECLARED]
+)
+
+
+@every_metric
+def test_a_name_says_type_and_unit(metric: Metric) -> None:
+    assert metric.name.startswith(("finetune_operator_", "finetune_job_"))
+    assert metric.name.endswith("_total") == (metric.type is MetricType.COUNTER)
+    assert (metric.unit == "seconds") == metric.name.endswith("_seconds")
+    assert metric.help.endswith(".")
+    assert bool(metric.buckets) == (metric.type is MetricType.HISTOGRAM)
+    assert not OF_THE_SCRAPE & set(metric.label_names)
+
+
+def test_each_metric_is_declared_once() -> None:
+    declared = {one.name for one in vars(catalogue).values() if isinstance(one, Metric)}
+    assert sorted(one.name for one in DECLARED) == sorted(declared)
+
+
+class Lives:
+    """An operator that leads, and a job of its own that a test plays."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.api = FakeApi()
+        self.api.now = lambda: START + timedelta(seconds=loop.time())
+        self.term = LeaderTerm(self.api, SETTINGS, listen=FollowedJobs, now=self.api.now)
+        self._task = asyncio.create_task(self.term.run())
+
+    async def apply(self, name: str = "tiny", **fields: object) -> None:
+        made = manifest(
+            name=name,
+            backend={"type": "configmap"},
+            model__source="hf://a/b",
+            dataset__source="hf://a/c",
+            **fields,
+        )
+        await self.api.create(FINE_TUNE_JOBS, defaulted(made), "ns")
+        await asyncio.sleep(20)
+
+    async def play(self, attempt: str, **data: str) -> None:
+        await self.api.patch(CONFIG_MAPS, attempt, "ns", {"data": data})
+        await asyncio.sleep(20)
+
+    def page(self) -> OperatorPage:
+        snapshot = self.term.snapshot()
+        calls = {("list", "finetunejobs", 200): 1}  # counted by a client that sends requests
+        return read_page(
+            render(Snapshot(calls, snapshot.counts, snapshot.queue, snapshot.jobs)).decode()
+        )
+
+    def phase(self) -> str:
+        phases = self.page().values(catalogue.JOB_PHASE, "phase", finetunejob="tiny")
+        assert set(phases) == set(JobPhase)
+        (now,) = (phase for phase, value in phases.items() if value == 1)
+        return now
+
+    def end(self) -> None:
+        self._task.cancel()
+
+
+def test_a_life_shows_everything_that_is_declared_and_nothing_else() -> None:
+    async def live() -> None:
+        lives, seen = Lives(), set[Metric]()
+        await lives.apply()
+        phases = [lives.phase()]
+        for data in (
+            {"phase": "Running", "ready": "1", "step": "3"},
+            {"phase": "Succeeded", "code": "0", "gone": "yes", "step": "10"},
+        ):
+            await lives.play("tiny-1", **data)
+            phases.append(lives.phase())
+            seen |= lives.page().metrics
+        assert phases == [JobPhase.STARTING, JobPhase.RUNNING, JobPhase.SUCCEEDED]
+        assert seen == set(DECLARED)
+        lives.end()
+
+    run(live())
+
+
+def test_a_replica_that_does_not_lead_tells_of_itself_alone() -> None:
+    calls = {("get", "leases", 200): 2, ("get", "leases", 0): 1}
+    page = read_page(render(Snapshot(calls)).decode())
+    assert page.metrics == OF_A_PROCESS
+    assert page.value(catalogue.LEADER) == 0
+    assert page.values(catalogue.API_REQUESTS, "code", verb="get") == {"200": 2, "0": 1}
+
+
+def test_reconciles_are_counted_by_backend_and_those_that_fail_from_0() -> None:
+    def refuse(verb: str, resource: Resource, name: str) -> None:
+        if (verb, resource) == ("create", CONFIG_MAPS):
+            raise UnavailableError(503, "ServiceUnavailable", "busy")
+
+    async def live() -> None:
+        lives = Lives()
+        await asyncio.sleep(1)
+        assert lives.page().value(catalogue.RECONCILE_ERRORS, backend="configmap") == 0
+        lives.api.before = refuse
+        await lives.apply()
+        failed = lives.page().value(catalogue.RECONCILE_ERRORS, backend="configmap")
+        assert failed > 1
+        lives.api.before = nothing
+        await asyncio.sleep(60)
+        page = lives.page()
+        done = page.value(catalogue.RECONCILE_DURATION, "_count", backend="configmap")
+        assert done > failed
+        assert page.value(catalogue.QUEUE_DEPTH) == page.value(catalogue.BACKLOG) == 0
+        lives.end()
+
+    run(live())
+
+
+def test_a_job_of_another_controller_is_not_on_the_page() -> None:
+    async def live() -> None:
+        lives = Lives()
+        await lives.apply("theirs", managed_by="example.com/other")
+        await lives.apply("ours")
+        page = lives.page()
+        assert set(page.values(catalogue.JOB_INFO, "finetunejob")) == {"ours"}
+        lives.end()
+
+    run(live())
