@@ -7,9 +7,7 @@ behind but the CRD.
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,52 +25,15 @@ from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import FieldPath, Finding, show_path
 from finetune_operator.api.problems import Severity
 from finetune_operator.api.validate import check_manifest, check_object, defaulted
+from plain_api import CRDS, JSON, Answer, PlainApi
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-JSON = "application/json"
 DRY = {"dryRun": "All"}
 JOBS = "/apis/finetune.dev/v1alpha1/namespaces/default/finetunejobs"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the API server said."""
-
-    status: int
-    body: dict[str, Any]
-    warning: str | None
-
-    @property
-    def is_accepted(self) -> bool:
-        return self.status in (200, 201)
-
-    @property
-    def message(self) -> str:
-        return str(self.body.get("message", ""))
-
-
-class ApiServer:
-    """Plain HTTP with the kubeconfig's certificates: the text goes out as it is written."""
-
-    def __init__(self, kubeconfig: str) -> None:
-        from kubernetes import client, config
-
-        configuration = client.Configuration()
-        config.load_kube_config(kubeconfig, client_configuration=configuration)
-        self._host = configuration.host
-        self._pool = client.ApiClient(configuration).rest_client.pool_manager
-
-    def send(
-        self, method: str, path: str, text: str = "", kind: str = "application/yaml", **query: str
-    ) -> Answer:
-        asked = "&".join(f"{key}={value}" for key, value in query.items())
-        headers = {"Content-Type": kind, "Accept": "application/json"}
-        url = f"{self._host}{path}?{asked}"
-        response = self._pool.request(method, url, body=text.encode(), headers=headers)
-        is_json = response.headers.get("Content-Type") == "application/json"
-        body = json.loads(response.data) if is_json else {}  # a path not served yet answers in text
-        return Answer(response.status, body, response.headers.get("Warning"))
+class ApiServer(PlainApi):
+    """With our jobs."""
 
     def create(self, text: str, kind: str = "application/yaml", **query: str) -> Answer:
         return self.send("POST", JOBS, text, kind, fieldValidation="Strict", **query)
@@ -87,28 +48,11 @@ class ApiServer:
 
 @pytest.fixture(scope="module")
 def server(cluster: RunningCluster) -> ApiServer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # raised inside the client's own import
-        made = ApiServer(cluster.kubeconfig)
-    name = "finetunejobs.finetune.dev"
-    query = {"fieldManager": "tests", "force": "true", "fieldValidation": "Strict"}
-    kind = "application/apply-patch+yaml"
-    answer = made.send(
-        "PATCH", f"{CRDS}/{name}", crd_yaml(custom_resource_definition()), kind, **query
-    )
-    assert answer.is_accepted, answer.message
-    assert answer.warning is None
-    while not _is_established(made.send("GET", f"{CRDS}/{name}").body):
-        pass
+    made = ApiServer(cluster.kubeconfig)
+    made.define("finetunejobs.finetune.dev", crd_yaml(custom_resource_definition()))
     while made.send("GET", JOBS).status != 200:
         pass
     return made
-
-
-def _is_established(crd: dict[str, Any]) -> bool:
-    conditions = {one["type"]: one["status"] for one in crd["status"].get("conditions") or []}
-    assert conditions.get("NonStructuralSchema") != "True"
-    return conditions.get("Established") == "True"
 
 
 @pytest.fixture

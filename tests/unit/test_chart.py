@@ -2,11 +2,9 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,40 +17,10 @@ from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks.network import OPERATOR_LABELS
 from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
 from finetune_operator.kernel.settings import PREFIX, Settings, read_settings
+from helm_chart import CHART, Json, helm, needs_helm, of_kind, rendered
 
 ROOT = Path(__file__).parents[2]
-CHART = ROOT / "charts" / "finetune-operator"
-HELM = shutil.which("helm")
-needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not on the PATH")
-IMAGE = {"repository": "registry.test/operator", "tag": "1"}
 PROFILES = "finetune.dev/v1alpha1/FineTuneProfile"
-
-Json = dict[str, Any]
-
-
-def helm(*arguments: str, values: Json) -> subprocess.CompletedProcess[str]:
-    """Run `helm template` on the chart in the namespace `ops`."""
-    assert HELM is not None
-    return subprocess.run(
-        [
-            *(HELM, "template", "ft", str(CHART), "--namespace", "ops"),
-            *("--kube-version", "1.34.0", "--values", "-", *arguments),
-        ],
-        input=json.dumps({"image": IMAGE, **values}),
-        capture_output=True,
-        text=True,
-    )
-
-
-def rendered(*arguments: str, **values: Any) -> list[Json]:
-    """Return what helm makes; without the definitions, which take a second to read."""
-    answer = helm(*arguments, values={"crds": {"install": False}, **values})
-    assert answer.returncode == 0, answer.stderr
-    return [one for one in yaml.safe_load_all(answer.stdout) if one]
-
-
-def of_kind(objects: list[Json], kind: str) -> list[Json]:
-    return [one for one in objects if one["kind"] == kind]
 
 
 def pod_of(objects: list[Json]) -> Json:

@@ -33,6 +33,22 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{- define "finetune-operator.monitorLabels" -}}
+{{ include "finetune-operator.labels" . }}
+{{- with .Values.monitoring.monitors.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Managed Prometheus drops a sample beyond its limits in silence; with these, a scrape fails. */}}
+{{- define "finetune-operator.labelLimits" -}}
+{{- if eq .Values.monitoring.group "azmonitoring.coreos.com" -}}
+labelLimit: 63
+labelNameLengthLimit: 511
+labelValueLengthLimit: 1023
+{{- end -}}
+{{- end -}}
+
 {{/* True, or empty: whether a second process at a time would do harm. */}}
 {{- define "finetune-operator.isAlone" -}}
 {{- if or (not .Values.settings.leaderElection) .Values.settings.identity -}}true{{- end -}}
@@ -53,6 +69,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- if and (include "finetune-operator.isAlone" .) (gt (int .Values.replicas) 1) -}}
 {{- fail (printf "replicas is %d, but settings.leaderElection is false or settings.identity is set, so that several would lead at once; set replicas to 1" (int .Values.replicas)) -}}
+{{- end -}}
+{{- if and .Values.monitoring.monitors.create (not .Values.service.create) -}}
+{{- fail "monitoring.monitors.create is true, but a ServiceMonitor finds the operator by its Service; set service.create to true" -}}
 {{- end -}}
 {{- if and .Values.exampleProfile.create (not (.Capabilities.APIVersions.Has "finetune.dev/v1alpha1/FineTuneProfile")) -}}
 {{- fail "exampleProfile.create is true, but the cluster does not know FineTuneProfiles yet; install without it, then set it by helm upgrade" -}}

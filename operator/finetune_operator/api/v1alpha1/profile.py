@@ -127,9 +127,13 @@ class NetworkSettings(ApiModel):
     policy: bool = True
     """Make a NetworkPolicy for each job."""
     metrics_readers: Annotated[list[MetricsReader], Field(max_length=16)] = Field(
-        [MetricsReader(namespace="monitoring")]
+        [
+            MetricsReader(namespace="monitoring"),
+            MetricsReader(namespace="kube-system", labels={"rsName": "ama-metrics"}),
+        ]
     )
-    """Pods that may read metrics, such as Prometheus."""
+    """Pods that may read metrics. By default those of the namespace monitoring, and those of AKS's
+    managed Prometheus."""
 
 
 class RankZeroName(StrEnum):
