@@ -227,6 +227,35 @@ def test_one_that_is_resumed_just_when_it_is_given_up_is_ended_as_it_is_then() -
     live(life)
 
 
+def test_one_whose_pods_are_gone_when_it_is_given_up_again_is_given_up() -> None:
+    """Its controller, which counts the pods at that moment, was faster with its own write."""
+
+    async def life(world: AksWorld) -> None:
+        await first_runs(world)
+        await first_is_suspended(world)
+        is_first = True
+
+        def refuse(verb: str, resource: Resource, name: str) -> None:
+            nonlocal is_first
+            if (verb, resource, is_first) == ("patch", JOBS, True):
+                is_first = False
+                raise ConflictError(409, "Conflict", "the object has been modified")
+
+        world.api.before = refuse
+        await world.catch_up()
+        with pytest.raises(ConflictError):
+            await world.reconciler.reconcile(KEY)
+        await world.let_go(1)
+        await world.settle()
+        assert told(batch_job(world, 1)) == [("FailureTarget", "GivenUp")]
+        await world.conclude(1, "Failed")
+        await world.settle()
+        assert world.attempts == ["tiny-1", "tiny-2"]
+        assert world.job["status"]["attempts"][0]["message"] == "saved step 7"
+
+    live(life)
+
+
 def test_an_attempt_whose_limit_of_failures_somebody_raised_is_ended_before_the_next_one() -> None:
     """Its controller would make a pod in the place of the one that failed."""
 
