@@ -94,6 +94,7 @@ def run(
         try_export(module.model, tokenizer, config)
     _tell_model(telemetry, dataset, held_out, module)
     strategy.prepare(module)
+    telemetry.collectives.begin(strategy.newest_backward)
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
     settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)
     if settled is not config:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
+from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, CONTROL
 
 if TYPE_CHECKING:
     import torch
@@ -213,8 +214,8 @@ def open_world(
         world_size=dist.get_world_size(),
         device=device,
         group=dist.group.WORLD,
-        control_group=_gloo_group(),
-        checkpoint_group=_gloo_group(),
+        control_group=_gloo_group(CONTROL),
+        checkpoint_group=_gloo_group(CHECKPOINT),
     )
     try:
         yield world
@@ -279,10 +280,10 @@ def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     return device
 
 
-def _gloo_group() -> "ProcessGroup":
+def _gloo_group(name: str) -> "ProcessGroup":
     import torch.distributed as dist
 
-    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=name)
     return cast("ProcessGroup", group)
 
 

@@ -62,6 +62,8 @@ class Metric:
         labels: those of the page, in its order.
         buckets: upper bounds of a histogram, rising, without the last, infinite one.
         is_of_rank_zero: rank 0 alone knows it; else each rank has its own.
+        most_series: of a rank, where the run decides which there are; each then appears with its
+            first value, a counter as well. None: all combinations of labels are there.
     """
 
     name: str
@@ -72,11 +74,17 @@ class Metric:
     buckets: tuple[float, ...] = ()
     needs: Needs = Needs.NOTHING
     is_of_rank_zero: bool = False
+    most_series: int | None = None
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """The names of its labels, in the page's order."""
         return tuple(label.name for label in self.labels)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the run decides which series there are."""
+        return self.most_series is not None
 
 
 RANK = Label("rank")
@@ -218,6 +226,87 @@ CHECKPOINT_STEP = _of_rank_zero(
 )
 ATTEMPT = _of_rank_zero("restart_attempt", "attempts", "Number of this attempt, from 1.")
 
+COLLECTIVE_OPS = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+GROUPS = ("dp", "shard", "replica", "control", "checkpoint")
+SIZE_CLASSES = ("small", "medium", "large")
+MOST_KINDS = 14
+"""Combinations of operation, group and size class that a rank counts; no strategy has more."""
+
+
+def _of_collectives(name: str, unit: str, help: str) -> Metric:
+    labels = (
+        RANK,
+        Label("op", COLLECTIVE_OPS),
+        Label("group", GROUPS),
+        Label("size", SIZE_CLASSES),
+    )
+    return Metric(
+        f"finetune_comm_{name}_total",
+        MetricType.COUNTER,
+        unit,
+        help,
+        labels,
+        most_series=MOST_KINDS,
+    )
+
+
+def _sequence(name: str, help: str) -> Metric:
+    labels = (RANK, Label("group", GROUPS))
+    return Metric(
+        f"finetune_comm_{name}",
+        MetricType.GAUGE,
+        "collectives",
+        help,
+        labels,
+        most_series=len(GROUPS),
+    )
+
+
+COMM_CALLS = _of_collectives(
+    "collectives", "collectives", "Collectives, by the operation that was asked for."
+)
+COMM_BYTES = _of_collectives(
+    "bytes", "bytes", "Size of their data: the whole tensor, of which a rank may hold a share."
+)
+COMM_BUS_BYTES = _of_collectives(
+    "bus_bytes",
+    "bytes",
+    "Bytes that the links of one rank carry for them at best; divided by their seconds it is the "
+    "bus bandwidth.",
+)
+COMM_SECONDS = _of_collectives(
+    "duration_seconds",
+    "seconds",
+    "Time from their start to their end, waiting for other ranks included, where it is known.",
+)
+COMM_EXPOSED = _of_collectives(
+    "exposed_seconds",
+    "seconds",
+    "Time in which the rank could do nothing but wait for them, where it is known.",
+)
+COMM_ENQUEUED = _sequence(
+    "last_enqueued_seq", "Number of the newest collective that the rank has begun."
+)
+COMM_COMPLETED = _sequence(
+    "last_completed_seq", "Number of the newest collective that the rank knows to be over."
+)
+COMM_SAMPLED = Metric(
+    "finetune_comm_sampled_ratio",
+    MetricType.GAUGE,
+    "ratio",
+    "Share of this process's collectives that are in the counters of bytes, and of seconds.",
+    (RANK, Label("of", ("bytes", "seconds"))),
+)
+
 OF_TRAINING_NODE = (
     INFO,
     LAST_SEEN_AGE,
@@ -232,6 +321,14 @@ OF_TRAINING_NODE = (
     PHASE_SECONDS,
     NON_FINITE,
     CHECKPOINT_DURATION,
+    COMM_CALLS,
+    COMM_BYTES,
+    COMM_BUS_BYTES,
+    COMM_SECONDS,
+    COMM_EXPOSED,
+    COMM_ENQUEUED,
+    COMM_COMPLETED,
+    COMM_SAMPLED,
     LOSS,
     GRAD_NORM,
     LEARNING_RATE,

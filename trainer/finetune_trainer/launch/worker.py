@@ -130,10 +130,15 @@ class _Rank:
             importing.enter_context(uncollected())
             if config.world.world_size == 1:  # else the others must learn of it when they meet
                 importing.enter_context(stop.leads_to(self._end_before_training))
-            with open_world(config, environ, should_stop=lambda: stop.requested) as world:
+            with (
+                open_world(config, environ, should_stop=lambda: stop.requested) as world,
+                ExitStack() as watching,
+            ):
                 do_work = _load(entry)
                 importing.close()
                 telemetry = self._telemetry or self._open_telemetry(launch, shared)
+                if world.group is not None:
+                    watching.enter_context(telemetry.collectives.watched())
                 return do_work(_continued(config, environ), world, stop, telemetry, fence)
 
     def _node_page(self, launch: Launch) -> NodePage:

@@ -20,6 +20,8 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.files import replace_text
+from finetune_trainer.telemetry.collectives import Collectives
+from finetune_trainer.telemetry.collectives.groups import GroupNames
 from finetune_trainer.telemetry.journal import Journal
 from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import Numbers, info_labels
@@ -80,6 +82,7 @@ class Telemetry:
         self._is_let_go = False
         self._shared = Shared(NodePage(), rank) if shared is None else shared
         self._numbers = Numbers(self._shared.block, is_main=self._is_main)
+        self.collectives = Collectives(self._shared.block, GroupNames(config.strategy))
         self._tensorboard: TensorBoardWriter | None = None
         self._narrator = Narrator() if self._is_main else None
         self._journal.write("started", {"world_size": world_size})  # no start without room
@@ -187,6 +190,7 @@ class Telemetry:
             self._narrator.step(self._progress)
         seconds_per_step = self._throughput.seconds_per_step
         self._numbers.step(report, seconds_per_step=seconds_per_step, now=now)
+        self.collectives.read()
         self._plot(
             report.step,
             {

@@ -68,7 +68,7 @@ class Layout:
             for values in combinations(metric.labels[1:]):  # a block is of one rank
                 self._places[metric.name, values] = at
                 digest.update(repr((metric.name, metric.type, values, metric.buckets)).encode())
-                if metric.type is MetricType.GAUGE:
+                if metric.type is MetricType.GAUGE or metric.is_sparse:
                     self._starts_absent.append(at)
                 at += len(metric.buckets) + 2 if metric.buckets else 1
         self.num_numbers = at
@@ -88,7 +88,7 @@ class Layout:
         return _HEAD_BYTES + _NUMBER_BYTES * self.num_numbers
 
     def fresh(self) -> bytes:
-        """Return a block in which counters are 0, and gauges NaN: not known."""
+        """Return a block in which counters are 0, gauges and what is sparse NaN: not known."""
         numbers = memoryview(bytearray(_NUMBER_BYTES * self.num_numbers)).cast("d")
         for at in self._starts_absent:
             numbers[at] = math.nan
@@ -188,9 +188,13 @@ class Block:
                 break
         return numbers
 
+    def place(self, metric: Metric, *values: str) -> int:
+        """Return where in `numbers` a series is, by its labels' values after the rank."""
+        return layout_of_node().place(metric, *values)
+
     def slot(self, metric: Metric, *values: str) -> Slot:
         """Return the number of a counter or gauge, by its labels' values after the rank."""
-        return Slot(self.numbers, layout_of_node().place(metric, *values))
+        return Slot(self.numbers, self.place(metric, *values))
 
     def histogram(self, metric: Metric, *values: str) -> HistogramSlots:
         """Return the numbers of a histogram, by its labels' values after the rank."""

@@ -1,0 +1,95 @@
+"""What the collectives of some steps came to, under any strategy on real ranks of gloo."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoint_fixtures import run_processes
+from finetune_trainer.config import metrics
+from finetune_trainer.config.metrics import Metric, combinations
+from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.strategies import create
+from finetune_trainer.telemetry.collectives import Collectives
+from finetune_trainer.telemetry.collectives.groups import GroupNames
+from finetune_trainer.telemetry.slots import Block
+from parity import Case, build_model, case_config, train_steps, world_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+WARM_UP = 2
+"""Steps before those that are counted: after the first one DDP makes its buckets anew."""
+COUNTED = 3
+
+_COUNTERS = (
+    metrics.COMM_CALLS,
+    metrics.COMM_BYTES,
+    metrics.COMM_BUS_BYTES,
+    metrics.COMM_SECONDS,
+    metrics.COMM_EXPOSED,
+)
+
+Counts = dict[str, float]
+"""By the metric's name and the values of its labels, joined with blanks; of `COUNTED` steps."""
+
+
+def count_steps(
+    folder: Path, cases: Sequence[Case], *, world_size: int, deepspeed: bool = False
+) -> dict[str, list[Counts]]:
+    """Train every case on ranks that are started once; return what each rank counted, by case."""
+    folder.mkdir(exist_ok=True)
+    codes = run_processes(
+        _count_all,
+        folder,
+        list(cases),
+        world_size=world_size,
+        timeout_seconds=240,
+        deepspeed=deepspeed,
+    )
+    assert codes == [0] * world_size
+    return {
+        case.name: [
+            json.loads((folder / f"{case.name}.{rank}.json").read_text())
+            for rank in range(world_size)
+        ]
+        for case in cases
+    }
+
+
+def _count_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]) -> None:
+    world = world_of(group)
+    for case in cases:
+        config = case_config(case, folder, world.world_size)
+        block = Block.private()
+        collectives = Collectives(block, GroupNames(config.strategy))
+        with collectives.watched():
+            strategy = create(config, world)
+            strategy.prepare(CausalLoss(build_model(case)))
+            collectives.begin(strategy.newest_backward)
+            train_steps(strategy, case, world, range(WARM_UP))
+            collectives.read()
+            before = _values(block)
+            train_steps(strategy, case, world, range(WARM_UP, WARM_UP + COUNTED))
+            collectives.read()
+        after = _values(block)
+        counted = {key: value - before.get(key, 0.0) for key, value in after.items()}
+        sampled = block.numbers[block.place(metrics.COMM_SAMPLED, "seconds")]
+        counted["sampled"] = sampled
+        (folder / f"{case.name}.{world.rank}.json").write_text(json.dumps(counted))
+
+
+def _values(block: Block) -> Counts:
+    found = {}
+    for metric in (*_COUNTERS, metrics.COMM_ENQUEUED, metrics.COMM_COMPLETED):
+        for values in combinations(metric.labels[1:]):
+            value = block.numbers[block.place(metric, *values)]
+            if value == value:  # known
+                found[" ".join((metric.name, *values))] = value
+    return found
+
+
+def of(counts: Counts, metric: Metric, op: str, group: str) -> float:
+    """Return what all size classes of an operation in a group come to."""
+    prefix = f"{metric.name} {op} {group} "
+    return sum(value for key, value in counts.items() if key.startswith(prefix))

@@ -1,0 +1,46 @@
+"""What the collectives of a rank cost: calls, bytes, seconds, and the numbers of the newest.
+
+`Collectives` is what the rest of the trainer sees of it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from finetune_trainer.telemetry.collectives.groups import GroupNames
+from finetune_trainer.telemetry.collectives.intercept import Interception
+from finetune_trainer.telemetry.collectives.sample import Backward
+from finetune_trainer.telemetry.collectives.tally import Tallies
+
+if TYPE_CHECKING:
+    from finetune_trainer.telemetry.slots import Block
+
+
+class Collectives:
+    """The collectives of one rank, in its block."""
+
+    def __init__(self, block: "Block", names: GroupNames) -> None:
+        """Prepare; nothing is seen before `watched`."""
+        self._tallies = Tallies(block)
+        self._interception = Interception(block, self._tallies, names)
+        self._newest_backward: Callable[[], Backward | None] = lambda: None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See all collectives that begin in the block, from the thread that enters it."""
+        with ExitStack() as stack:
+            stack.enter_context(self._interception)
+            yield
+
+    def begin(self, newest_backward: Callable[[], Backward | None]) -> None:
+        """Count from now on; before, when the model is divided, collectives have numbers only.
+
+        `newest_backward` is that of the strategy.
+        """
+        self._newest_backward = newest_backward
+        self._tallies.is_counting = True
+
+    def read(self) -> None:
+        """Take over what came to light since the last call; once a step."""
+        self._interception.read(self._newest_backward())
+        self._tallies.say_sampled()

@@ -1,0 +1,65 @@
+"""Which collectives Python code asks a process group for, and how large they are.
+
+By the methods of torch's `ProcessGroup`, which `torch.distributed` and everybody above it calls.
+Sizes as `sample` counts them.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BARRIER = "barrier"  # has a number, and nothing else to count
+
+Size = Callable[..., int]
+"""Takes the number of ranks, then what the method gets."""
+
+
+def _all(tensors: "Iterable[Tensor]") -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _first_list(num_ranks: int, tensors: "list[Tensor]", *rest: Any) -> int:
+    return tensors[0].nbytes if len(tensors) == 1 else _all(tensors)
+
+
+def _second_list(num_ranks: int, outputs: Any, inputs: "list[Tensor]", *rest: Any) -> int:
+    return _all(inputs)
+
+
+def _shards_of_first(num_ranks: int, shards: "list[Tensor]", *rest: Any) -> int:
+    return num_ranks * _all(shards)
+
+
+def _shards_of_second(num_ranks: int, outputs: Any, shards: "list[Tensor]", *rest: Any) -> int:
+    return num_ranks * _all(shards)
+
+
+def _first(num_ranks: int, whole: "Tensor", *rest: Any) -> int:
+    return whole.nbytes
+
+
+def _second(num_ranks: int, output: Any, whole: "Tensor", *rest: Any) -> int:
+    return whole.nbytes
+
+
+METHODS: dict[str, tuple[str, Size]] = {
+    "allreduce": ("all_reduce", _first_list),
+    "allreduce_coalesced": ("all_reduce", _first_list),
+    "broadcast": ("broadcast", _first_list),
+    "reduce": ("reduce", _first_list),
+    "all_gather_single": ("all_gather", _first),
+    "all_gather_single_coalesced": ("all_gather", _first_list),
+    "allgather": ("all_gather", _shards_of_second),
+    "allgather_coalesced": ("all_gather", _shards_of_second),
+    "reduce_scatter": ("reduce_scatter", _shards_of_first),
+    "reduce_scatter_single": ("reduce_scatter", _second),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", _second_list),
+    "gather": ("gather", _shards_of_second),
+    "scatter": ("scatter", _shards_of_first),
+    "alltoall": ("all_to_all", _second_list),
+    "all_to_all_single": ("all_to_all", _second),
+    "barrier": (BARRIER, lambda num_ranks, *rest: 0),
+}
+"""By the method's name: the operation, and its size."""
