@@ -11,6 +11,7 @@ from finetune_trainer.config.metrics import Metric, combinations
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies import create
 from finetune_trainer.telemetry.collectives import Collectives
+from finetune_trainer.telemetry.collectives.dump import read_dump
 from finetune_trainer.telemetry.collectives.groups import GroupNames
 from finetune_trainer.telemetry.slots import Block
 from parity import Case, build_model, case_config, train_steps, world_of
@@ -62,8 +63,9 @@ def _count_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]
     for case in cases:
         config = case_config(case, folder, world.world_size)
         block = Block.private()
-        collectives = Collectives(block, GroupNames(config.strategy))
-        with collectives.watched():
+        warnings: list[str] = []
+        collectives = Collectives(block, GroupNames(config.strategy), warnings.append)
+        with collectives.watched(uses_nccl=False):
             strategy = create(config, world)
             strategy.prepare(CausalLoss(build_model(case)))
             collectives.begin(strategy.newest_backward)
@@ -72,11 +74,24 @@ def _count_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]
             before = _values(block)
             train_steps(strategy, case, world, range(WARM_UP, WARM_UP + COUNTED))
             collectives.read()
+        assert warnings == []
+        _understands_a_real_recorder()
         after = _values(block)
         counted = {key: value - before.get(key, 0.0) for key, value in after.items()}
         sampled = block.numbers[block.place(metrics.COMM_SAMPLED, "seconds")]
         counted["sampled"] = sampled
         (folder / f"{case.name}.{world.rank}.json").write_text(json.dumps(counted))
+
+
+def _understands_a_real_recorder() -> None:
+    """Read gloo's, which torch writes by the same code as that of NCCL, but without ranks."""
+    import torch
+
+    dump = torch._C._distributed_c10d._dump_fr_trace  # type: ignore[attr-defined]
+    ring = read_dump(dump(True, False, False))
+    assert {one.op for one in ring.collectives} >= {"all_reduce"}
+    assert {one.group for one in ring.collectives} >= {"default_pg"}
+    assert ring.progress
 
 
 def _values(block: Block) -> Counts:

@@ -96,6 +96,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             metrics_port=spec.observability.metrics_port,
             metrics_host=locations.metrics_host,
             sample_prompts=tuple(spec.observability.sample_prompts),
+            collective_timings=spec.observability.collective_timings,
         ),
         control=trainer.ControlConfig(
             hang_seconds=spec.deadlines.hang_seconds,

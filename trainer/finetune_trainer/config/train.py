@@ -243,6 +243,9 @@ class TelemetryConfig(ContractModel):
     sample_prompts: tuple[str, ...] = Field(
         (), description="Questions answered before and after training."
     )
+    collective_timings: bool = Field(
+        False, description="Have NCCL's collectives timed on the GPU; cuda only."
+    )
 
 
 class ControlConfig(ContractModel):
@@ -295,6 +298,15 @@ class TrainConfig(ContractModel):
                 f"spec.training.globalBatchSize {self.training.global_batch_size} is not a "
                 f"multiple of {divisor} ({self.world.world_size} ranks x micro-batch "
                 f"{self.training.micro_batch_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _timings_are_of_gpus(self) -> Self:
+        if self.telemetry.collective_timings and self.world.device == "cpu":
+            raise ValueError(
+                "spec.observability.collectiveTimings needs GPUs; remove it: collectives between "
+                "CPUs are always timed"
             )
         return self
 

@@ -41,6 +41,7 @@ from finetune_trainer.launch.report import (
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.launch.unused import hide_unused
 from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.telemetry.collectives.recorder import turn_timing_on
 from finetune_trainer.telemetry.node.start import page_without_supervisor
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
 from finetune_trainer.watchdog import watch_progress
@@ -126,6 +127,8 @@ class _Rank:
             generation = fence.holding(Path(config.checkpoint.dir)).claim.generation
             telemetry.log("claimed", generation=generation)
             fence.watch(self._end_overtaken)
+        if config.telemetry.collective_timings:
+            turn_timing_on()
         with ExitStack() as importing:
             importing.enter_context(uncollected())
             if config.world.world_size == 1:  # else the others must learn of it when they meet
@@ -138,7 +141,8 @@ class _Rank:
                 importing.close()
                 telemetry = self._telemetry or self._open_telemetry(launch, shared)
                 if world.group is not None:
-                    watching.enter_context(telemetry.collectives.watched())
+                    uses_nccl = world.device.type == "cuda"
+                    watching.enter_context(telemetry.collectives.watched(uses_nccl=uses_nccl))
                 return do_work(_continued(config, environ), world, stop, telemetry, fence)
 
     def _node_page(self, launch: Launch) -> NodePage:

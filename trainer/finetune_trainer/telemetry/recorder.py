@@ -82,7 +82,7 @@ class Telemetry:
         self._is_let_go = False
         self._shared = Shared(NodePage(), rank) if shared is None else shared
         self._numbers = Numbers(self._shared.block, is_main=self._is_main)
-        self.collectives = Collectives(self._shared.block, GroupNames(config.strategy))
+        self.collectives = Collectives(self._shared.block, GroupNames(config.strategy), self.warn)
         self._tensorboard: TensorBoardWriter | None = None
         self._narrator = Narrator() if self._is_main else None
         self._journal.write("started", {"world_size": world_size})  # no start without room

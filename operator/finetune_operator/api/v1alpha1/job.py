@@ -178,7 +178,10 @@ class FineTuneJobSpec(ApiModel):
             "it, and the whole attempt is restarted",
             field="restartPolicy.restartsInPlace",
         ),
-        *(_needs_gpu(field) for field in ("training.liger", "training.float8")),
+        *(
+            _needs_gpu(field)
+            for field in ("training.liger", "training.float8", "observability.collectiveTimings")
+        ),
         *(_local_only(field) for field in ("model.source", "dataset.source")),
         *(_local_only(field, field) for field in ("dataset.evalSource", "checkpoint.uri")),
         _local_only("output.uri", "output", "output.uri"),

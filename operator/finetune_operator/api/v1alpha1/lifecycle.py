@@ -181,6 +181,9 @@ class Observability(ApiModel):
         list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=4)
     ] = Field([])
     """Questions the model answers before and after training."""
+    collective_timings: bool = False
+    """Have NCCL's collectives timed on the GPU, for finetune_comm_duration_seconds_total; can slow
+    down overlapping work. Needs GPUs; collectives between CPUs are always timed."""
 
 
 class PodTemplateMetadata(ApiModel):

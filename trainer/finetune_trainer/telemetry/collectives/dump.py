@@ -1,0 +1,165 @@
+"""Understands what torch's flight recorder of NCCL returns, version 2.x of its format.
+
+As FlightRecorder.hpp and FlightRecorderDetail.hpp of torch 2.13 write it: a pickle of plain values.
+A minor version adds fields, a major one changes some.
+"""
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Any
+
+_MAJOR = "2"
+_WIDTHS = {  # bytes of an element, by the names of c10::ScalarType
+    "Bool": 1, "Byte": 1, "Char": 1, "Float8_e4m3fn": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2": 1,
+    "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1,
+    "BFloat16": 2, "Half": 2, "Short": 2, "UInt16": 2,
+    "Float": 4, "Int": 4, "UInt32": 4,
+    "Double": 8, "Long": 8, "UInt64": 8, "ComplexFloat": 8, "ComplexDouble": 16,
+}  # fmt: skip
+_BARRIER = "barrier"
+_OPS = (  # what the recorder's names contain, by our names, in this order
+    (_BARRIER, "barrier"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("all_gather", "all_?gather"),
+    ("all_reduce", "all_?reduce"),
+    ("all_to_all", "all_?to_?all"),
+    ("broadcast", "broadcast"),
+    ("reduce", "reduce"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+)
+
+
+class UnknownDumpError(Exception):
+    """The recorder returned something else than this module understands."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One collective, perhaps of several tensors.
+
+    Attributes:
+        last_id: of its entries; the recorder counts them from 0.
+        group_id: as in `Dump.progress`.
+        group: the description of its group.
+        num_ranks: of the group; 0 where the recorder has not noted them.
+        op: one of `metrics.COLLECTIVE_OPS`; None for a barrier, or what is not known.
+        num_bytes: as `sample` counts them; None where types or ranks are not known.
+        seconds: from its start to its end; None without torch's timing.
+        is_over: whether the recorder will not change it any more.
+    """
+
+    last_id: int
+    group_id: str
+    group: str
+    num_ranks: int
+    op: str | None
+    num_bytes: int | None
+    seconds: float | None
+    is_over: bool
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one call returned.
+
+    Attributes:
+        ids: of the oldest and the newest entry of the ring; None where it is empty, or was not
+            asked for.
+        collectives: those in the ring, oldest first.
+        progress: of each group, by its id: numbers of the newest one enqueued and completed.
+    """
+
+    ids: tuple[int, int] | None
+    collectives: Sequence[Recorded]
+    progress: Mapping[str, tuple[int, int]]
+
+
+def read_dump(pickled: bytes) -> Dump:
+    """Understand one answer of the recorder.
+
+    Raises:
+        UnknownDumpError: it is of another version, or not what that version promises.
+    """
+    try:
+        found = pickle.loads(pickled)
+        version = str(found["version"])
+        if version.partition(".")[0] != _MAJOR:
+            raise UnknownDumpError(f"its version is {version}, and {_MAJOR}.x is known")
+        sizes = {str(name): _num_ranks(one) for name, one in found["pg_config"].items()}
+        progress = {
+            str(group): (
+                int(one["last_enqueued_collective"]),
+                int(one["last_completed_collective"]),
+            )
+            for group, one in found["pg_status"].items()
+        }
+        entries = found.get("entries", ())
+        ids = [int(entry["record_id"]) for entry in entries]
+        return Dump(
+            (min(ids), max(ids)) if ids else None, tuple(_collectives(entries, sizes)), progress
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, EOFError) as error:
+        raise UnknownDumpError(f"{type(error).__name__}: {error}") from error
+    except (pickle.UnpicklingError, ImportError) as error:
+        raise UnknownDumpError(str(error)) from error
+
+
+def _collectives(
+    entries: Sequence[Mapping[str, Any]], num_ranks: Mapping[str, int]
+) -> Iterator[Recorded]:
+    """Make one of those entries that are one launch: operations that were coalesced."""
+    launches = groupby(
+        (entry for entry in entries if not entry["is_p2p"]),
+        key=lambda entry: (entry["pg_id"], entry["process_group"][0], entry["collective_seq_id"]),
+    )
+    for (group_id, name, _), launch in launches:
+        ranks = num_ranks.get(name, 0)
+        parts = list(launch)
+        sized = [part for part in parts if part["input_sizes"] or part["output_sizes"]] or parts
+        op = _op(sized[0]["profiling_name"])
+        sizes = [_num_bytes(part, op, ranks) for part in sized]
+        times = [part["duration_ms"] for part in parts if part.get("duration_ms") is not None]
+        yield Recorded(
+            last_id=max(part["record_id"] for part in parts),
+            group_id=str(group_id),
+            group=parts[0]["process_group"][1],
+            num_ranks=ranks,
+            op=op,
+            num_bytes=sum(size for size in sizes if size) if ranks and None not in sizes else None,
+            seconds=max(times) / 1000 if times else None,
+            is_over=any(part["retired"] for part in parts),  # of coalesced ones the last alone is
+        )
+
+
+def _op(recorded: str) -> str | None:
+    name = recorded.partition(":")[2].lower()
+    for op, pattern in _OPS:
+        if re.search(pattern, name):
+            return None if op == _BARRIER else op
+    return None
+
+
+def _num_bytes(entry: Mapping[str, Any], op: str | None, num_ranks: int) -> int | None:
+    """Return the size of an entry; for a scatter the recorder swaps inputs and outputs."""
+    if op == "reduce_scatter":
+        shard = _sum(entry["output_sizes"], entry["output_dtypes"])
+        return None if shard is None else shard * num_ranks
+    given = _sum(entry["input_sizes"], entry["input_dtypes"])
+    if op in ("all_gather", "gather", "scatter"):
+        return None if given is None else given * num_ranks
+    return given
+
+
+def _sum(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int | None:
+    if any(one not in _WIDTHS for one in types):
+        return None
+    return sum(prod(size) * _WIDTHS[one] for size, one in zip(sizes, types, strict=True))
+
+
+def _num_ranks(group: Mapping[str, str]) -> int:
+    return len(re.findall(r"\d+", group["ranks"]))
