@@ -194,18 +194,27 @@ _EFFECTS = {"Queued": Effect.QUEUED, "CreationFailed": Effect.STALLED}
 
 def _seen(made: Object) -> Observation:
     data: dict[str, str] = made["data"]
-    code, step, word = data.get("code"), data.get("step"), data.get("reason")
+    code, word = data.get("code"), data.get("reason")
     return Observation(
         AttemptPhase(data["phase"]),
         all_gone="gone" in data,
         nodes_ready=int(data.get("ready", "0")),
         termination=_words(int(code)) if code else None,
-        progress=Progress(phase=Phase.TRAINING, step=int(step), total_steps=10) if step else None,
+        progress=_progress(data),
         obstacle=Obstacle(word, data.get("message", ""), _EFFECTS.get(word, Effect.DELAYED))
         if word
         else None,
         message=data.get("message", ""),
     )
+
+
+def _progress(data: Mapping[str, str]) -> Progress | None:
+    """Return what `progress` has as JSON, or else what `step` says alone."""
+    if text := data.get("progress"):
+        return Progress.model_validate_json(text)
+    if step := data.get("step"):
+        return Progress(phase=Phase.TRAINING, step=int(step), total_steps=10)
+    return None
 
 
 def _words(code: int) -> Termination:

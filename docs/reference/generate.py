@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune_operator.metrics.catalogue import OF_JOBS, OF_OPERATOR
+from finetune_operator.metrics.catalogue import OF_FLEET, OF_JOBS, OF_OPERATOR
 from finetune_trainer.config.metrics import OF_TRAINING_NODE, Label, Metric, Needs
 
 PAGE = Path(__file__).parent / "metrics.md"
@@ -25,9 +25,16 @@ namespace, pod and node are no labels of the page: the scrape configuration adds
 """
 _OPERATOR = """\
 The operator has a page, `GET /metrics` on the port of its health pages. Its counters begin at 0
-with each process. Of jobs and queue the leader alone tells. The labels `namespace` and
-`finetunejob` are those of the job: scrape it with `honorLabels: true`, else they become
-`exported_namespace` and `exported_finetunejob`.
+with each process. Of jobs and queue the leader alone tells.
+"""
+_JOBS = """\
+The labels `namespace` and `finetunejob` are those of the job: scrape the page with
+`honorLabels: true`, else they become `exported_namespace` and `exported_finetunejob`. A job is on
+the page until an hour after its end, or five minutes after it was deleted.
+"""
+_FLEET = """\
+They begin at 0 with each process, and nothing is lost of a job that begins and ends between two
+scrapes: its leader counts it with the status that says so.
 """
 
 
@@ -54,12 +61,13 @@ def page() -> str:
             _section("Of every rank", of_ranks),
             _section("Of rank 0 alone, for the whole run", of_rank_zero),
             _section("Of the operator", OF_OPERATOR, _OPERATOR),
-            _section("Of jobs, by the operator", OF_JOBS),
+            _section("Of each job, by the operator", OF_JOBS, _JOBS),
+            _section("Of the jobs of a backend, by the operator", OF_FLEET, _FLEET),
             "## Buckets\n",
             "Upper bounds; each histogram also has `+Inf`.\n",
             *(
                 f"- `{one.name}`: {', '.join(f'{bound:g}' for bound in one.buckets)} {one.unit}"
-                for one in (*OF_TRAINING_NODE, *OF_OPERATOR, *OF_JOBS)
+                for one in (*OF_TRAINING_NODE, *OF_OPERATOR, *OF_FLEET)
                 if one.buckets
             ),
             "",

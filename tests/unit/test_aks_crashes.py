@@ -200,9 +200,10 @@ async def settle(world: AksWorld, said: ProgressServer) -> None:
 
 
 def status(world: AksWorld) -> Object:
-    """Return the status without what may be written later: the handle, and how many nodes run."""
+    """Return the status without what may be written later: handle, ledger, how many nodes run."""
+    later = ("backendRef", "ledger")
     for job in world.api.objects(FINE_TUNE_JOBS):
-        found: Object = {key: one for key, one in job["status"].items() if key != "backendRef"}
+        found: Object = {key: one for key, one in job["status"].items() if key not in later}
         for attempt in found.get("attempts", ()):
             if "digest" in attempt:
                 attempt["digest"] = "of a text with uids in it"

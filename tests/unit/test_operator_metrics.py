@@ -15,8 +15,10 @@ from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.page import Snapshot, render
+from finetune_trainer.config import CheckpointRef, Phase
 from finetune_trainer.config.metrics import Metric, MetricType
 from kernel_world import START, nothing
+from ledgers import Rank
 from live_world import SETTINGS
 from operator_pages import DECLARED, OperatorPage, read_page
 from virtual_time import run
@@ -33,7 +35,8 @@ every_metric = pytest.mark.parametrize(
 def test_a_name_says_type_and_unit(metric: Metric) -> None:
     assert metric.name.startswith(("finetune_operator_", "finetune_job_"))
     assert metric.name.endswith("_total") == (metric.type is MetricType.COUNTER)
-    assert (metric.unit == "seconds") == metric.name.endswith("_seconds")
+    name = metric.name.removesuffix("_total")
+    assert (metric.unit == "seconds") == name.endswith("_seconds")
     assert metric.help.endswith(".")
     assert bool(metric.buckets) == (metric.type is MetricType.HISTOGRAM)
     assert not OF_THE_SCRAPE & set(metric.label_names)
@@ -69,6 +72,19 @@ class Lives:
         await self.api.patch(CONFIG_MAPS, attempt, "ns", {"data": data})
         await asyncio.sleep(20)
 
+    def rank(self) -> Rank:
+        """Return a rank 0 that begins now."""
+        return Rank(self.api.now())
+
+    def trains(self, rank: Rank, steps: int) -> dict[str, str]:
+        """Return what is seen once it has made these steps, and saved them."""
+        now = self.api.now()
+        rank.enter(Phase.TRAINING, now)
+        rank.make(steps)
+        saved = CheckpointRef(step=steps, path="/step", time=now.timestamp(), world_size=1)
+        more = {"checkpoint": saved, "total_steps": 10, "eta_seconds": 60.0}
+        return {"progress": rank.report(now).model_copy(update=more).to_json()}
+
     def page(self) -> OperatorPage:
         snapshot = self.term.snapshot()
         calls = {("list", "finetunejobs", 200): 1}  # counted by a client that sends requests
@@ -89,16 +105,29 @@ class Lives:
 def test_a_life_shows_everything_that_is_declared_and_nothing_else() -> None:
     async def live() -> None:
         lives, seen = Lives(), set[Metric]()
-        await lives.apply()
+        await lives.apply(topology__gpus_per_node=2)
         phases = [lives.phase()]
-        for data in (
-            {"phase": "Running", "ready": "1", "step": "3"},
-            {"phase": "Succeeded", "code": "0", "gone": "yes", "step": "10"},
+        rank = lives.rank()
+        for attempt, data in (
+            ("tiny-1", {"phase": "Running", "ready": "1"}),
+            ("tiny-1", lives.trains(rank, 3)),
+            ("tiny-1", {"phase": "Failed", "code": "137", "gone": "yes"}),
+            ("tiny-2", {"phase": "Running", "ready": "1"}),
+            ("tiny-2", lives.trains(lives.rank(), 2)),
+            ("tiny-2", {"phase": "Succeeded", "code": "0", "gone": "yes"}),
         ):
-            await lives.play("tiny-1", **data)
+            await lives.play(attempt, **data)
             phases.append(lives.phase())
             seen |= lives.page().metrics
-        assert phases == [JobPhase.STARTING, JobPhase.RUNNING, JobPhase.SUCCEEDED]
+        assert phases == [
+            JobPhase.STARTING,
+            JobPhase.STARTING,
+            JobPhase.RUNNING,
+            JobPhase.RESTARTING,
+            JobPhase.RESTARTING,
+            JobPhase.RUNNING,
+            JobPhase.SUCCEEDED,
+        ]
         assert seen == set(DECLARED)
         lives.end()
 

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, Backend, BackendContext, Observation
 from finetune_operator.backends.instances import Backends
@@ -22,6 +21,7 @@ from finetune_operator.kernel.health import Health
 from finetune_operator.kernel.informer import Informer
 from finetune_operator.kernel.informers import Informers, Place
 from finetune_operator.kernel.job_events import JobEvents, ListenOptions, OnEvent
+from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.resync import Resync
@@ -33,7 +33,6 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
 from finetune_operator.kube.watch import Watch, trim_metadata
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.counts import Counts
-from finetune_operator.metrics.jobs import JobNow
 from finetune_operator.metrics.page import QueueNow, Snapshot
 from finetune_operator.reconcile.conditions import ConditionType
 
@@ -81,6 +80,7 @@ class LeaderTerm:
     ) -> None:
         self._client = client
         self._counts = Counts() if counts is None else counts
+        self._ledgers = LedgerBook(self._counts, now)
         self._settings = settings
         self._listen = listen
         self._caches: dict[Resource, ObjectCache] = {}
@@ -120,6 +120,7 @@ class LeaderTerm:
             not_shown=self._informers.not_shown_to,
             is_busy=self._queue.is_busy,
             wake=self._queue.add,
+            ledgers=self._ledgers,
         )
 
     async def observe(self, backend: str, ref: AttemptRef) -> Observation:
@@ -134,6 +135,7 @@ class LeaderTerm:
             for backend in found:
                 self._counts.add(catalogue.RECONCILE_ERRORS, backend, amount=0)
                 self._counts.prepare(catalogue.RECONCILE_DURATION, backend)
+                self._ledgers.prepare(backend)
             async with asyncio.TaskGroup() as group:
                 for informer in self._informers.all:
                     group.create_task(informer.run())
@@ -170,11 +172,8 @@ class LeaderTerm:
     def snapshot(self) -> Snapshot:
         """Return what the page of metrics shows now."""
         queue = QueueNow(len(self._queue), self._queue.oldest_seconds, len(self._backlog))
-        return Snapshot(
-            counts=self._counts.copy(),
-            queue=queue,
-            jobs=[JobNow(one) for one in self._jobs if _is_ours(one)],
-        )
+        jobs = list(self._reconciler.jobs_now())
+        return Snapshot(counts=self._counts.copy(), queue=queue, jobs=jobs)
 
     def _silence_of_jobs(self) -> float:
         """Return for how long no watch or list of FineTuneJobs has been asked for.
@@ -290,11 +289,6 @@ class LeaderTerm:
 
     def _cache(self, resource: Resource) -> ObjectCache:
         return self._caches.setdefault(resource, ObjectCache(resource))
-
-
-def _is_ours(made: Object) -> bool:
-    """Say whether this controller acts on a job."""
-    return bool(made["spec"].get("managedBy", MANAGED_BY) == MANAGED_BY)
 
 
 def _points(settings: Settings) -> list[EntryPoint]:

@@ -11,7 +11,7 @@ whatever else the status lacks is observed again and written later.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
@@ -24,6 +24,7 @@ from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
+from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
 from finetune_operator.kernel.verbs import (
@@ -34,9 +35,11 @@ from finetune_operator.kernel.verbs import (
     unreadable,
     unseen,
 )
-from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.labels import FINALIZER
+from finetune_operator.metrics.counts import Counts
+from finetune_operator.metrics.jobs import JobNow
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import is_finished
@@ -70,6 +73,7 @@ class Reconciler:
         not_shown: What keeps a backend's attempts in a namespace from being seen; by both names.
         is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
         wake: Has a job reconciled, as what it waited for may be there.
+        ledgers: Who keeps account of the jobs' time.
     """
 
     def __init__(
@@ -83,7 +87,9 @@ class Reconciler:
         not_shown: Callable[[str, str], NotShown | None] = lambda namespace, backend: None,
         is_busy: Callable[[Key], bool] = lambda key: False,
         wake: Callable[[Key], None] = lambda key: None,
+        ledgers: LedgerBook | None = None,
     ) -> None:
+        self._cache = cache
         self._backends = backends
         self._events = events
         self._now = now
@@ -91,9 +97,20 @@ class Reconciler:
         self._pending = PendingStatuses()
         self._index = JobIndex(cache.get, backends, self._pending)
         self._folders = FolderBook(cache, self._index.get, backends, self._pending, wake)
-        self._observer = Observer(backends, self._index, self._pending, self._folders.opened, now)
+        book = self._ledgers = LedgerBook(Counts(), now) if ledgers is None else ledgers
+        self._observer = Observer(
+            backends, self._index, self._pending, self._folders.opened, book, now
+        )
         self._writer = StatusWriter(
-            client, cache, self._index, self._pending, backends, events, now=now, is_busy=is_busy
+            client,
+            cache,
+            self._index,
+            self._pending,
+            backends,
+            events,
+            book,
+            now=now,
+            is_busy=is_busy,
         )
         self._actions = Actions(backends, self._index, self._writer, now)
         self._finalizer = Finalizer(
@@ -103,6 +120,14 @@ class Reconciler:
     def is_new(self, key: Key) -> bool:
         """Say whether the job waits to be reconciled for the first time."""
         return self._index.is_new(key)
+
+    def jobs_now(self) -> Iterator[JobNow]:
+        """Yield what the page of metrics shows of each job that is ours."""
+        for made in self._cache:
+            view = self._index.get(key_of(made))
+            if view is not None and view.is_ours and (now := self._ledgers.now_of(view)):
+                yield now
+        yield from self._ledgers.deleted()
 
     async def reconcile(self, key: Key) -> Result:
         """Reconcile one job.
@@ -116,6 +141,7 @@ class Reconciler:
             if await self._folders.is_written_still(key):
                 return Result(RECHECK_SECONDS)  # or when its pods go
             self._forget(key)
+            self._ledgers.remove(key)
             return NEVER
         if not view.is_ours:
             return NEVER

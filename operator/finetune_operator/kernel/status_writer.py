@@ -18,6 +18,7 @@ from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, 
 from finetune_operator.backends.instances import Backends
 from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
+from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient, merge_patch
 from finetune_operator.kube.errors import ConflictError, NotFoundError
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
 """Reasons of an attempt that starts with nothing in its way."""
 
-_APART = frozenset({"attempts", "backend_ref", "conditions", "nodes", "progress"})
+_APART = frozenset({"attempts", "backend_ref", "conditions", "ledger", "nodes", "progress"})
 _OPENING_SECONDS = 3.0
 _NODES_SECONDS = 10.0
 # As long as a burst of some hundred jobs takes, so that its reports come after its openings.
@@ -82,6 +83,7 @@ class StatusWriter:
         pending: What no status holds yet.
         backends: Who knows where attempts live.
         events: Posts Events.
+        ledgers: Whose ledger goes with each write.
         now: The time, with a zone.
         is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
     """
@@ -94,6 +96,7 @@ class StatusWriter:
         pending: PendingStatuses,
         backends: Backends,
         events: EventPoster,
+        ledgers: LedgerBook,
         *,
         now: Callable[[], datetime],
         is_busy: Callable[[Key], bool],
@@ -104,6 +107,7 @@ class StatusWriter:
         self._pending = pending
         self._backends = backends
         self._events = events
+        self._ledgers = ledgers
         self._now = now
         self._is_busy = is_busy
         self._delays = WriteDelays()
@@ -117,6 +121,7 @@ class StatusWriter:
         Raises:
             StaleError: the job has changed.
         """
+        self._ledgers.follow(view, status)
         with_handle = (
             view.parsed is not None and self._backends.finds_from_cache(view.backend) is False
         )
@@ -143,11 +148,13 @@ class StatusWriter:
         Raises:
             StaleError: the job has changed.
         """
+        status = self._ledgers.stamped(view, status)
         change = status_patch(view.written, status)
         written = await self.patch(view, {"status": change}, is_status=True)
         phase, attempt = status.phase.value, status.attempt
         log.info("status written", extra={"job": str(view.key), "phase": phase, "attempt": attempt})
         self._pending.note_written(view.key)
+        self._ledgers.note_written(written, view.written, status)
         self._delays.note(view.key, status, self._now())
         for event in events_between(view.written, status):
             await self._events.post(view.metadata, event)

@@ -23,6 +23,7 @@ from finetune_operator.errors import BackendError, FineTuneError, UnknownBackend
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
+from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.status_writer import StatusWriter
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.errors import ApiError
@@ -89,6 +90,7 @@ class Observer:
         index: Who plans jobs.
         pending: Where handles are kept until a status holds them.
         note_opened: Notes that a job has opened an attempt; returns its status with its folders.
+        ledgers: Who keeps account of what is seen.
         now: The time, with a zone.
     """
 
@@ -98,12 +100,14 @@ class Observer:
         index: JobIndex,
         pending: PendingStatuses,
         note_opened: Callable[[Key, FineTuneJobStatus], FineTuneJobStatus],
+        ledgers: LedgerBook,
         now: Callable[[], datetime],
     ) -> None:
         self._backends = backends
         self._index = index
         self._pending = pending
         self._note_opened = note_opened
+        self._ledgers = ledgers
         self._now = now
         self._failing = Failing(now)
 
@@ -166,6 +170,7 @@ class Observer:
                 requeue_seconds=max(wait, error.retry_after or 0.0),
             )
         self._failing.forget(view.key)
+        self._ledgers.hear(view, seen)
         return seen
 
     def observe_absent(self, view: JobView) -> Observation:

@@ -5,11 +5,18 @@ operator tells of all: whoever scrapes it must keep these labels (`honorLabels`)
 """
 
 from finetune_operator.api.v1alpha1.status import JobPhase
+from finetune_operator.reconcile.categories import Category
+from finetune_trainer.config import FailureClass
 from finetune_trainer.config.metrics import Label, Metric, MetricType
 
 BACKEND = Label("backend")
 OF_JOB = (Label("namespace"), Label("finetunejob"))
 
+CATEGORY = Label("category", tuple(Category))
+RESTARTED = tuple(one.value for one in FailureClass if one is not FailureClass.COMPLETED)
+"""Classes after which an attempt may follow."""
+
+_WAIT_BUCKETS = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
 _RECONCILE_BUCKETS = tuple(round(0.001 * 2**k, 3) for k in range(15))
 
 LEADER = Metric(
@@ -83,6 +90,102 @@ JOB_PHASE = Metric(
     "1 for the phase that a job is in, 0 for the others.",
     (*OF_JOB, Label("phase", tuple(JobPhase))),
 )
+WALLCLOCK = Metric(
+    "finetune_job_wallclock_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "Where a job's time went since it was created; the categories sum to its age, or to what it "
+    "was at its end. A category that is absent is 0. No counter, as a new leader may see a moment "
+    "otherwise.",
+    (*OF_JOB, CATEGORY),
+)
+GPU_SECONDS = Metric(
+    "finetune_job_gpu_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "The same times the GPUs of the nodes that ran.",
+    (*OF_JOB, CATEGORY),
+)
+RESTARTS = Metric(
+    "finetune_job_restarts_total",
+    MetricType.COUNTER,
+    "attempts",
+    "Attempts that were followed by another one, by why they ended.",
+    (*OF_JOB, Label("reason", RESTARTED)),
+)
+LAST_RECOVERY = Metric(
+    "finetune_job_last_recovery_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "Time from the newest loss of ranks until they trained again.",
+    OF_JOB,
+)
+CHECKPOINT_AGE = Metric(
+    "finetune_job_checkpoint_age_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "Time since the newest checkpoint was committed, while the job has not ended.",
+    OF_JOB,
+)
+PROGRESS_RATIO = Metric(
+    "finetune_job_progress_ratio",
+    MetricType.GAUGE,
+    "ratio",
+    "Share of the optimizer steps that are done, as last written into the status.",
+    OF_JOB,
+)
+ETA = Metric(
+    "finetune_job_eta_seconds",
+    MetricType.GAUGE,
+    "seconds",
+    "Time to the last step, as last written into the status.",
+    OF_JOB,
+)
+TIME_TO_FIRST_STEP = Metric(
+    "finetune_job_time_to_first_step_seconds",
+    MetricType.HISTOGRAM,
+    "seconds",
+    "Time from a job's creation to its first optimizer step.",
+    (BACKEND,),
+    buckets=_WAIT_BUCKETS,
+)
+QUEUE_WAIT = Metric(
+    "finetune_job_queue_wait_seconds",
+    MetricType.HISTOGRAM,
+    "seconds",
+    "Time that a job was queued before its first step, or its end.",
+    (BACKEND,),
+    buckets=_WAIT_BUCKETS,
+)
+RECOVERY = Metric(
+    "finetune_job_recovery_seconds",
+    MetricType.HISTOGRAM,
+    "seconds",
+    "Time from a loss of ranks until they trained again.",
+    (BACKEND,),
+    buckets=_WAIT_BUCKETS,
+)
+ENDS = Metric(
+    "finetune_job_ends_total",
+    MetricType.COUNTER,
+    "jobs",
+    "Jobs that ended; Deleting is one that was deleted before its end.",
+    (BACKEND, Label("phase", (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.DELETING))),
+)
+ENDED_WALLCLOCK = Metric(
+    "finetune_job_ended_wallclock_seconds_total",
+    MetricType.COUNTER,
+    "seconds",
+    "Where the time of jobs went, counted at the end of each.",
+    (BACKEND, CATEGORY),
+)
+ENDED_GPU = Metric(
+    "finetune_job_ended_gpu_seconds_total",
+    MetricType.COUNTER,
+    "seconds",
+    "The same times the GPUs of the nodes that ran.",
+    (BACKEND, CATEGORY),
+)
 
 OF_OPERATOR = (
     LEADER,
@@ -96,5 +199,18 @@ OF_OPERATOR = (
 )
 """Of the operator's own work, in the page's order."""
 
-OF_JOBS = (JOB_INFO, JOB_PHASE)
-"""Of jobs, which the leader alone tells of, in the page's order."""
+OF_JOBS = (
+    JOB_INFO,
+    JOB_PHASE,
+    WALLCLOCK,
+    GPU_SECONDS,
+    RESTARTS,
+    LAST_RECOVERY,
+    CHECKPOINT_AGE,
+    PROGRESS_RATIO,
+    ETA,
+)
+"""Of each job, which the leader alone tells of, in the page's order."""
+
+OF_FLEET = (TIME_TO_FIRST_STEP, QUEUE_WAIT, RECOVERY, ENDS, ENDED_WALLCLOCK, ENDED_GPU)
+"""Of all jobs of a backend, also of those that begin and end between two scrapes."""

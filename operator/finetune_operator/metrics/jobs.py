@@ -1,11 +1,16 @@
 """What the page shows of a job, as its object and the operator's memory have it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.kube.resources import Object
 from finetune_operator.metrics import catalogue
+from finetune_operator.reconcile.conditions import parse_rfc3339
+from finetune_operator.reconcile.ledger import Ledger
+from finetune_trainer.config import Progress
 from finetune_trainer.config.metrics import Metric
 
 Series = Iterator[tuple[tuple[str, ...], float]]
@@ -17,9 +22,15 @@ class JobNow:
 
     Attributes:
         made: Its object, as it was seen last.
+        ledger: Its ledger at that moment.
+        now: That moment.
+        said: What rank 0 has reported; None where its page can be scraped.
     """
 
     made: Object
+    ledger: Ledger
+    now: datetime
+    said: Progress | None = None
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -29,28 +40,95 @@ class JobNow:
 
     def series(self, metric: Metric) -> Series:
         """Yield its series of a metric: the values of the labels after the job's, and the value."""
-        if metric is catalogue.JOB_INFO:
-            yield _info(self.made), 1.0
-        elif metric is catalogue.JOB_PHASE:
-            now = self._status.get("phase", JobPhase.PENDING)
-            for phase in JobPhase:
-                yield (phase.value,), float(phase == now)
+        return _SERIES[metric.name](self)
 
     @property
-    def _status(self) -> Object:
-        status: Object = self.made.get("status") or {}
-        return status
+    def spec(self) -> Object:
+        """The spec, with its defaults; of another version it may lack anything."""
+        return _part(self.made, "spec")
+
+    @property
+    def status(self) -> Object:
+        """The status that was written last."""
+        return _part(self.made, "status")
 
 
-def _info(made: Object) -> tuple[str, ...]:
-    """Return the values of the info's labels; empty ones where the spec does not say."""
-    spec, plan = made["spec"], (made.get("status") or {}).get("plan") or {}
-    topology = spec.get("topology") or {}
+def _part(whole: Mapping[str, Any], name: str) -> Object:
+    part: Object = whole.get(name) or {}
+    return part
+
+
+def _info(job: JobNow) -> Series:
+    topology = _part(job.spec, "topology")
     gpus = topology.get("nodes", 1) * topology.get("gpusPerNode", 0)
-    return (
-        str((spec.get("backend") or {}).get("type", "")),
-        str(plan.get("strategy", "")),
-        str((spec.get("model") or {}).get("source", "")),
-        str(gpus),
-        str((spec.get("queue") or {}).get("name", "")),
+    values = (
+        _part(job.spec, "backend").get("type", ""),
+        _part(job.status, "plan").get("strategy", ""),
+        _part(job.spec, "model").get("source", ""),
+        gpus,
+        _part(job.spec, "queue").get("name", ""),
     )
+    yield tuple(map(str, values)), 1.0
+
+
+def _phase(job: JobNow) -> Series:
+    now = job.status.get("phase", JobPhase.PENDING)
+    for phase in JobPhase:
+        yield (phase.value,), float(phase == now)
+
+
+def _wallclock(job: JobNow) -> Series:
+    for category, spent in job.ledger.time.items():
+        yield (category.value,), spent / 1000
+
+
+def _gpu_seconds(job: JobNow) -> Series:
+    for category, spent in job.ledger.gpu_time.items():
+        yield (category.value,), spent / 1000
+
+
+def _restarts(job: JobNow) -> Series:
+    """Yield what was written: what is not yet would be counted again after a change of leader."""
+    written = _part(job.status, "ledger").get("restarts") or ()
+    counts = {one["failureClass"]: one["count"] for one in written}
+    for failure in catalogue.RESTARTED:
+        yield (failure,), counts.get(failure, 0)
+
+
+def _recovery(job: JobNow) -> Series:
+    if job.ledger.recovery is not None:
+        yield (), job.ledger.recovery / 1000
+
+
+def _checkpoint_age(job: JobNow) -> Series:
+    if job.ledger.is_closed:
+        return
+    if job.said is not None and job.said.checkpoint is not None:
+        yield (), max(0.0, job.now.timestamp() - job.said.checkpoint.time)
+    elif last := _part(_part(job.status, "checkpoint"), "last"):
+        yield (), max(0.0, (job.now - parse_rfc3339(last["time"])).total_seconds())
+
+
+def _progress(job: JobNow) -> Series:
+    progress = _part(job.status, "progress")
+    if total := progress.get("totalSteps"):
+        yield (), min(1.0, progress.get("step", 0) / total)
+
+
+def _eta(job: JobNow) -> Series:
+    eta = _part(job.status, "progress").get("etaSeconds")
+    if eta is not None and not job.ledger.is_closed:
+        yield (), eta
+
+
+_SERIES: dict[str, Callable[[JobNow], Series]] = {
+    catalogue.JOB_INFO.name: _info,
+    catalogue.JOB_PHASE.name: _phase,
+    catalogue.WALLCLOCK.name: _wallclock,
+    catalogue.GPU_SECONDS.name: _gpu_seconds,
+    catalogue.RESTARTS.name: _restarts,
+    catalogue.LAST_RECOVERY.name: _recovery,
+    catalogue.CHECKPOINT_AGE.name: _checkpoint_age,
+    catalogue.PROGRESS_RATIO.name: _progress,
+    catalogue.ETA.name: _eta,
+}

@@ -63,7 +63,7 @@ def _families(snapshot: Snapshot) -> "Iterator[Family]":
     """Yield the metrics that have a value, one at a time, in the catalogue's order."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for metric in (*catalogue.OF_OPERATOR, *catalogue.OF_JOBS):
+    for metric in (*catalogue.OF_OPERATOR, *catalogue.OF_FLEET, *catalogue.OF_JOBS):
         if metric.type is MetricType.HISTOGRAM:
             family = _histogram(metric, snapshot.counts)
         else:

@@ -29,6 +29,7 @@ from finetune_trainer.config.report import Phase as Phase
 from finetune_trainer.config.report import Progress as Progress
 from finetune_trainer.config.report import SampleAnswer as SampleAnswer
 from finetune_trainer.config.report import Termination as Termination
+from finetune_trainer.config.report import TimeSpent as TimeSpent
 from finetune_trainer.config.run_tags import HEARD_TAG as HEARD_TAG
 from finetune_trainer.config.run_tags import MAX_TAG_LENGTH as MAX_TAG_LENGTH
 from finetune_trainer.config.run_tags import PROGRESS_TAG as PROGRESS_TAG

@@ -84,6 +84,21 @@ class DataReport(ContractModel):
     warnings: tuple[str, ...] = Field((), description="What a user should know about the rows.")
 
 
+class TimeSpent(ContractModel):
+    """Seconds of rank 0's process by what they went into; they sum to its age.
+
+    After a restart in place they begin again at 0.
+    """
+
+    starting: float = Field(0.0, description="Until it trains: imports, tokenizing, loading.")
+    training: float = Field(0.0, description="Computing and communicating.")
+    data: float = Field(0.0, description="Waiting for rows.")
+    checkpoint: float = Field(0.0, description="Training stood still for a checkpoint.")
+    evaluation: float = Field(0.0, description="Held-out loss and answers to sample prompts.")
+    exporting: float = 0.0
+    other: float = 0.0
+
+
 class Progress(ContractModel):
     """progress.json and `GET /progress`: what rank 0 knows of the run."""
 
@@ -106,6 +121,7 @@ class Progress(ContractModel):
     first_step_seconds: float | None = Field(
         None, description="Process start to the end of the first new step, evaluation apart."
     )
+    spent: TimeSpent | None = Field(None, description="Where rank 0's time went.")
     checkpoint: CheckpointRef | None = None
     best_checkpoint: CheckpointRef | None = None
     samples: tuple[SampleAnswer, ...] = ()

@@ -27,6 +27,7 @@ from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import Numbers, info_labels
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.shared import NodePage, Shared
+from finetune_trainer.telemetry.spent import SpentTime
 from finetune_trainer.telemetry.step import StepReport, Throughput
 from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 
@@ -70,6 +71,7 @@ class Telemetry:
         self._throughput = Throughput()
         self._not_start_up_seconds = 0.0
         self._phase_since = clock()
+        self._spent = SpentTime(clock() if restarts_in_place else self._started)
         self._artifacts: tuple[str, ...] = ()
         self._warned: set[str] = set()
         self._progress = Progress(
@@ -123,6 +125,7 @@ class Telemetry:
             if self._progress.phase in _NOT_START_UP:
                 self._not_start_up_seconds += now - self._phase_since
             self._phase_since = now
+            self._spent.turn(phase, now)
             self.log("phase", phase=phase)
             self._print(phase.value)
             self._update(phase=phase)
@@ -164,6 +167,7 @@ class Telemetry:
         """Report one finished optimizer step."""
         now = self._clock()
         self._throughput.add(report.tokens, report.seconds)
+        self._spent.step(report)
         tokens_per_second = self._throughput.tokens_per_second
         self.log("step", **vars(report), tokens_per_second=tokens_per_second)
         is_skipped = report.grad_norm is not None and not math.isfinite(report.grad_norm)
@@ -284,10 +288,13 @@ class Telemetry:
     def _update(self, *, urgent: bool = True, **changes: Any) -> None:
         with self._lock:
             self.alive()
-            self._progress = self._progress.model_copy(update={**changes, "time": self._clock()})
-            is_due = urgent or self._progress.time - self._written_at >= _SECONDS_BETWEEN_STEPS
-            if self._is_main and is_due:
-                self._written_at = self._progress.time
+            now = self._clock()
+            is_due = self._is_main and (urgent or now - self._written_at >= _SECONDS_BETWEEN_STEPS)
+            if is_due:
+                changes["spent"] = self._spent.at(now)
+            self._progress = self._progress.model_copy(update={**changes, "time": now})
+            if is_due:
+                self._written_at = now
                 path, text = self._run_dir / "progress.json", self._progress.to_json()
                 self._show(lambda: self._shared.tell_progress(text))  # no disk can delay this
                 self._has_room = self._put(lambda: replace_text(path, text))

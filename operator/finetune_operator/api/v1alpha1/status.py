@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from finetune_operator.api.schema import ApiModel
+from finetune_operator.api.v1alpha1.time_ledger import TimeLedger
 
 Text = Annotated[str, Field(max_length=1024)]
 Time = Annotated[str, Field(max_length=64)]  # RFC 3339
@@ -206,6 +207,8 @@ class FineTuneJobStatus(ApiModel):
     """What rank 0 published last."""
     checkpoint: CheckpointLedger = CheckpointLedger()
     """The checkpoints that matter."""
+    ledger: TimeLedger | None = None
+    """Where the time went; written with whatever else is written."""
     attempts: Annotated[list[AttemptStatus], Field(max_length=10)] = Field([])
     """Newest ten attempts."""
     backend_ref: BackendRef | None = None

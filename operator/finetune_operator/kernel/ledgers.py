@@ -1,0 +1,185 @@
+"""The time ledgers of the jobs that a leader sees, and what it counts of them.
+
+`Observer` tells it what was seen of attempts, `StatusWriter` what was decided and what was written.
+A ledger is saved with each status that is written anyway, and causes no write.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from finetune_operator.api.v1alpha1 import FineTuneJobStatus
+from finetune_operator.api.v1alpha1.status import JobPhase
+from finetune_operator.backends.base import Observation
+from finetune_operator.kernel.jobs import JobView
+from finetune_operator.kube.cache import Key
+from finetune_operator.kube.resources import Object
+from finetune_operator.metrics import catalogue
+from finetune_operator.metrics.counts import Counts
+from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339
+from finetune_operator.reconcile.ledger import Ledger, at, hear, turn
+from finetune_operator.reconcile.saved_ledger import saved, taken_up
+from finetune_trainer.config import Progress
+
+ENDED_SHOWN = timedelta(hours=1)
+"""How long a job that has ended is on the page, if it is not deleted before."""
+
+DELETED_SHOWN = timedelta(minutes=5)
+"""How long one that is deleted is, so that no scrape misses its last numbers."""
+
+
+@dataclass
+class _Entry:
+    """What is known of one job.
+
+    Attributes:
+        made: Its object.
+        said: What rank 0 published last.
+    """
+
+    made: Object
+    uid: str
+    ledger: Ledger
+    said: Progress | None = None
+
+
+class LedgerBook:
+    """Ledgers by job.
+
+    Args:
+        counts: What the process counts.
+        now: The time, with a zone.
+    """
+
+    def __init__(self, counts: Counts, now: Callable[[], datetime]) -> None:
+        self._counts = counts
+        self._now = now
+        self._entries: dict[Key, _Entry] = {}
+        self._ended: dict[Key, datetime] = {}  # in the order of their ends
+        self._deleted: dict[Key, tuple[_Entry, datetime]] = {}
+
+    def prepare(self, backend: str) -> None:
+        """Put all that is counted of a backend's jobs on the page, from 0."""
+        for metric in catalogue.OF_FLEET:
+            if metric.buckets:
+                self._counts.prepare(metric, backend)
+            else:
+                (label,) = metric.labels[1:]
+                for value in label.values:
+                    self._counts.add(metric, backend, value, amount=0)
+
+    def hear(self, view: JobView, seen: Observation) -> None:
+        """Take what rank 0 of the open attempt has reported, if it was seen to."""
+        said = (seen.termination.progress if seen.termination else None) or seen.progress
+        if said is None or view.attempt is None:
+            return
+        entry, now = self._entry(view), self._now()
+        entry.said = said
+        gpus = seen.nodes_ready * _gpus_of_a_node(view.raw) or entry.ledger.gpus
+        entry.ledger = hear(entry.ledger, view.attempt.number, said, gpus, now)
+
+    def follow(self, view: JobView, status: FineTuneJobStatus) -> None:
+        """Take what was decided about a job."""
+        entry = self._entry(view)
+        gpus = status.nodes.ready * _gpus_of_a_node(view.raw)
+        entry.ledger = turn(entry.ledger, status, gpus, self._now())
+
+    def stamped(self, view: JobView, status: FineTuneJobStatus) -> FineTuneJobStatus:
+        """Return the status with the job's ledger, to be written."""
+        self.follow(view, status)
+        return status.model_copy(update={"ledger": saved(self._entry(view).ledger)})
+
+    def note_written(
+        self, view: JobView, before: FineTuneJobStatus, after: FineTuneJobStatus
+    ) -> None:
+        """Count what a written status says for the first time: exactly one leader has written it.
+
+        Args:
+            view: The job.
+            before: The status that it had.
+            after: The one that it has, with its ledger.
+        """
+        old, new = before.ledger, after.ledger
+        assert new is not None, "whatever is written has a ledger"
+        backend, queued = view.backend, (new.time.queued or 0) / 1000
+        if new.first_step is not None and (old is None or old.first_step is None):
+            seconds = new.first_step / 1000
+            self._counts.observe(catalogue.TIME_TO_FIRST_STEP, backend, value=seconds)
+            self._counts.observe(catalogue.QUEUE_WAIT, backend, value=queued)
+        if new.recovery is not None and new.recoveries > (old.recoveries if old else 0):
+            self._counts.observe(catalogue.RECOVERY, backend, value=new.recovery / 1000)
+        if is_finished(after) and not is_finished(before):
+            if new.first_step is None:
+                self._counts.observe(catalogue.QUEUE_WAIT, backend, value=queued)
+            entry = self._entry(view)
+            self._ended[view.key] = self._now()
+            self._count_end(backend, after.phase, entry.ledger)
+            self._drop_old()
+
+    def remove(self, key: Key) -> None:
+        """Note that a job is gone."""
+        self._ended.pop(key, None)
+        if (entry := self._entries.pop(key, None)) is None:
+            return
+        now = self._now()
+        if not entry.ledger.is_closed:
+            entry.ledger = replace(at(entry.ledger, now), is_closed=True)
+            backend = (entry.made["spec"].get("backend") or {}).get("type", "")
+            self._count_end(str(backend), JobPhase.DELETING, entry.ledger)
+        self._deleted.pop(key, None)
+        self._deleted[key] = (entry, now)
+        self._drop_old()
+
+    def now_of(self, view: JobView) -> JobNow | None:
+        """Return what the page shows of a job; None where it ended too long ago."""
+        now, status = self._now(), view.written
+        ended = status.completion_time if is_finished(status) else None
+        if ended is not None and now - parse_rfc3339(ended) > ENDED_SHOWN:
+            return None
+        entry = self._entry(view)
+        return JobNow(view.raw, at(entry.ledger, now), now, entry.said)
+
+    def deleted(self) -> Iterator[JobNow]:
+        """Yield what the page shows of jobs that were deleted a moment ago."""
+        self._drop_old()
+        for key, (entry, when) in self._deleted.items():
+            if key not in self._entries:
+                yield JobNow(entry.made, entry.ledger, when)
+
+    def _entry(self, view: JobView) -> _Entry:
+        entry = self._entries.get(view.key)
+        if entry is None or entry.uid != view.uid:
+            if entry is not None:
+                self.remove(view.key)
+            created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
+            gpus = view.written.nodes.ready * _gpus_of_a_node(view.raw)
+            ledger = taken_up(view.written, created, gpus, self._now())
+            entry = self._entries[view.key] = _Entry(view.raw, view.uid, ledger)
+        entry.made = view.raw
+        return entry
+
+    def _count_end(self, backend: str, phase: JobPhase, ledger: Ledger) -> None:
+        self._counts.add(catalogue.ENDS, backend, phase.value)
+        for metric, times in (
+            (catalogue.ENDED_WALLCLOCK, ledger.time),
+            (catalogue.ENDED_GPU, ledger.gpu_time),
+        ):
+            for category, spent in times.items():
+                self._counts.add(metric, backend, category.value, amount=spent / 1000)
+
+    def _drop_old(self) -> None:
+        now = self._now()
+        for key, when in list(self._ended.items()):
+            if now - when <= ENDED_SHOWN:
+                break
+            del self._ended[key]
+            self._entries.pop(key, None)
+        for key, (_, when) in list(self._deleted.items()):
+            if now - when <= DELETED_SHOWN:
+                break
+            del self._deleted[key]
+
+
+def _gpus_of_a_node(made: Object) -> int:
+    return int((made["spec"].get("topology") or {}).get("gpusPerNode") or 0)
