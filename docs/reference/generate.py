@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_operator.metrics.catalogue import OF_FLEET, OF_JOBS, OF_OPERATOR
+from finetune_trainer.config.gpu_metrics import OF_GPU
 from finetune_trainer.config.metrics import OF_TRAINING_NODE, Label, Metric, Needs
 
 PAGE = Path(__file__).parent / "metrics.md"
 _HEAD = """\
 # Metrics
 
-Generated from `finetune_trainer/config/metrics.py` and `finetune_operator/metrics/catalogue.py`;
-`make crd` writes it.
+Generated from `metrics.py` and `gpu_metrics.py` in `finetune_trainer/config`, and from
+`finetune_operator/metrics/catalogue.py`; `make crd` writes it.
 
 Each training node has a page, `GET /metrics` on `spec.observability.metricsPort`, with every rank
 of that node. Counters and histograms are there from the start of a rank, gauges once they are
@@ -60,6 +61,7 @@ def page() -> str:
             _HEAD,
             _section("Of every rank", of_ranks),
             _section("Of rank 0 alone, for the whole run", of_rank_zero),
+            _section("Of each GPU of a node", OF_GPU),
             _section("Of the operator", OF_OPERATOR, _OPERATOR),
             _section("Of each job, by the operator", OF_JOBS, _JOBS),
             _section("Of the jobs of a backend, by the operator", OF_FLEET, _FLEET),

@@ -970,6 +970,12 @@ def test_a_profile_with_a_slip_is_refused_with_its_line(tmp_path: Path) -> None:
     assert "must be an absolute path; write it from /" in out.stdout
 
 
+@pytest.mark.parametrize("source", ["own", "dcgm", "none"])
+def test_where_metrics_of_gpus_come_from_reaches_the_trainer(source: str) -> None:
+    made = Case(profile={"gpuMetrics": source}).text().replace("\n", "")
+    assert f'"gpuMetrics":"{source}"' in made
+
+
 def test_the_lag_of_the_storage_reaches_the_trainer() -> None:
     case = Case(profile={"listingLagSeconds": 2.5}, job={"take_over": True})
     assert '"takeOver":true,"listingLagSeconds":2.5' in case.text().replace("\n", "")

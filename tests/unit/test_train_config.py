@@ -13,6 +13,7 @@ from finetune_operator.api.cel import check_rules
 from finetune_operator.api.defaults import with_defaults
 from finetune_operator.api.openapi import object_schema
 from finetune_operator.api.v1alpha1.method import Offload, StrategySpec, StrategyType
+from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.planner.plan import make_plan
 from finetune_operator.planner.train_config import Locations, derive_train_config
 from finetune_trainer.config import (
@@ -61,6 +62,21 @@ def test_what_concerns_folders_reaches_the_trainer():
     assert derived().listing_lag_seconds is None
     told = derived(replace(LOCATIONS, listing_lag_seconds=2.5), take_over=True)
     assert (told.take_over, told.listing_lag_seconds) == (True, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("device", "source", "reads"),
+    [
+        ("cuda", "own", True),
+        ("cuda", "dcgm", False),
+        ("cuda", "none", False),
+        ("cpu", "own", False),
+    ],
+)
+def test_a_page_reads_the_gpus_that_a_run_has_and_that_nobody_else_reads(device, source, reads):
+    config = derived(replace(LOCATIONS, gpu_metrics=GpuMetrics(source)))
+    world = config.world.model_copy(update={"device": device})
+    assert config.model_copy(update={"world": world}).reads_gpus is reads
 
 
 def test_train_config_holds_no_auto():

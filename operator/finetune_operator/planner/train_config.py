@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.method import MethodType, Quantization
+from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.api.v1alpha1.topology import Capacity
 from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.uris import HUB, is_on_hub
@@ -29,6 +30,7 @@ class Locations:
         path_of: Returns the path of what a URI names; not called for the hub's.
         allow_foreign: The checkpoint that the job names may be another job's.
         scheduled_events_url: Where the machine announces evictions; None where it does not.
+        gpu_metrics: Where metrics of GPUs come from.
         listing_lag_seconds: As in the trainer's configuration.
     """
 
@@ -41,6 +43,7 @@ class Locations:
     allow_foreign: bool = False
     threads_per_process: int = 1
     metrics_host: str = "127.0.0.1"
+    gpu_metrics: GpuMetrics = GpuMetrics.OWN
     scheduled_events_url: str | None = None
     listing_lag_seconds: float | None = None
 
@@ -95,6 +98,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
         telemetry=trainer.TelemetryConfig(
             metrics_port=spec.observability.metrics_port,
             metrics_host=locations.metrics_host,
+            gpu_metrics=locations.gpu_metrics.value,
             sample_prompts=tuple(spec.observability.sample_prompts),
             collective_timings=spec.observability.collective_timings,
         ),

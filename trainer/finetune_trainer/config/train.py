@@ -240,6 +240,11 @@ class TelemetryConfig(ContractModel):
         9400, description="First port tried for the page of a node; 0 serves nothing."
     )
     metrics_host: str = "127.0.0.1"
+    gpu_metrics: Literal["own", "dcgm", "none"] = Field(
+        "own",
+        description="Where metrics of GPUs come from: the page of their node, NVIDIA's DCGM "
+        "exporter, or nowhere.",
+    )
     sample_prompts: tuple[str, ...] = Field(
         (), description="Questions answered before and after training."
     )
@@ -289,6 +294,11 @@ class TrainConfig(ContractModel):
         description="How long a new file may be missing from a listing of its folder; None means 0 "
         "on a local disk and 2 on any other file system.",
     )
+
+    @property
+    def reads_gpus(self) -> bool:
+        """Whether the page of each node reads the GPUs of that node."""
+        return self.world.device == "cuda" and self.telemetry.gpu_metrics == "own"
 
     @model_validator(mode="after")
     def _batch_divides_over_ranks(self) -> Self:

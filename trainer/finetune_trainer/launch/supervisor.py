@@ -76,7 +76,10 @@ class Supervisor:
     def _supervise(self, folder: Path) -> Termination:
         node = read_node(self._config, self._environ)
         num_ranks = self._config.world.nproc_per_node
-        with node_page(self._config.telemetry, node.rank * num_ranks, num_ranks) as page:
+        reads_gpus = self._config.reads_gpus
+        with node_page(
+            self._config.telemetry, node.rank * num_ranks, num_ranks, reads_gpus=reads_gpus
+        ) as page:
             return self._run_attempt(node, page, folder)
 
     def _run_attempt(self, node: Node, page: NodePage, folder: Path) -> Termination:

@@ -79,7 +79,7 @@ class Telemetry:
         )
         log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
-        self._written_at = float("-inf")
+        self._written_at = self._heard_at = float("-inf")
         self._has_room = True
         self._is_let_go = False
         self._shared = Shared(NodePage(), rank) if shared is None else shared
@@ -127,6 +127,7 @@ class Telemetry:
             self._phase_since = now
             self._spent.turn(phase, now)
             self.log("phase", phase=phase)
+            self._hear(now)
             self._print(phase.value)
             self._update(phase=phase)
 
@@ -192,6 +193,7 @@ class Telemetry:
         )
         if self._narrator is not None:
             self._narrator.step(self._progress)
+        self._hear(now)
         seconds_per_step = self._throughput.seconds_per_step
         self._numbers.step(report, seconds_per_step=seconds_per_step, now=now)
         self.collectives.read()
@@ -280,6 +282,13 @@ class Telemetry:
                 self._put(self._tensorboard.close)
                 self._tensorboard = None
             self._put(self._journal.close)
+
+    def _hear(self, now: float) -> None:
+        """Warn of what the page's process has found, asked for at most as often as written."""
+        if now - self._heard_at >= _SECONDS_BETWEEN_STEPS:
+            self._heard_at = now
+            for sentence in self._shared.warnings_of_node():
+                self.warn(sentence)
 
     def _print(self, sentence: str) -> None:
         if self._narrator is not None:

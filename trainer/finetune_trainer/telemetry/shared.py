@@ -18,6 +18,7 @@ from finetune_trainer.telemetry.slots import Block, Word
 
 ENV_NODE_PAGE = "FINETUNE_NODE_PAGE"  # a supervisor's `NodePage`, as JSON, for its ranks
 PROGRESS_FILE = "progress.json"
+_WARNINGS_FILE = "warnings.txt"  # of the page's process, one a line
 
 
 class NodePage(ContractModel):
@@ -44,7 +45,8 @@ class Shared:
 
         Where it cannot be opened, `warning` says so, and the page goes without this rank.
         """
-        self.warning = page.warning if page.first_rank == rank else None
+        self._is_first = page.first_rank == rank
+        self.warning = page.warning if self._is_first else None
         self.url = page.url
         self._rank = rank
         self._folder = Path(page.folder) if page.folder is not None else None
@@ -89,6 +91,16 @@ class Shared:
         """
         self._publish(PROGRESS_FILE, text)
 
+    def warnings_of_node(self) -> list[str]:
+        """Return what the page's process has told so far; only to the node's first rank."""
+        if self._folder is None or not self._is_first:
+            return []
+        try:
+            text = (self._folder / _WARNINGS_FILE).read_text(encoding="utf-8")
+        except OSError:  # no file before the first warning, and none after the page has ended
+            return []
+        return [line.rstrip() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
     def _publish(self, name: str, text: str) -> None:
         if self._folder is not None:
             replace_text(self._folder / name, text)
@@ -104,6 +116,16 @@ class Shared:
                 f"and rank {self._rank} is missing on the page of its node"
             )
             return Block.private()
+
+
+def tell_warning(folder: Path, sentence: str) -> None:
+    """Let the node's first rank warn of what the page's process has found.
+
+    Raises:
+        OSError: there is no room.
+    """
+    with (folder / _WARNINGS_FILE).open("a", encoding="utf-8") as file:
+        file.write(f"{sentence}\n")
 
 
 def block_file(rank: int) -> str:

@@ -143,6 +143,14 @@ class RankZeroName(StrEnum):
     SERVICE = "service"
 
 
+class GpuMetrics(StrEnum):
+    """Where metrics of GPUs come from."""
+
+    OWN = "own"
+    DCGM = "dcgm"
+    NONE = "none"
+
+
 class FineTuneProfileSpec(ApiModel):
     """What every job that names the profile gets, and what it may ask for besides."""
 
@@ -192,6 +200,9 @@ class FineTuneProfileSpec(ApiModel):
     rank_zero_name: RankZeroName = RankZeroName.ENDPOINT_SLICE
     """How several nodes find rank 0: by an EndpointSlice that the operator writes (cheapest), or by
     a Service that selects the pod, where the operator may not write those."""
+    gpu_metrics: GpuMetrics = GpuMetrics.OWN
+    """Where metrics of GPUs come from: own, which each pod asks the driver for; dcgm, which leaves
+    them to NVIDIA's DCGM exporter and tells only which GPU a rank has; or none."""
     allow: Allowances = Allowances()
     """Who may use the profile, and what their jobs may name."""
 

@@ -139,6 +139,7 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
         allow_foreign=profile.allow.foreign_checkpoints,
         threads_per_process=threads,
         metrics_host="0.0.0.0",
+        gpu_metrics=profile.gpu_metrics,
         scheduled_events_url=None if spec.capacity == "onDemand" else SCHEDULED_EVENTS,
         listing_lag_seconds=profile.listing_lag_seconds,
     )

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 
 from finetune_operator.api.v1alpha1.azureml_profile import AzureMLSettings
 from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.backends.azureml.names import azureml_of
 from finetune_operator.backends.base import Written
 from finetune_operator.planner import uris
@@ -201,6 +202,7 @@ def locations(
         cache_dir=f"{SCRATCH}/tokens",
         termination_path=f"{SCRATCH}/termination.json",
         allow_foreign=allow_foreign,
+        gpu_metrics=GpuMetrics.NONE,  # nobody can scrape such a node
         scheduled_events_url=None if job.spec.capacity == "onDemand" else SCHEDULED_EVENTS,
         listing_lag_seconds=listing_lag_seconds,
     )

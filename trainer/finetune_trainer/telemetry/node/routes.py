@@ -8,17 +8,19 @@ from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from finetune_trainer.telemetry.node.gpus import Gpus
 from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.node.server import JSON, Answer, Routes
 
 
-def routes(ranks: NodeRanks) -> Routes:
+def routes(ranks: NodeRanks, gpus: Gpus | None = None) -> Routes:
     """Return GET /metrics, of each node; GET /progress and POST /checkpoint, of rank 0's."""
     page = RankCollector(ranks)
 
     def metrics() -> Answer:
-        return HTTPStatus.OK, CONTENT_TYPE_LATEST, page.render()
+        text = page.render() + (gpus.render() if gpus is not None else b"")
+        return HTTPStatus.OK, CONTENT_TYPE_LATEST, text
 
     def progress() -> Answer:
         if not ranks.has_rank_zero:

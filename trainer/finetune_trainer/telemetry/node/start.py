@@ -24,15 +24,23 @@ _PORTS_TRIED = 20
 
 @contextmanager
 def node_page(
-    config: TelemetryConfig, first_rank: int, num_ranks: int, folder: Path | None = None
+    config: TelemetryConfig,
+    first_rank: int,
+    num_ranks: int,
+    folder: Path | None = None,
+    *,
+    reads_gpus: bool = False,
 ) -> Iterator[NodePage]:
     """Serve the page of `num_ranks` ranks, from `first_rank` on, while the block runs.
+
+    `reads_gpus` puts the node's GPUs on it as well.
 
     Its process also ends when this one is killed. Where there can be no page, the one that is
     returned has a warning, and no folder; with port 0 there is none. `folder` is where the ranks
     leave what it shows, made if it is missing; None makes a new one.
     """
-    page, process = _serve(config, NodePage(first_rank=first_rank), num_ranks, folder)
+    none = NodePage(first_rank=first_rank)
+    page, process = _serve(config, none, num_ranks, folder, reads_gpus=reads_gpus)
     try:
         yield page
     finally:
@@ -51,7 +59,13 @@ def page_without_supervisor(
     first_rank = rank - local_rank
     folder = _folder_of_siblings(config, first_rank)
     if local_rank == 0:
-        return node_page(config.telemetry, first_rank, local_world_size, folder)
+        return node_page(
+            config.telemetry,
+            first_rank,
+            local_world_size,
+            folder,
+            reads_gpus=config.reads_gpus,
+        )
     none = NodePage(first_rank=first_rank)
     if config.telemetry.metrics_port == 0:
         return nullcontext(none)
@@ -63,7 +77,12 @@ def page_without_supervisor(
 
 
 def _serve(
-    config: TelemetryConfig, none: NodePage, num_ranks: int, folder: Path | None
+    config: TelemetryConfig,
+    none: NodePage,
+    num_ranks: int,
+    folder: Path | None,
+    *,
+    reads_gpus: bool,
 ) -> "tuple[NodePage, subprocess.Popen[bytes] | None]":
     """Start the process of a page; where there can be none, return `none` with the reason."""
     if config.metrics_port == 0:
@@ -74,7 +93,8 @@ def _serve(
     with listener:
         try:
             folder = _make(folder)
-            process = _start(folder, none.first_rank, num_ranks, listener)
+            words = (str(folder), none.first_rank, num_ranks, listener.fileno())
+            process = _start((*words, "gpus" if reads_gpus else "ranks"), listener)
         except OSError as error:
             sentence = f"the page of this node cannot be served ({error}); no metrics are served"
             return none.model_copy(update={"warning": sentence}), None
@@ -144,13 +164,10 @@ def _url(listener: socket.socket) -> str:
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/metrics"
 
 
-def _start(
-    folder: Path, first_rank: int, num_ranks: int, listener: socket.socket
-) -> "subprocess.Popen[bytes]":
-    numbers = (first_rank, num_ranks, listener.fileno())
+def _start(words: tuple[str | int, ...], listener: socket.socket) -> "subprocess.Popen[bytes]":
     module = "finetune_trainer.telemetry.node"
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(folder), *map(str, numbers)],
+        [sys.executable, "-P", "-m", module, *map(str, words)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
