@@ -94,7 +94,8 @@ def _labels(labels: tuple[Label, ...]) -> str:
 
 def _what(metric: Metric) -> str:
     needs = "" if metric.needs is Needs.NOTHING else f" Needs {metric.needs}."
-    return metric.help + needs
+    of_gpu = [value for label in metric.labels for value in label.of_gpu]
+    return metric.help + needs + (f" {', '.join(of_gpu)} need a GPU." if of_gpu else "")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,14 @@ from finetune_trainer.config import metrics
 from finetune_trainer.config.metrics import Metric, MetricType, Needs, TimedPhase, combinations
 from finetune_trainer.telemetry.processes import TICK_SECONDS
 from launches import clean_environment, train_config, until
-from node_pages import ask, free_ports, read_series
+from node_pages import Series, ask, free_ports, read_series
 from tiny_run import write_inputs
 
 DECLARED = {one.name: one for one in metrics.OF_TRAINING_NODE}
-NEVER_COUNTED = {metrics.NON_FINITE}  # in a run in which nothing goes wrong
+NEVER_COUNTED = {  # where nothing goes wrong but that a rank is killed
+    metrics.NON_FINITE,
+    metrics.CHECKPOINT_FAILURES,
+}
 _SUFFIXES = {
     MetricType.COUNTER: ("",),
     MetricType.GAUGE: ("",),
@@ -29,6 +32,9 @@ _SUFFIXES = {
 SAMPLES = {
     f"{one.name}{suffix}": one for one in metrics.OF_TRAINING_NODE for suffix in _SUFFIXES[one.type]
 }
+
+# What only those ranks count that go on from a checkpoint.
+OF_A_RESTART = {(metrics.CHECKPOINT_DURATION, ("0", "load"))}
 
 Key = tuple[Metric, tuple[str, ...]]
 
@@ -78,7 +84,8 @@ def expected() -> set[Key]:
 def _of_this_run(metric: Metric) -> set[tuple[str, ...]]:
     """Return the labels of a metric after the rank, of one that is sparse those of DDP."""
     if not metric.is_sparse:
-        return set(combinations(metric.labels[1:]))
+        of_gpu = {value for label in metric.labels for value in label.of_gpu}
+        return {one for one in combinations(metric.labels[1:]) if not of_gpu & set(one)}
     ours = {"group": {"dp", "control"}, "op": {"all_reduce"}, "size": {"small"}}
     values = product(*(ours[label.name] for label in metric.labels[1:]))
     if metric is metrics.COMM_SECONDS:  # nobody knows when a vote was over
@@ -86,7 +93,7 @@ def _of_this_run(metric: Metric) -> set[tuple[str, ...]]:
     return set(values)
 
 
-def test_a_run_of_two_processes_shows_all_that_is_declared_and_saves_when_asked(
+def test_a_run_of_two_processes_shows_all_that_is_declared_also_after_a_restart_in_place(
     tmp_path: Path,
 ) -> None:
     write_inputs(tmp_path)
@@ -100,9 +107,10 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_saves_when_asked(
             "eval": {"path": str(tmp_path / "eval.jsonl")},
             "max_seq_len": 64,
         },
-        training={"max_steps": 100_000, "eval_every_steps": 5},
+        training={"max_steps": 100_000, "eval_every_steps": 5, "micro_batch_size": 2},
         checkpoint={"every_seconds": 86_400},  # the one that the page is asked for comes before
         telemetry={"metrics_port": port},
+        world={"restarts_in_place": 1},
     )
     path = tmp_path / "config.json"
     path.write_text(config.to_json())
@@ -112,30 +120,41 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_and_saves_when_asked(
         stdout=subprocess.DEVNULL,
     )
     missing = expected()
-    ranks_checked = []
+    counters: Series = {}
     infos: set[tuple[str, ...]] = set()
 
-    def has_shown_all() -> bool:
+    def look() -> str:
         assert run.poll() is None, "it trains until it is told to stop"
-        asked = _since_boot()
         text = ask(url, "GET", "/metrics").text
-        ranks_checked.append(_check_phases(run.pid, text, asked))
         assert undeclared(text) == []
+        series = {key: value for key, value in read_series(text).items() if _is_counted(key[0])}
+        assert {key: value for key, value in counters.items() if series[key] < value} == {}
+        counters.update(series)
         keys = seen(text)
         missing.difference_update(keys)
         infos.update(values for metric, values in keys if metric is metrics.INFO)
-        return not missing and len(infos) == 2
+        return text
+
+    def has_shown_all_of_one_start() -> bool:
+        asked = _since_boot()
+        num_ranks = _check_phases(run.pid, look(), asked)
+        return missing <= OF_A_RESTART and len(infos) == 2 == num_ranks
+
+    def has_shown_all() -> bool:
+        look()
+        return not missing
 
     try:
         until(lambda: _answers(url))
         until(lambda: ask(url, "POST", "/checkpoint").status == 202)
+        until(has_shown_all_of_one_start, timeout=120)
+        _ranks_of(run.pid)["1"].kill()
         until(has_shown_all, timeout=120)
         run.send_signal(signal.SIGTERM)
         assert run.wait(60) == 75
     finally:
         run.kill()
         run.wait()
-    assert ranks_checked[-1] == 2
     assert {values[:5] for values in infos} == {
         (rank, "ddp", "fp32", "full", "gloo") for rank in "01"
     }
@@ -148,15 +167,25 @@ def _check_phases(supervisor: int, text: str, asked: float) -> int:
     `asked` is when, in seconds since the machine's start, as is all that the kernel says.
     """
     answered, series, checked = _since_boot(), read_series(text), 0
-    for process in psutil.Process(supervisor).children():
-        rank = process.environ().get("RANK")
+    for rank, process in _ranks_of(supervisor).items():
         name, started = metrics.PHASE_SECONDS.name, process.create_time() - psutil.boot_time()
-        phases = [series.get((name, phase, rank), 0.0) for phase in TimedPhase] if rank else []
+        phases = [series.get((name, phase, rank), 0.0) for phase in TimedPhase]
         if any(phases):
             tolerated = 1e-3 * (asked - started) + TICK_SECONDS  # the kernel tells no more
             assert asked - tolerated <= started + sum(phases) <= answered + tolerated
             checked += 1
     return checked
+
+
+def _ranks_of(supervisor: int) -> dict[str, psutil.Process]:
+    """Return the processes of the ranks."""
+    children = psutil.Process(supervisor).children()
+    return {rank: one for one in children if (rank := one.environ().get("RANK")) is not None}
+
+
+def _is_counted(name: str) -> bool:
+    metric = SAMPLES[name]
+    return metric.type is not MetricType.GAUGE
 
 
 def _since_boot() -> float:
@@ -174,9 +203,11 @@ def _check_that_ranks_share_the_rows_of_a_step(run_dir: Path) -> None:
     steps = []
     for rank in (0, 1):
         lines = (run_dir / "logs" / f"rank-{rank}.jsonl").read_text().splitlines()
-        steps.append([one for one in map(json.loads, lines) if one["event"] == "step"])
-    assert steps[0]
-    for one, other in zip(*steps, strict=True):
+        found = [one for one in map(json.loads, lines) if one["event"] == "step"]
+        steps.append({one["step"]: one for one in found})
+    both = steps[0].keys() & steps[1].keys()  # one may be a step ahead when the other is killed
+    assert both
+    for one, other in ((steps[0][step], steps[1][step]) for step in both):
         assert one["rank_tokens"] + other["rank_tokens"] == one["tokens"]
         assert one["rank_samples"] + other["rank_samples"] == one["samples"]
 

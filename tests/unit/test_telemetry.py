@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from finetune_trainer.config import (
     SampleAnswer,
     metrics,
 )
-from finetune_trainer.telemetry import StepReport, Telemetry
+from finetune_trainer.telemetry import Gpu, GpuMemory, StepReport, Telemetry
 from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.shared import NodePage, Shared, block_file, info_file
@@ -246,12 +247,17 @@ def test_what_a_rank_reports_is_on_the_page_of_its_node(tmp_path: Path, node: No
     config = train_config(tmp_path, job={"attempt": 3})
     clock = Clock()
     telemetry = Telemetry(config, rank=0, world_size=2, clock=clock, shared=node.rank(0))
-    steps = {"rank_tokens": 60, "rank_samples": 3}
-    telemetry.step(report(1, data_wait_seconds=0.1, checkpoint_blocking_seconds=0.15, **steps))
+    steps = {"rank_tokens": 60, "rank_samples": 3, "rank_padding": 4, "rank_flops": 1e9}
+    telemetry.step(report(1, **steps))
     clock.wait(235)
     telemetry.step(report(2, grad_norm=math.inf, **steps))
     telemetry.evaluated(2, 1.5, seconds=2.0)
     telemetry.checkpointed(CheckpointRef(step=2, path="x", time=77.0, world_size=2))
+    costs = telemetry.checkpoint_costs
+    costs.loaded(3)
+    costs.blocked(0.5, 600)
+    costs.committed(7, 4096)
+    costs.failed()
     telemetry.close()
     page = node.series()
     expected = {
@@ -260,6 +266,8 @@ def test_what_a_rank_reports_is_on_the_page_of_its_node(tmp_path: Path, node: No
         ("last_step_timestamp_seconds",): 1235,
         ("step_duration_ewma_seconds",): 0.5,
         ("tokens_total", "nonpad"): 120,
+        ("tokens_total", "pad"): 8,
+        ("model_flops_total",): 2e9,
         ("samples_total",): 6,
         ("loss",): 2.0,
         ("grad_norm",): math.inf,
@@ -274,6 +282,11 @@ def test_what_a_rank_reports_is_on_the_page_of_its_node(tmp_path: Path, node: No
         ("step_duration_seconds_count",): 2,
         ("step_duration_seconds_sum",): 1,
         ("checkpoint_duration_seconds_count", "save_blocking"): 1,
+        ("checkpoint_duration_seconds_sum", "save_async"): 7,
+        ("checkpoint_duration_seconds_count", "load"): 1,
+        ("checkpoint_bytes_total",): 4096,
+        ("checkpoint_failures_total",): 1,
+        ("checkpoint_interval_seconds",): 600,
     }
     found = {key: page[f"finetune_train_{key[0]}", *key[1:], "0"] for key in expected}
     assert found == expected
@@ -287,13 +300,50 @@ def test_what_rank_0_alone_knows_is_of_no_other_rank(tmp_path: Path, node: Node)
         telemetry.step(report(1))
         telemetry.evaluated(1, 2.0, 1.0)
         telemetry.checkpointed(CheckpointRef(step=1, path="x", time=1.0, world_size=2))
+        telemetry.checkpoint_costs.blocked(1.0, 60.0)
         telemetry.close()
     names: dict[str, set[str]] = {"0": set(), "1": set()}
     for key in node.series():
         names[key[-1] if key[0] != "finetune_train_info" else key[4]].add(key[0])
     of_rank_zero = {one.name for one in metrics.OF_TRAINING_NODE if one.is_of_rank_zero}
-    assert names["0"] - names["1"] == of_rank_zero
+    only = {re.sub("_(bucket|count|sum)$", "", name) for name in names["0"] - names["1"]}
+    assert only == of_rank_zero
     assert names["1"] <= names["0"]
+
+
+def test_a_gpu_is_in_the_info_and_its_memory_is_looked_at_now_and_then(
+    tmp_path: Path, node: Node
+) -> None:
+    config, clock = train_config(tmp_path, training={"precision": "bf16"}), Clock()
+    telemetry = Telemetry(config, rank=1, world_size=2, clock=clock, shared=node.rank(1))
+    looks = iter(
+        [GpuMemory(10, 20, 15, alloc_retries=1), GpuMemory(11, 30, 25, alloc_retries=3, ooms=1)]
+    )
+    gpu = Gpu("NVIDIA H200", "GPU-1a2b", "2.27.3", lambda: next(looks))
+    before = node.series()
+    assert not [key for key in before if key[1:2] == ("allocated",) or "ooms" in key[0]]
+    telemetry.device(gpu)
+    telemetry.step(report(1))
+    telemetry.step(report(2))  # at once: not looked at again
+    clock.wait(10)
+    telemetry.step(report(3))
+    telemetry.close()
+    page = node.series()
+    assert page["finetune_train_memory_bytes", "allocated", "1"] == 11
+    assert page["finetune_train_memory_bytes", "reserved", "1"] == 30
+    assert page["finetune_train_memory_bytes", "peak_allocated", "1"] == 25
+    assert page["finetune_train_alloc_retries_total", "1"] == 3
+    assert page["finetune_train_ooms_total", "1"] == 1
+    assert page["finetune_train_peak_flops_per_second", "1"] == 989.4e12
+    (info,) = (key for key in page if key[0] == "finetune_train_info")
+    assert {"NVIDIA H200", "GPU-1a2b", "2.27.3"} <= set(info)
+
+
+def test_flops_that_are_not_known_are_absent(tmp_path: Path, node: Node) -> None:
+    telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=node.rank(0))
+    telemetry.step(report(1, rank_flops=None))
+    telemetry.close()
+    assert ("finetune_train_model_flops_total", "0") not in node.series()
 
 
 def test_a_rank_that_has_reported_nothing_has_an_age_and_counters_at_0(node: Node) -> None:

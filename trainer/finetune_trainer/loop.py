@@ -22,15 +22,17 @@ from finetune_trainer.control import Agreement, StopSignal, preempted
 from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan, Pack
 from finetune_trainer.data.sequences import TokenDataset
-from finetune_trainer.device_clock import device_clock
 from finetune_trainer.errors import OvertakenError
 from finetune_trainer.failpoints import reach
+from finetune_trainer.gpu import device_clock
 from finetune_trainer.model.loss import loss_inputs, scale_factor
 from finetune_trainer.numerics import LateNumbers
 from finetune_trainer.schedule import learning_rate
+from finetune_trainer.step_work import StepWork
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import Lap, StepReport, Telemetry
+from finetune_trainer.telemetry.flops import ModelFlops
 from finetune_trainer.world import World
 
 
@@ -53,6 +55,7 @@ class Run:
     notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
     pad_to: int | None  # tokens of a row; None pads to the longest
     pad_id: int
+    flops: ModelFlops | None  # None where they are not known
     numbers: LateNumbers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,11 +83,11 @@ def train(run: Run, first_step: int) -> int:
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
-        losses, rank_tokens = [], 0
+        losses, work = [], StepWork(run.dataset, run.flops)
         for index, packs in enumerate(micro_batches):
             phases.enter(TimedPhase.DATA_WAIT)
             batch = collate(run.dataset, packs, pad_to=run.pad_to, pad_id=run.pad_id)
-            rank_tokens += batch.tokens
+            work.add(packs, batch)
             _reseed(config.training.seed, step, packs)
             is_last = index == len(micro_batches) - 1
             losses.append(_micro_batch(run, batch, scale, is_last=is_last))
@@ -109,8 +112,7 @@ def train(run: Run, first_step: int) -> int:
             learning_rate=rate,
             tokens=plan.tokens(step),
             samples=sum(len(pack) for pack in plan.packs(step)),
-            rank_tokens=rank_tokens,
-            rank_samples=sum(len(pack) for packs in micro_batches for pack in packs),
+            **work.done(),
             **lap.ended(),
         )
         run.numbers.put(report, total, grad_norm, losses, micro_batches)

@@ -36,6 +36,7 @@ from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.export import check_replaceable, export
 from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
+from finetune_trainer.gpu import find_gpu
 from finetune_trainer.importing import uncollected
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
@@ -51,6 +52,7 @@ from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import create, emulation_warning, single_process_warning
 from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.telemetry.flops import model_flops
 from finetune_trainer.world import World
 
 if TYPE_CHECKING:
@@ -93,6 +95,8 @@ def run(
     if world.is_main:
         try_export(module.model, tokenizer, config)
     _tell_model(telemetry, dataset, held_out, module)
+    telemetry.device(find_gpu(world.device))
+    flops = model_flops(module.model)
     strategy.prepare(module)
     telemetry.collectives.begin(strategy.newest_backward)
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
@@ -123,6 +127,7 @@ def run(
             fingerprint=_fingerprint(asked, config, world, dataset, plan),
             fence=fence,
             warn=telemetry.warn,
+            costs=telemetry.checkpoint_costs,
         ),
         telemetry=telemetry,
         stop=stop,
@@ -135,6 +140,7 @@ def run(
         notes=partial(_notes, telemetry, patience),
         pad_to=config.data.max_seq_len if pads else None,
         pad_id=tokenizer.pad_token_id,
+        flops=flops,
     )
     return _train_and_export(run, tokenizer)
 

@@ -7,7 +7,6 @@ user of the process group, which must be none of those that training uses: colle
 """
 
 import json
-import math
 import shutil
 import threading
 import time
@@ -23,12 +22,15 @@ from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best, retire
 from finetune_trainer.checkpoint.shards import Shards, State, TensorShards, size_bytes
+from finetune_trainer.checkpoint.space import measure, refuse_small_disk
 from finetune_trainer.checkpoint.start import Start, prepare_start
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
-from finetune_trainer.errors import CheckpointError, ConfigError, TrainerError
+from finetune_trainer.errors import CheckpointError, TrainerError
 from finetune_trainer.failpoints import reach
 from finetune_trainer.files import make_anew
+from finetune_trainer.telemetry.checkpoints import CheckpointCosts
+from finetune_trainer.telemetry.slots import Block
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +39,6 @@ T = TypeVar("T")
 
 TRAINER_SECTION = "trainer"  # plain JSON values, beside the tensors of the other sections
 TRAINER_FILE = "trainer.json"
-_MIB, _GIB = 2**20, 2**30
 
 
 class _Written(NamedTuple):
@@ -45,6 +46,7 @@ class _Written(NamedTuple):
 
     ref: CheckpointRef
     seconds: float
+    size_bytes: int
     complaint: str | None
 
 
@@ -70,6 +72,7 @@ class CheckpointStore:
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.time,
         shards: Shards | None = None,
+        costs: CheckpointCosts | None = None,
     ) -> None:
         """Open the store; nothing is read or written before `restore`.
 
@@ -77,7 +80,7 @@ class CheckpointStore:
         another `job` or `fingerprint` are refused on restore. `fence` is rank 0's, which has the
         folder; None on the others. `warn` receives a sentence on rank 0
         for each thing that went wrong and was survived; `clock` is in seconds since the epoch.
-        `shards` puts states into files: by DCP if None.
+        `shards` puts states into files: by DCP if None. `costs` is told what everything took.
         """
         self.last: CheckpointRef | None = None
         self.best: CheckpointRef | None = None
@@ -94,6 +97,8 @@ class CheckpointStore:
         self._warn = warn if rank == 0 else _say_nothing
         self._clock = clock
         self._shards = shards or TensorShards()
+        self._costs = costs or CheckpointCosts(Block.private())
+        self._blocked_seconds = 0.0  # of the save in flight
         self._in_flight: tuple[int, Future[_Written]] | None = None
         self._failure: str | None = None  # of the newest save, as long as none came after it
         self._unreported: CheckpointRef | None = None
@@ -140,7 +145,9 @@ class CheckpointStore:
             files={},
         )
         self._in_flight = (step, self._start(partial(self._write, draft, copy, trainer, started)))
-        return time.perf_counter() - started
+        self._blocked_seconds = time.perf_counter() - started
+        self._costs.blocked(self._blocked_seconds, self.cadence.interval_seconds)
+        return self._blocked_seconds
 
     def poll(self) -> CheckpointRef | None:
         """Return the checkpoint committed since the last `poll` or `wait`, if any; never blocks.
@@ -199,7 +206,9 @@ class CheckpointStore:
             CheckpointError: it does not fit `state`.
         """
         try:
+            began = time.perf_counter()
             self._shards.read(_tensors_of(state), folder, self._group)
+            self._costs.loaded(time.perf_counter() - began)
             trainer = json.loads((folder / TRAINER_FILE).read_bytes())
         except (RankError, FileNotFoundError) as error:
             commit.refuse_deleted(folder)
@@ -231,21 +240,9 @@ class CheckpointStore:
             ConfigError: there is less room than `checkpoint.keep` checkpoints and the one being
                 written take; checkpoints that are there already count as room.
         """
-        size = size_bytes(state)
-
-        def measure() -> tuple[int, int]:
-            self._root.mkdir(parents=True, exist_ok=True)
-            return shutil.disk_usage(self._root).free, _bytes_of_checkpoints(self._root)
-
-        free, held = self._on_rank_0(measure)
-        copies = self._config.keep + 1
-        if free + held < size * copies:
-            raise ConfigError(
-                f"spec.checkpoint.uri {self._root} has {_in_words(free)} free, a checkpoint "
-                f"takes {_in_words(size)} and spec.checkpoint.keep {self._config.keep} needs room "
-                f"for {copies} of them; make {_in_words(size * copies - held - free)} more free or "
-                "lower spec.checkpoint.keep"
-            )
+        free, held = self._on_rank_0(lambda: measure(self._root))
+        size, keep = size_bytes(state), self._config.keep
+        refuse_small_disk(self._root, size=size, keep=keep, free=free, held=held)
 
     def _agree_on_start(self) -> Start:
         """Let rank 0 choose and prepare the folder; all ranks return or raise alike."""
@@ -296,7 +293,8 @@ class CheckpointStore:
             if isinstance(error, RankError):  # it may be a higher claim that deleted the folder
                 self._on_rank_0(self._look_out)
             raise
-        return _Written(ref, time.perf_counter() - started, self._retire())
+        seconds, size = time.perf_counter() - started, sum(one.size for one in files.values())
+        return _Written(ref, seconds, size, self._retire())
 
     def _open_folder(self, step: int) -> Path:
         claim = self._checked().holding(self._root).claim
@@ -333,11 +331,14 @@ class CheckpointStore:
             return
         (step, future), self._in_flight = self._in_flight, None
         try:
-            ref, self.cadence.save_seconds, complaint = future.result()
+            ref, seconds, size, complaint = future.result()
         except (RankError, OSError, RuntimeError) as error:
             self._failure = self._sentence(step, error)
             self._warn(self._failure)
+            self._costs.failed()
             return
+        self.cadence.save_seconds = seconds
+        self._costs.committed(max(0.0, seconds - self._blocked_seconds), size)
         self.last = self._unreported = ref
         self.best = best([ref, self.best] if self.best else [ref])
         if complaint is not None:
@@ -380,18 +381,6 @@ class CheckpointStore:
 
 def _tensors_of(state: State) -> State:
     return {name: part for name, part in state.items() if name != TRAINER_SECTION}
-
-
-def _in_words(size: int) -> str:
-    """Return a number of bytes in MiB or GiB, rounded up."""
-    if size >= _GIB:
-        return f"{math.ceil(10 * size / _GIB) / 10} GiB"
-    return f"{math.ceil(size / _MIB)} MiB"
-
-
-def _bytes_of_checkpoints(root: Path) -> int:
-    found = commit.manifests(root)
-    return sum(digest.size for _, manifest in found for digest in manifest.files.values())
 
 
 def _say_nothing(_: str) -> None:

@@ -46,10 +46,12 @@ class Label:
 
     Attributes:
         values: all that it can have; none where only the run knows them, such as a version.
+        of_gpu: those of them that need a GPU.
     """
 
     name: str
     values: tuple[str, ...] = ()
+    of_gpu: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Metric:
         is_of_rank_zero: rank 0 alone knows it; else each rank has its own.
         most_series: of a rank, where the run decides which there are; each then appears with its
             first value, a counter as well. None: all combinations of labels are there.
+        is_unknown_at_first: a counter that is there only once there is something to count.
     """
 
     name: str
@@ -75,6 +78,14 @@ class Metric:
     needs: Needs = Needs.NOTHING
     is_of_rank_zero: bool = False
     most_series: int | None = None
+    is_unknown_at_first: bool = False
+
+    @property
+    def starts_absent(self) -> bool:
+        """Whether it is not there before its value is known; else it begins at 0."""
+        is_gauge = self.type is MetricType.GAUGE
+        is_known_late = self.is_sparse or self.is_unknown_at_first
+        return is_gauge or is_known_late or self.needs is not Needs.NOTHING
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -96,13 +107,15 @@ def combinations(labels: tuple[Label, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 _STEP_BUCKETS = tuple(round(0.05 * 1.5**k, 4) for k in range(20))
-_CHECKPOINT_BUCKETS = tuple(round(0.1 * 2**k, 1) for k in range(14))
+_CHECKPOINT_BUCKETS = tuple(round(0.1 * 3**k, 1) for k in range(8))
+
+_OF_ALLOCATOR = ("allocated", "reserved", "peak_allocated")
 
 INFO = Metric(
     "finetune_train_info",
     MetricType.GAUGE,
     "ranks",
-    "What runs; always 1.",
+    "What runs, and on which GPU; always 1. Labels of what is not there are empty.",
     (
         RANK,
         Label("strategy", ("ddp", "fsdp", "zero1", "zero2", "zero3")),
@@ -110,6 +123,10 @@ INFO = Metric(
         Label("peft", ("full", "lora", "qlora")),
         Label("backend", ("gloo", "nccl")),
         Label("torch"),
+        Label("local_rank"),
+        Label("nccl"),
+        Label("gpu_model"),
+        Label("gpu_uuid"),
     ),
 )
 LAST_SEEN_AGE = Metric(
@@ -123,8 +140,25 @@ MEMORY = Metric(
     "finetune_train_memory_bytes",
     MetricType.GAUGE,
     "bytes",
-    "Memory in use, by kind; host_rss is what the process has in memory, while it lives.",
-    (RANK, Label("kind", ("host_rss",))),
+    "Memory in use, by kind; host_rss is what the process has in memory, while it lives. The "
+    "others are torch's on the GPU: of tensors, all that it keeps, the most that tensors took.",
+    (RANK, Label("kind", ("host_rss", *_OF_ALLOCATOR), of_gpu=_OF_ALLOCATOR)),
+)
+ALLOC_RETRIES = Metric(
+    "finetune_train_alloc_retries_total",
+    MetricType.COUNTER,
+    "allocations",
+    "Allocations on the GPU that succeeded only after torch had given back what it keeps.",
+    (RANK,),
+    needs=Needs.GPU,
+)
+OUT_OF_MEMORY = Metric(
+    "finetune_train_ooms_total",
+    MetricType.COUNTER,
+    "allocations",
+    "Allocations on the GPU that failed.",
+    (RANK,),
+    needs=Needs.GPU,
 )
 STEP_DURATION = Metric(
     "finetune_train_step_duration_seconds",
@@ -166,8 +200,8 @@ TOKENS = Metric(
     "finetune_train_tokens_total",
     MetricType.COUNTER,
     "tokens",
-    "Tokens that the rank trained on, by kind; nonpad is all but padding.",
-    (RANK, Label("kind", ("nonpad",))),
+    "Tokens that went through the rank's model in training, by kind; pad is padding.",
+    (RANK, Label("kind", ("nonpad", "pad"))),
 )
 SAMPLES = Metric(
     "finetune_train_samples_total",
@@ -175,6 +209,23 @@ SAMPLES = Metric(
     "rows",
     "Rows that the rank trained on.",
     (RANK,),
+)
+MODEL_FLOPS = Metric(
+    "finetune_train_model_flops_total",
+    MetricType.COUNTER,
+    "FLOPs",
+    "What the arithmetic of the training takes, without padding and recomputation; absent for "
+    "models of which it is not known.",
+    (RANK,),
+    is_unknown_at_first=True,
+)
+PEAK_FLOPS = Metric(
+    "finetune_train_peak_flops_per_second",
+    MetricType.GAUGE,
+    "FLOPs per second",
+    "What the rank's GPU could do in this precision, without sparsity; absent where not known.",
+    (RANK,),
+    needs=Needs.GPU,
 )
 PHASE_SECONDS = Metric(
     "finetune_train_phase_seconds_total",
@@ -195,9 +246,27 @@ CHECKPOINT_DURATION = Metric(
     "finetune_train_checkpoint_duration_seconds",
     MetricType.HISTOGRAM,
     "seconds",
-    "Time of a checkpoint, by kind of work; save_blocking is what a step waited for.",
-    (RANK, Label("kind", ("save_blocking",))),
+    "Time of a checkpoint, by kind of work: save_blocking is what training waited for, save_async "
+    "what followed beside it until the commit, load the reading of one.",
+    (RANK, Label("kind", ("save_blocking", "save_async", "load"))),
     buckets=_CHECKPOINT_BUCKETS,
+    is_of_rank_zero=True,
+)
+CHECKPOINT_BYTES = Metric(
+    "finetune_train_checkpoint_bytes_total",
+    MetricType.COUNTER,
+    "bytes",
+    "Size of the checkpoints that were committed, the parts of all ranks together.",
+    (RANK,),
+    is_of_rank_zero=True,
+)
+CHECKPOINT_FAILURES = Metric(
+    "finetune_train_checkpoint_failures_total",
+    MetricType.COUNTER,
+    "checkpoints",
+    "Checkpoints that could not be written or committed.",
+    (RANK,),
+    is_of_rank_zero=True,
 )
 
 
@@ -223,6 +292,11 @@ CHECKPOINT_TIMESTAMP = _of_rank_zero(
 )
 CHECKPOINT_STEP = _of_rank_zero(
     "checkpoint_last_step", "steps", "Step of the newest committed checkpoint."
+)
+CHECKPOINT_INTERVAL = _of_rank_zero(
+    "checkpoint_interval_seconds",
+    "seconds",
+    "Time from one checkpoint to the next where time decides; absent where steps do.",
 )
 ATTEMPT = _of_rank_zero("restart_attempt", "attempts", "Number of this attempt, from 1.")
 
@@ -311,6 +385,8 @@ OF_TRAINING_NODE = (
     INFO,
     LAST_SEEN_AGE,
     MEMORY,
+    ALLOC_RETRIES,
+    OUT_OF_MEMORY,
     STEP_DURATION,
     STEP_DURATION_EWMA,
     STEPS,
@@ -318,9 +394,13 @@ OF_TRAINING_NODE = (
     LAST_STEP_TIMESTAMP,
     TOKENS,
     SAMPLES,
+    MODEL_FLOPS,
+    PEAK_FLOPS,
     PHASE_SECONDS,
     NON_FINITE,
     CHECKPOINT_DURATION,
+    CHECKPOINT_BYTES,
+    CHECKPOINT_FAILURES,
     COMM_CALLS,
     COMM_BYTES,
     COMM_BUS_BYTES,
@@ -336,6 +416,7 @@ OF_TRAINING_NODE = (
     EVAL_LOSS,
     CHECKPOINT_TIMESTAMP,
     CHECKPOINT_STEP,
+    CHECKPOINT_INTERVAL,
     ATTEMPT,
 )
 """Everything that the page of a training node has, in its order."""

@@ -4,7 +4,9 @@ The loop talks to one `Telemetry`; the modules beside it are its outlets and kno
 loop. `node` is a process of its own, the page of a node. No module here imports torch.
 """
 
+from finetune_trainer.telemetry.checkpoints import CheckpointCosts
+from finetune_trainer.telemetry.gpu import Gpu, GpuMemory
 from finetune_trainer.telemetry.recorder import Telemetry
 from finetune_trainer.telemetry.step import Lap, StepReport
 
-__all__ = ["Lap", "StepReport", "Telemetry"]
+__all__ = ["CheckpointCosts", "Gpu", "GpuMemory", "Lap", "StepReport", "Telemetry"]

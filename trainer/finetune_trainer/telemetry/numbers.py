@@ -4,6 +4,7 @@ import math
 from importlib.metadata import version
 
 from finetune_trainer.config import CheckpointRef, TrainConfig, metrics
+from finetune_trainer.telemetry.gpu import Gpu, GpuMemory
 from finetune_trainer.telemetry.slots import Block
 from finetune_trainer.telemetry.step import StepReport
 
@@ -20,10 +21,11 @@ class Numbers:
         self._global_step = block.slot(metrics.GLOBAL_STEP)
         self._last_step = block.slot(metrics.LAST_STEP_TIMESTAMP)
         self._tokens = block.slot(metrics.TOKENS, "nonpad")
+        self._padding = block.slot(metrics.TOKENS, "pad")
         self._samples = block.slot(metrics.SAMPLES)
         self._lost_losses = block.slot(metrics.NON_FINITE, "loss")
         self._lost_norms = block.slot(metrics.NON_FINITE, "grad")
-        self._save_blocking = block.histogram(metrics.CHECKPOINT_DURATION, "save_blocking")
+        self._flops = block.slot(metrics.MODEL_FLOPS)
         self._loss = block.slot(metrics.LOSS)
         self._grad_norm = block.slot(metrics.GRAD_NORM)
         self._learning_rate = block.slot(metrics.LEARNING_RATE)
@@ -45,11 +47,13 @@ class Numbers:
             self._step_duration_ewma.set(seconds_per_step)
         self._steps.add(1)
         self._tokens.add(report.rank_tokens)
+        self._padding.add(report.rank_padding)
+        if report.rank_flops is not None:
+            self._flops.begin()
+            self._flops.add(report.rank_flops)
         self._samples.add(report.rank_samples)
         self._global_step.set(report.step)
         self._last_step.set(now)
-        if report.checkpoint_blocking_seconds > 0:
-            self._save_blocking.observe(report.checkpoint_blocking_seconds)
         if report.grad_norm is not None and not math.isfinite(report.grad_norm):
             self._lost_norms.add(1)
         if self._is_main:
@@ -76,12 +80,44 @@ class Numbers:
             self._checkpoint_step.set(checkpoint.step)
 
 
-def info_labels(config: TrainConfig) -> dict[str, str]:
-    """Return the labels of `metrics.INFO` that follow the rank."""
+def info_labels(config: TrainConfig, rank: int, gpu: Gpu | None = None) -> dict[str, str]:
+    """Return the labels of `metrics.INFO` that follow the rank; empty ones of a GPU for None."""
     return {
         "strategy": config.strategy.type,
         "precision": config.training.precision,
         "peft": config.method.type,
         "backend": "nccl" if config.world.device == "cuda" else "gloo",
         "torch": version("torch"),
+        "local_rank": str(rank % config.world.nproc_per_node),
+        "nccl": "" if gpu is None else gpu.nccl,
+        "gpu_model": "" if gpu is None else gpu.model,
+        "gpu_uuid": "" if gpu is None else gpu.uuid,
     }
+
+
+class GpuNumbers:
+    """The series of a rank's GPU."""
+
+    def __init__(self, block: Block, gpu: Gpu, peak_flops: float | None) -> None:
+        """Find the place of every series, and say what the GPU could do."""
+        self._read = gpu.memory
+        self._allocated = block.slot(metrics.MEMORY, "allocated")
+        self._reserved = block.slot(metrics.MEMORY, "reserved")
+        self._peak_allocated = block.slot(metrics.MEMORY, "peak_allocated")
+        self._retries = block.slot(metrics.ALLOC_RETRIES)
+        self._ooms = block.slot(metrics.OUT_OF_MEMORY)
+        self._before = GpuMemory()
+        for counter in (self._retries, self._ooms):
+            counter.begin()
+        if peak_flops is not None:
+            block.slot(metrics.PEAK_FLOPS).set(peak_flops)
+
+    def look(self) -> None:
+        """Read the memory."""
+        now, before = self._read(), self._before
+        self._allocated.set(now.allocated)
+        self._reserved.set(now.reserved)
+        self._peak_allocated.set(now.peak_allocated)
+        self._retries.add(now.alloc_retries - before.alloc_retries)
+        self._ooms.add(now.ooms - before.ooms)
+        self._before = now

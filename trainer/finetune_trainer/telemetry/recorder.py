@@ -20,11 +20,14 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.files import replace_text
+from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.collectives import Collectives
 from finetune_trainer.telemetry.collectives.groups import GroupNames
+from finetune_trainer.telemetry.flops import peak_flops
+from finetune_trainer.telemetry.gpu import Gpu
 from finetune_trainer.telemetry.journal import Journal
 from finetune_trainer.telemetry.narrator import Narrator
-from finetune_trainer.telemetry.numbers import Numbers, info_labels
+from finetune_trainer.telemetry.numbers import GpuNumbers, Numbers, info_labels
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from finetune_trainer.telemetry.spent import SpentTime
@@ -34,6 +37,7 @@ from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 TENSORBOARD_FOLDER = "tensorboard"
 _WARNINGS_KEPT = 20
 _SECONDS_BETWEEN_STEPS = 1.0  # in progress.json
+_SECONDS_BETWEEN_LOOKS = 10.0  # at the memory of a GPU
 # What a user did not ask to wait for before the first step, so it does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
 _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
@@ -66,6 +70,7 @@ class Telemetry:
         self._lock = RLock()
         self._clock = clock
         self._started = psutil.Process().create_time() if started is None else started
+        self._config, self._rank = config, rank
         self._run_dir = Path(config.run_dir)
         self._is_main = rank == 0
         self._throughput = Throughput()
@@ -89,7 +94,10 @@ class Telemetry:
         self._narrator = Narrator() if self._is_main else None
         self._journal.write("started", {"world_size": world_size})  # no start without room
         self._numbers.begin(config.job.attempt)
-        self._show(lambda: self._shared.tell_info(info_labels(config)))
+        self._gpu: GpuNumbers | None = None
+        self._gpu_looked_at = float("-inf")
+        self.checkpoint_costs = CheckpointCosts(self._shared.block)
+        self._show(lambda: self._shared.tell_info(info_labels(config, rank)))
         self._update(metrics_url=self._shared.url)
         if self._shared.warning is not None:
             self.warn(self._shared.warning)
@@ -112,6 +120,15 @@ class Telemetry:
     def take_save_request(self) -> bool:
         """Return whether somebody asked for a checkpoint (`POST /checkpoint`), and forget it."""
         return self._shared.take_save_request()
+
+    def device(self, gpu: Gpu | None) -> None:
+        """Say on which GPU this rank computes, if it is one."""
+        if gpu is None:
+            return
+        training = self._config.training
+        peak = peak_flops(gpu.model, training.precision, is_float8=training.float8)
+        self._gpu = GpuNumbers(self._shared.block, gpu, peak)
+        self._show(lambda: self._shared.tell_info(info_labels(self._config, self._rank, gpu)))
 
     def log(self, event: str, **fields: object) -> None:
         """Write one line to this rank's journal and to nothing else."""
@@ -197,6 +214,7 @@ class Telemetry:
         seconds_per_step = self._throughput.seconds_per_step
         self._numbers.step(report, seconds_per_step=seconds_per_step, now=now)
         self.collectives.read()
+        self._look_at_gpu(now)
         self._plot(
             report.step,
             {
@@ -307,6 +325,11 @@ class Telemetry:
                 path, text = self._run_dir / "progress.json", self._progress.to_json()
                 self._show(lambda: self._shared.tell_progress(text))  # no disk can delay this
                 self._has_room = self._put(lambda: replace_text(path, text))
+
+    def _look_at_gpu(self, now: float) -> None:
+        if self._gpu is not None and now - self._gpu_looked_at >= _SECONDS_BETWEEN_LOOKS:
+            self._gpu_looked_at = now
+            self._gpu.look()
 
     def _eta_seconds(self, step: int) -> float | None:
         total, seconds = self._progress.total_steps, self._throughput.seconds_per_step

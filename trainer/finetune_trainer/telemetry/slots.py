@@ -24,7 +24,6 @@ from pathlib import Path
 from finetune_trainer.config.metrics import (
     OF_TRAINING_NODE,
     Metric,
-    MetricType,
     combinations,
 )
 
@@ -68,7 +67,7 @@ class Layout:
             for values in combinations(metric.labels[1:]):  # a block is of one rank
                 self._places[metric.name, values] = at
                 digest.update(repr((metric.name, metric.type, values, metric.buckets)).encode())
-                if metric.type is MetricType.GAUGE or metric.is_sparse:
+                if metric.starts_absent:
                     self._starts_absent.append(at)
                 at += len(metric.buckets) + 2 if metric.buckets else 1
         self.num_numbers = at
@@ -88,7 +87,7 @@ class Layout:
         return _HEAD_BYTES + _NUMBER_BYTES * self.num_numbers
 
     def fresh(self) -> bytes:
-        """Return a block in which counters are 0, gauges and what is sparse NaN: not known."""
+        """Return a block in which counters are 0, and what is not known yet is NaN."""
         numbers = memoryview(bytearray(_NUMBER_BYTES * self.num_numbers)).cast("d")
         for at in self._starts_absent:
             numbers[at] = math.nan
@@ -113,8 +112,13 @@ class Slot:
         """Put a gauge to a value."""
         self._numbers[self._at] = value
 
+    def begin(self) -> None:
+        """Let a counter that is not there yet begin at 0."""
+        if math.isnan(self._numbers[self._at]):
+            self._numbers[self._at] = 0.0
+
     def add(self, amount: float) -> None:
-        """Let a counter grow; only one thread may."""
+        """Let a counter grow that is there; only one thread may."""
         self._numbers[self._at] += amount
 
 

@@ -24,6 +24,8 @@ class StepReport:
         samples: rows of the data set, of all ranks.
         rank_tokens: non-padding tokens of this rank.
         rank_samples: rows of this rank.
+        rank_padding: padding that went through this rank's model.
+        rank_flops: model FLOPs of this rank; None where not known.
         seconds: wall time since the previous step ended, evaluation apart.
         data_wait_seconds: share of `seconds` spent waiting for batches.
         checkpoint_blocking_seconds: share of `seconds` spent on saving.
@@ -39,6 +41,8 @@ class StepReport:
     seconds: float
     rank_tokens: int = 0
     rank_samples: int = 0
+    rank_padding: int = 0
+    rank_flops: float | None = None
     data_wait_seconds: float = 0.0
     checkpoint_blocking_seconds: float = 0.0
 

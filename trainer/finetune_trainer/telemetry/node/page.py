@@ -30,8 +30,9 @@ class RankCollector(Collector):
     def collect(self) -> Iterator[Family]:
         """Yield the metrics that have a value on some rank, in the catalogue's order."""
         ranks = self._ranks.now()
+        first = [rank for rank in ranks if rank.rank == 0]
         for metric in metrics.OF_TRAINING_NODE:
-            family = _family(metric, ranks)
+            family = _family(metric, first if metric.is_of_rank_zero else ranks)
             if family.samples:
                 yield family
 

@@ -1,0 +1,54 @@
+"""What a rank tells of its GPU: which one it is, the time of its work, its memory.
+
+Nothing here waits for the device. On a CPU there is nothing to tell.
+"""
+
+import torch
+
+from finetune_trainer.telemetry import Gpu, GpuMemory
+from finetune_trainer.telemetry.phases import DeviceClock
+
+
+class CudaClock:
+    """The time of the current stream of a GPU."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Put an event into the stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """Return the time between two events that are over."""
+        milliseconds: float = earlier.elapsed_time(later)
+        return milliseconds / 1000
+
+
+def device_clock(device: torch.device) -> DeviceClock | None:
+    """Return the clock of `device`; None for a CPU, on which the host computes itself."""
+    return CudaClock() if device.type == "cuda" else None
+
+
+def find_gpu(device: torch.device) -> Gpu | None:
+    """Return what telemetry shows of `device`; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(
+        model=properties.name,
+        uuid=f"GPU-{properties.uuid}",
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        memory=lambda: _memory(device),
+    )
+
+
+def _memory(device: torch.device) -> GpuMemory:
+    """Return what the allocator keeps count of."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    return GpuMemory(
+        allocated=stats["allocated_bytes"]["all"]["current"],
+        reserved=stats["reserved_bytes"]["all"]["current"],
+        peak_allocated=stats["allocated_bytes"]["all"]["peak"],
+        alloc_retries=stats["num_alloc_retries"],
+        ooms=stats["num_ooms"],
+    )

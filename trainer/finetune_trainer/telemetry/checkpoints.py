@@ -1,0 +1,36 @@
+"""What checkpoints cost, as the store tells it and the page of rank 0's node shows it."""
+
+from finetune_trainer.config import metrics
+from finetune_trainer.telemetry.slots import Block
+
+
+class CheckpointCosts:
+    """The series of one rank; only its main thread may tell."""
+
+    def __init__(self, block: Block) -> None:
+        """Find the place of every series."""
+        self._blocking = block.histogram(metrics.CHECKPOINT_DURATION, "save_blocking")
+        self._async = block.histogram(metrics.CHECKPOINT_DURATION, "save_async")
+        self._load = block.histogram(metrics.CHECKPOINT_DURATION, "load")
+        self._bytes = block.slot(metrics.CHECKPOINT_BYTES)
+        self._failures = block.slot(metrics.CHECKPOINT_FAILURES)
+        self._interval = block.slot(metrics.CHECKPOINT_INTERVAL)
+
+    def blocked(self, seconds: float, interval_seconds: float | None) -> None:
+        """Count a save that training waited for so long, and say when the next is due by time."""
+        self._blocking.observe(seconds)
+        if interval_seconds is not None:
+            self._interval.set(interval_seconds)
+
+    def committed(self, seconds: float, size_bytes: int) -> None:
+        """Count a save that was committed, so many seconds after training went on."""
+        self._async.observe(seconds)
+        self._bytes.add(size_bytes)
+
+    def failed(self) -> None:
+        """Count a save that was not committed."""
+        self._failures.add(1)
+
+    def loaded(self, seconds: float) -> None:
+        """Count a checkpoint that was read."""
+        self._load.observe(seconds)
