@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from checkpoint_fixtures import (
     steps_in,
     tensors_differ,
 )
-from finetune_trainer.checkpoint.commit import ledger
+from finetune_trainer.checkpoint.commit import MANIFEST, ledger
 from finetune_trainer.checkpoint.shards import Snapshot
-from finetune_trainer.config import JobRef
+from finetune_trainer.config import JobRef, metrics
+from finetune_trainer.config.metrics import Metric
 from finetune_trainer.errors import CheckpointError, ConfigError
+from finetune_trainer.telemetry import CheckpointCosts
+from finetune_trainer.telemetry.slots import Block, layout_of_node
 
 OTHER = JobRef(name="other", uid="uid-2")
 
@@ -182,6 +186,48 @@ def test_a_failed_save_is_a_warning_and_the_next_one_works(tmp_path: Path) -> No
     assert ref is not None
     assert ref.step == 3
     assert steps_in(root) == ["step-1", "step-3"]
+
+
+def test_what_checkpoints_cost_is_counted(tmp_path: Path) -> None:
+    root, numbers = tmp_path / "checkpoints", Block.private()
+    began = time.perf_counter()
+    store = open_store(root, costs=CheckpointCosts(numbers), every_seconds=60)
+    store.save(1, make_state(1))
+    store.save(1, make_state(1))  # the same: not saved again
+    store.wait()
+    folder = step_path(root, 1)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST)
+    root.rename(tmp_path / "away")
+    root.write_text("a file where the folder was")
+    store.save(2, make_state(2))
+    with pytest.raises(CheckpointError):
+        store.wait()
+    root.unlink()
+    (tmp_path / "away").rename(root)
+    again = open_store(root, costs=CheckpointCosts(numbers), take_over=True)
+    assert again.restore(make_state(0)) is not None
+    took = time.perf_counter() - began
+
+    def duration(kind: str) -> tuple[float, float]:
+        """Return how many were counted, and their seconds."""
+        at = layout_of_node().place(metrics.CHECKPOINT_DURATION, kind)
+        *counts, total = numbers.numbers[at : at + len(metrics.CHECKPOINT_DURATION.buckets) + 2]
+        return sum(counts), total
+
+    kinds = {kind: duration(kind) for kind in ("save_blocking", "save_async", "load")}
+    assert {kind: count for kind, (count, _) in kinds.items()} == {
+        "save_blocking": 2,
+        "save_async": 1,
+        "load": 1,
+    }
+    assert 0 < sum(seconds for _, seconds in kinds.values()) < took
+
+    def value(metric: Metric) -> float:
+        return numbers.numbers[layout_of_node().place(metric)]
+
+    assert value(metrics.CHECKPOINT_BYTES) == size
+    assert value(metrics.CHECKPOINT_FAILURES) == 1
+    assert value(metrics.CHECKPOINT_INTERVAL) == 60
 
 
 def test_a_failure_that_poll_has_seen_is_still_told_by_wait(tmp_path: Path) -> None:

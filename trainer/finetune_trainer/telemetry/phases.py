@@ -79,6 +79,11 @@ class PhaseClock:
             self._show(phase, now)
         return before
 
+    @property
+    def phase(self) -> TimedPhase:
+        """The phase that this rank is in."""
+        return self._phase
+
     @contextmanager
     def within(self, phase: TimedPhase) -> Iterator[None]:
         """Be in `phase` meanwhile."""
