@@ -118,16 +118,8 @@ def run(
         strategy=strategy,
         dataset=dataset,
         plan=plan,
-        store=CheckpointStore(
-            config.checkpoint,
-            rank=world.rank,
-            world_size=world.world_size,
-            group=world.checkpoint_group,
-            job=config.job,
-            fingerprint=_fingerprint(asked, config, world, dataset, plan),
-            fence=fence,
-            warn=telemetry.warn,
-            costs=telemetry.checkpoint_costs,
+        store=_store(
+            config, world, telemetry, fence, _fingerprint(asked, config, world, dataset, plan)
         ),
         telemetry=telemetry,
         stop=stop,
@@ -272,6 +264,26 @@ def _load(
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
     model: nn.Module = choose_trained(base, config)
     return prepare_model(model, config, world.device, first_batch)
+
+
+def _store(
+    config: TrainConfig,
+    world: World,
+    telemetry: Telemetry,
+    fence: Fence | None,
+    fingerprint: Fingerprint,
+) -> CheckpointStore:
+    return CheckpointStore(
+        config.checkpoint,
+        rank=world.rank,
+        world_size=world.world_size,
+        group=world.checkpoint_group,
+        job=config.job,
+        fingerprint=fingerprint,
+        fence=fence,
+        warn=telemetry.warn,
+        costs=telemetry.checkpoint_costs,
+    )
 
 
 def _fingerprint(
