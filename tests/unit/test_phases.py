@@ -227,7 +227,8 @@ def test_another_process_never_sees_half_a_switch_nor_a_fall_over_a_restart(
             for _ in range(2000):
                 ended = look()
             grown = ended[1] - began[1]
-            assert ended[0] - began[2] - MOMENT <= grown <= ended[2] - began[0] + MOMENT
+            # A writer that is preempted in a switch has looked at the clock before it shows so.
+            assert 0.9 * (ended[0] - began[2]) <= grown <= 1.1 * (ended[2] - began[0])
         finally:
             writer.kill()
             writer.wait()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from finetune_trainer.config.metrics import (
     OF_TRAINING_NODE,
+    PHASE_SECONDS,
     Metric,
     combinations,
 )
@@ -30,7 +31,7 @@ from finetune_trainer.config.metrics import (
 _MAGIC = b"FTSLOTS1"
 _HEAD_BYTES = 16
 _NUMBER_BYTES = 8
-_SNAPSHOTS_TRIED = 100  # one takes microseconds, and a phase lasts longer
+_SNAPSHOTS_TRIED = 100  # one of the phases takes a microsecond, and a phase lasts longer
 
 
 class Word(IntEnum):
@@ -50,6 +51,9 @@ class Word(IntEnum):
     ODD_SINCE = 11
     ODD_LEFT = 12
     ODD_LEFT_SECONDS = 13
+
+
+_PHASE_WORDS = slice(Word.PHASE_SWITCHES, Word.ODD_LEFT_SECONDS + 1)
 
 
 class Layout:
@@ -80,6 +84,11 @@ class Layout:
             KeyError: the metric is not declared with such a value.
         """
         return self._places[metric.name, values]
+
+    def places(self, metric: Metric) -> slice:
+        """Return the places of all series of a counter or gauge."""
+        values = combinations(metric.labels[1:])
+        return slice(self.place(metric, *values[0]), self.place(metric, *values[-1]) + 1)
 
     @property
     def num_bytes(self) -> int:
@@ -184,10 +193,12 @@ class Block:
         return cls(memory) if is_ours else None
 
     def snapshot(self) -> list[float]:
-        """Return all numbers of one moment between two switches of the phase."""
-        numbers: list[float] = []
+        """Return all numbers, those of the phases as they are between two switches."""
+        seconds = layout_of_node().places(PHASE_SECONDS)
+        numbers: list[float] = list(self.numbers)
         for _ in range(_SNAPSHOTS_TRIED):
-            numbers = list(self.numbers)
+            numbers[_PHASE_WORDS] = self.numbers[_PHASE_WORDS].tolist()
+            numbers[seconds] = self.numbers[seconds].tolist()
             if self.numbers[Word.PHASE_SWITCHES] == numbers[Word.PHASE_SWITCHES]:
                 break
         return numbers
