@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from checkpoint_fixtures import run_processes
 from finetune_trainer.config import metrics
-from finetune_trainer.config.metrics import Metric, combinations
+from finetune_trainer.config.metrics import Metric, TimedPhase, combinations
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies import create
 from finetune_trainer.telemetry.collectives import Collectives
 from finetune_trainer.telemetry.collectives.dump import read_dump
-from finetune_trainer.telemetry.collectives.groups import GroupNames
+from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.slots import Block
+from launches import until
 from parity import Case, build_model, case_config, train_steps, world_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 WARM_UP = 2
 """Steps before those that are counted: after the first one DDP makes its buckets anew."""
 COUNTED = 3
+
+PHASE = "waited, by the clock of phases"
 
 _COUNTERS = (
     metrics.COMM_CALLS,
@@ -63,24 +66,37 @@ def _count_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]
     for case in cases:
         config = case_config(case, folder, world.world_size)
         block = Block.private()
+        phases = PhaseClock(block)
         warnings: list[str] = []
-        collectives = Collectives(block, GroupNames(config.strategy), warnings.append)
+        collectives = Collectives(block, config.strategy, warnings.append, phases)
         with collectives.watched(uses_nccl=False):
             strategy = create(config, world)
             strategy.prepare(CausalLoss(build_model(case)))
-            collectives.begin(strategy.newest_backward)
+            collectives.begin()
             train_steps(strategy, case, world, range(WARM_UP))
-            collectives.read()
+            _read(collectives, block, case)
             before = _values(block)
+            phases.enter(TimedPhase.BACKWARD)
             train_steps(strategy, case, world, range(WARM_UP, WARM_UP + COUNTED))
-            collectives.read()
+            phases.enter(TimedPhase.OTHER)
+            _read(collectives, block, case)
         assert warnings == []
         _understands_a_real_recorder()
         after = _values(block)
         counted = {key: value - before.get(key, 0.0) for key, value in after.items()}
-        sampled = block.numbers[block.place(metrics.COMM_SAMPLED, "seconds")]
-        counted["sampled"] = sampled
+        counted[PHASE] = phases.spent(TimedPhase.COMM_EXPOSED)
         (folder / f"{case.name}.{world.rank}.json").write_text(json.dumps(counted))
+
+
+def _read(collectives: Collectives, block: Block, case: Case) -> None:
+    """Read until all is known: of a bucket of DDP's a thread of gloo's tells, when it can."""
+    timed = block.place(metrics.COMM_SAMPLED, "seconds")
+
+    def is_known() -> bool:
+        collectives.read()
+        return case.strategy["type"] != "ddp" or block.numbers[timed] == 1.0
+
+    until(is_known)
 
 
 def _understands_a_real_recorder() -> None:

@@ -60,6 +60,7 @@ class Case:
         name: Unlike that of any other case of the launch.
         strategy: Values of `StrategyConfig`.
         method: "full" or "lora" (r 4 on all linear layers, B not zero).
+        hidden_size: Of the model.
         seed: Of weights and rows.
         micro_batch_size: Rows of one forward pass of one rank; the rest is accumulated.
         rows: Of one optimizer step.
@@ -71,6 +72,7 @@ class Case:
     strategy: Mapping[str, Any]
     method: str = "full"
     precision: str = "fp32"
+    hidden_size: int = 32
     seed: int = 0
     micro_batch_size: int = 2
     rows: int = 8
@@ -97,8 +99,8 @@ def build_model(case: Case) -> nn.Module:
     model: nn.Module = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
+            hidden_size=case.hidden_size,
+            intermediate_size=2 * case.hidden_size,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,

@@ -23,6 +23,9 @@ Each training node has a page, `GET /metrics` on `spec.observability.metricsPort
 of that node. Counters and histograms are there from the start of a rank, gauges once they are
 known. Counters go on where they were when the ranks of a node are started again in place. Job,
 namespace, pod and node are no labels of the page: the scrape configuration adds them.
+
+Which series of `finetune_comm_*` there are depends on the run, at most 14 of each; a counter of
+these appears with its first value. [collectives.md](collectives.md) says what they count.
 """
 _OPERATOR = """\
 The operator has a page, `GET /metrics` on the port of its health pages. Its counters begin at 0

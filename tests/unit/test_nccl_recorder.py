@@ -112,6 +112,7 @@ def test_without_timing_there_are_no_seconds() -> None:
     rank.sees([entry(0, "all_reduce", [1000], [1000])])
     assert rank.value(metrics.COMM_CALLS, "all_reduce", "dp", "small") == 1
     assert rank.value(metrics.COMM_SECONDS, "all_reduce", "dp", "small") is None
+    assert rank.value(metrics.COMM_BUS_BYTES, "all_reduce", "dp", "small") is None
     assert rank.value(metrics.COMM_SAMPLED, "bytes") == 1.0
     assert rank.value(metrics.COMM_SAMPLED, "seconds") == 0.0
 
@@ -181,8 +182,8 @@ def test_groups_of_a_mesh_have_their_names_and_numbers() -> None:
     }
     rank.sees(
         [
-            entry(0, "_all_gather_base", [8], [16], process_group=shard, pg_id=1),
-            entry(1, "all_reduce", [8], [8], process_group=replica, pg_id=2),
+            entry(0, "_all_gather_base", [8], [16], process_group=shard, pg_id=1, duration_ms=1.0),
+            entry(1, "all_reduce", [8], [8], process_group=replica, pg_id=2, duration_ms=1.0),
         ],
         pg_config=pg_config({shard: 2, replica: 2}),
         pg_status=status,

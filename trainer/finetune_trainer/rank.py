@@ -98,7 +98,7 @@ def run(
     telemetry.device(find_gpu(world.device))
     flops = model_flops(module.model)
     strategy.prepare(module)
-    telemetry.collectives.begin(strategy.newest_backward)
+    telemetry.collectives.begin()
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
     settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)
     if settled is not config:

@@ -354,8 +354,8 @@ COMM_BYTES = _of_collectives(
 COMM_BUS_BYTES = _of_collectives(
     "bus_bytes",
     "bytes",
-    "Bytes that the links of one rank carry for them at best; divided by their seconds it is the "
-    "bus bandwidth.",
+    "Bytes that the links of one rank carry at best for those that are in the seconds; divided by "
+    "these it is the bus bandwidth.",
 )
 COMM_SECONDS = _of_collectives(
     "duration_seconds",

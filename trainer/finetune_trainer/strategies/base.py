@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.telemetry.collectives.sample import Backward
 from finetune_trainer.world import World
 
 
@@ -73,9 +72,6 @@ class Strategy(Protocol):
 
         For answers and export. It may share weights with what is trained: read it only.
         """
-
-    def newest_backward(self) -> Backward | None:
-        """Return when the newest backward was over; None where Python code waits for gradients."""
 
     @property
     def model(self) -> nn.Module:

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune_trainer.errors import WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
-from finetune_trainer.telemetry.collectives.sample import Backward
 
 
 class DdpStrategy(NativeStrategy):
@@ -43,8 +42,6 @@ class DdpStrategy(NativeStrategy):
                     f"DDP was built over {built} ranks, not {self._config.world.world_size}; "
                     "check the launcher"
                 )
-            if self._world.device.type == "cpu":  # on a GPU its clock would wait for the device
-                wrapped._set_ddp_runtime_logging_sample_rate(1)
             self._wrapped = wrapped
         self._optimizer = NativeOptimizer(self.model, self._config.training, self._world.device)
 
@@ -61,19 +58,6 @@ class DdpStrategy(NativeStrategy):
         with torch.no_grad(), self._autocast():
             loss_sum: Tensor = self._module(**inputs)
         return loss_sum
-
-    def newest_backward(self) -> Backward | None:
-        """Return when the newest backward was over, by DDP's own clock; None on a GPU."""
-        wrapped = self._wrapped
-        if not isinstance(wrapped, DistributedDataParallel) or self._world.device.type != "cpu":
-            return None
-        logged = wrapped.logger._get_ddp_logging_data().ints_map  # type: ignore[union-attr]
-        if "backward_comm_time_end" not in logged:  # no step was made yet
-            return None
-        return Backward(
-            computed=logged["backward_compute_time_end"] / 1e9,
-            reduced=logged["backward_comm_time_end"] / 1e9,
-        )
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Do nothing: a restore has written into the live tensors."""

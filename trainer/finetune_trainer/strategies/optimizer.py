@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from finetune_trainer.config import TrainConfig, TrainingConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.telemetry.collectives.sample import Backward
 from finetune_trainer.world import World
 
 # The type of forward and backward where it is not that of the trained parameters.
@@ -134,10 +133,6 @@ class NativeStrategy:
     def state(self) -> dict[str, Any]:
         """Return the live tensors that this rank trains with, `DTensor`s where they are sharded."""
         return self._optimizer.state()
-
-    def newest_backward(self) -> Backward | None:
-        """Return None: Python code waits for the gradients."""
-        return None
 
     @property
     def model(self) -> nn.Module:

@@ -23,7 +23,6 @@ from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies import zero_state
 from finetune_trainer.strategies.optimizer import make_adamw
 from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.telemetry.collectives.sample import Backward
 from finetune_trainer.world import World
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,10 +114,6 @@ class ZeroStrategy:
         if self._skeleton is None:
             return None
         return filled(self._skeleton, gathered).train(self.model.training)
-
-    def newest_backward(self) -> Backward | None:
-        """Return None: Python code waits for the gradients."""
-        return None
 
     @property
     def model(self) -> nn.Module:

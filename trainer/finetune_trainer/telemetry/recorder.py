@@ -22,7 +22,6 @@ from finetune_trainer.config import (
 from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.collectives import Collectives
-from finetune_trainer.telemetry.collectives.groups import GroupNames
 from finetune_trainer.telemetry.flops import peak_flops
 from finetune_trainer.telemetry.gpu import Gpu
 from finetune_trainer.telemetry.journal import Journal
@@ -89,7 +88,9 @@ class Telemetry:
         self._is_let_go = False
         self._shared = Shared(NodePage(), rank) if shared is None else shared
         self._numbers = Numbers(self._shared.block, is_main=self._is_main)
-        self.collectives = Collectives(self._shared.block, GroupNames(config.strategy), self.warn)
+        self.collectives = Collectives(
+            self._shared.block, config.strategy, self.warn, self._shared.phases
+        )
         self._tensorboard: TensorBoardWriter | None = None
         self._narrator = Narrator() if self._is_main else None
         self._journal.write("started", {"world_size": world_size})  # no start without room

@@ -8,28 +8,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from finetune_trainer.config import StrategyConfig
 from finetune_trainer.telemetry.collectives.groups import GroupNames
 from finetune_trainer.telemetry.collectives.intercept import Interception
 from finetune_trainer.telemetry.collectives.recorder import FlightRecorder, recorder_of_nccl
-from finetune_trainer.telemetry.collectives.sample import Backward
 from finetune_trainer.telemetry.collectives.tally import Tallies
 
 if TYPE_CHECKING:
+    from finetune_trainer.telemetry.phases import PhaseClock
     from finetune_trainer.telemetry.slots import Block
 
 
 class Collectives:
     """The collectives of one rank, in its block."""
 
-    def __init__(self, block: "Block", names: GroupNames, warn: Callable[[str], None]) -> None:
-        """Prepare; nothing is seen before `watched`."""
+    def __init__(
+        self,
+        block: "Block",
+        strategy: StrategyConfig,
+        warn: Callable[[str], None],
+        phases: "PhaseClock | None" = None,
+    ) -> None:
+        """Prepare; nothing is seen before `watched`. `phases` learns of the time that is waited."""
         self._block = block
-        self._names = names
+        self._names = GroupNames(strategy)
         self._warn = warn
         self._tallies = Tallies(block)
-        self._interception = Interception(block, self._tallies, names)
+        is_ddp = strategy.type == "ddp"
+        self._interception = Interception(
+            block, self._tallies, self._names, is_ddp=is_ddp, phases=phases
+        )
         self._recorder: FlightRecorder | None = None
-        self._newest_backward: Callable[[], Backward | None] = lambda: None
 
     @contextmanager
     def watched(self, *, uses_nccl: bool) -> Iterator[None]:
@@ -48,18 +57,14 @@ class Collectives:
             self._recorder.read(is_last=True)
             self._tallies.say_sampled()
 
-    def begin(self, newest_backward: Callable[[], Backward | None]) -> None:
-        """Count from now on; before, when the model is divided, collectives have numbers only.
-
-        `newest_backward` is that of the strategy.
-        """
+    def begin(self) -> None:
+        """Count from now on; before, when the model is divided, collectives have numbers only."""
         self.read()
-        self._newest_backward = newest_backward
         self._tallies.is_counting = True
 
     def read(self) -> None:
         """Take over what came to light since the last call; once a step."""
-        self._interception.read(self._newest_backward())
+        self._interception.read()
         if self._recorder is not None:
             self._recorder.read()
         self._tallies.say_sampled()

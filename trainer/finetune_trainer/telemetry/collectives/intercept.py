@@ -1,8 +1,8 @@
 """Sees gloo's collectives where they are asked for: sizes, starts, ends and waits.
 
 Python code is seen at the methods of `ProcessGroup` and `Work`, which costs 1 to 3 us; DDP's
-reducer, which calls from C++, at torch's dispatcher, which costs 15 to 20 us a bucket. gloo's own
-recorder would cost nothing, but it knows no times, and calls a reduce_scatter an all_reduce.
+reducer, which calls and waits in C++, at the dispatcher, which costs 15 to 20 us a bucket. gloo's
+own recorder would cost nothing, but it knows no times, and calls a reduce_scatter an all_reduce.
 """
 
 import threading
@@ -10,69 +10,78 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.telemetry.collectives.groups import GroupNames
-from finetune_trainer.telemetry.collectives.sample import Backward, size_class
+from finetune_trainer.telemetry.collectives.sample import size_class
 from finetune_trainer.telemetry.collectives.sizes import BARRIER, METHODS, Size
 from finetune_trainer.telemetry.collectives.tally import Sequence, Tallies, Tally
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
+    from finetune_trainer.telemetry.phases import PhaseClock
     from finetune_trainer.telemetry.slots import Block
+
+_COMPUTED = frozenset((TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER))
+"""Phases of a step whose waits are of `comm_exposed`; what else waits goes on being what it is."""
 
 
 class _Group:
     """What is known of one group of gloo's."""
 
-    __slots__ = ("is_called_from_python", "name", "num_ranks", "sequence")
+    __slots__ = ("name", "num_ranks", "sequence")
 
     def __init__(self, name: str, num_ranks: int, sequence: Sequence) -> None:
         self.name, self.num_ranks, self.sequence = name, num_ranks, sequence
-        self.is_called_from_python = False
 
 
-class _Flying:
+class _Flying(NamedTuple):
     """A collective that Python code has begun, and will wait for."""
 
-    __slots__ = ("group", "is_waited_for_at_once", "number", "started", "tally", "work")
-
-    def __init__(
-        self,
-        work: "Work",
-        group: _Group,
-        tally: Tally | None,
-        number: int,
-        started: float,
-        *,
-        is_waited_for_at_once: bool,
-    ) -> None:
-        self.work, self.group, self.tally, self.number = work, group, tally, number
-        self.started, self.is_waited_for_at_once = started, is_waited_for_at_once
+    work: "Work"
+    group: _Group
+    tally: Tally | None
+    num_bytes: int
+    number: int
+    started: float
+    is_waited_for_at_once: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Bucket:
-    """A bucket of DDP's that is reduced; seconds since the epoch, as those of `Backward`."""
+    """A bucket of DDP's; times in seconds of `time.perf_counter`."""
 
     tally: Tally
+    num_bytes: int
     started: float
-    ended: float
+    launched: float = 0.0
+    ended: float = 0.0
 
 
 class Interception:
     """Counts in `tallies` while it is entered; at most one may be in a process."""
 
-    def __init__(self, block: "Block", tallies: Tallies, names: GroupNames) -> None:
+    def __init__(
+        self,
+        block: "Block",
+        tallies: Tallies,
+        names: GroupNames,
+        *,
+        is_ddp: bool,
+        phases: "PhaseClock | None" = None,
+    ) -> None:
+        """Prepare for DDP or another strategy; `phases` is told when the rank waits."""
         self._block = block
+        self._is_ddp = is_ddp
+        self._phases = phases
         self._tallies = tallies
         self._names = names
         self._groups: dict[ProcessGroup, _Group | None] = {}
         self._sequences: dict[str, Sequence] = {}
         self._flying: dict[int, _Flying] = {}
         self._buckets: deque[_Bucket] = deque()
-        self._newest = Backward(0.0, 0.0)
         self._undo: list[Callable[[], object]] = []
         self._thread = threading.get_ident()
 
@@ -83,12 +92,15 @@ class Interception:
 
         for name, (op, size) in METHODS.items():
             original = getattr(ProcessGroup, name)
+            if self._is_ddp and name == "allreduce":
+                original = _past_the_dispatcher(original)
             self._replace(ProcessGroup, name, self._begin_with(original, op, size))
         self._replace(Work, "wait", self._wait_with(Work.wait))
-        library = torch.library.Library("c10d", "IMPL")
-        reduce = torch.ops.c10d.allreduce_.default.redispatch
-        library.impl("allreduce_", self._reduce_with(reduce), "AutogradCPU", with_keyset=True)
-        self._undo.append(library._destroy)
+        if self._is_ddp:
+            library = torch.library.Library("c10d", "IMPL")
+            self._undo.append(library._destroy)
+            reduce = self._reduce_with(torch.ops.c10d.allreduce_.default.redispatch)
+            library.impl("allreduce_", reduce, "AutogradCPU", with_keyset=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -98,18 +110,15 @@ class Interception:
         self._groups.clear()
         self._flying.clear()
 
-    def read(self, backward: Backward | None) -> None:
+    def read(self) -> None:
         """Take over what came to light since the last call; once a step, from the loop's thread."""
         for key, flying in list(self._flying.items()):
             if flying.work.is_completed():  # nobody has waited for it yet, if ever
                 flying.group.sequence.end(flying.number)
                 del self._flying[key]
-        done = [self._buckets.popleft() for _ in range(len(self._buckets))]
-        for bucket in done:
-            bucket.tally.took(bucket.ended - bucket.started)
-        if backward is not None and backward != self._newest:
-            self._newest = backward
-            _expose(done, backward)
+        exposed = _expose([self._buckets.popleft() for _ in range(len(self._buckets))])
+        if self._phases is not None and exposed > 0:
+            self._phases.move(TimedPhase.BACKWARD, TimedPhase.COMM_EXPOSED, exposed)
 
     def _replace(self, owner: type, name: str, ours: object) -> None:
         original = vars(owner)[name]  # not what getattr returns: that would be no method any more
@@ -123,20 +132,15 @@ class Interception:
             seen = known[group] if group in known else self._know(group)
             if seen is None:
                 return original(group, *args, **options)
-            tally = self._count(seen, op, size(seen.num_ranks, *args))
+            num_bytes = size(seen.num_ranks, *args)
+            tally = self._count(seen, op, num_bytes)
             number = seen.sequence.begin()
             started = clock()
-            seen.is_called_from_python = True
-            try:
-                work = original(group, *args, **options)
-            finally:
-                seen.is_called_from_python = False
+            work = original(group, *args, **options)
             if work is not None:
                 asked = args[-1] if args else options.get("opts")
                 is_sync = not getattr(asked, "asyncOp", True)
-                flying[id(work)] = _Flying(
-                    work, seen, tally, number, started, is_waited_for_at_once=is_sync
-                )
+                flying[id(work)] = _Flying(work, seen, tally, num_bytes, number, started, is_sync)
             return work
 
         return begin
@@ -149,15 +153,19 @@ class Interception:
             if begun is None:
                 return original(work, *args, **options)
             was_over = work.is_completed()
+            is_held_up = threading.get_ident() == self._thread  # else no training waits for it
+            before = self._wait_begins() if is_held_up else None
             asked = clock()
             answer = original(work, *args, **options)
             now = clock()
+            if before is not None and self._phases is not None:
+                self._phases.enter(before)
             begun.group.sequence.end(begun.number)
             if begun.tally is not None:
                 # Of one that ended unobserved nobody knows when, unless this call began it, too.
                 if not was_over or begun.is_waited_for_at_once:
-                    begun.tally.took(now - begun.started)
-                if threading.get_ident() == self._thread:  # else it held up no training
+                    begun.tally.took(now - begun.started, begun.num_bytes)
+                if is_held_up:
                     begun.tally.exposed(now - asked)
             return answer
 
@@ -168,28 +176,38 @@ class Interception:
         from torch.distributed import ProcessGroup, Work
 
         below = torch._C._after_autograd_keyset
-        known, clock, buckets = self._groups, time.time, self._buckets
+        known, clock, buckets = self._groups, time.perf_counter, self._buckets
 
         def reduce(keys: Any, tensors: "list[torch.Tensor]", boxed: Any, *rest: Any) -> Any:
             group = ProcessGroup.unbox(boxed)
             seen = known[group] if group in known else self._know(group)
-            if seen is None or seen.is_called_from_python:
+            if seen is None:
                 return redispatch(keys & below, tensors, boxed, *rest)
-            tally = self._count(seen, "all_reduce", sum(tensor.nbytes for tensor in tensors))
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            tally = self._count(seen, "all_reduce", num_bytes)
             sequence = seen.sequence
             number = sequence.begin()
-            started = clock()
+            bucket = _Bucket(tally, num_bytes, clock()) if tally is not None else None
             result = redispatch(keys & below, tensors, boxed, *rest)
 
             def end(_: object) -> None:  # in a thread of gloo's
-                if tally is not None:
-                    buckets.append(_Bucket(tally, started, clock()))
+                if bucket is not None:
+                    bucket.ended = clock()
+                    buckets.append(bucket)
                 sequence.end(number)
 
             Work.unbox(result[1]).get_future().add_done_callback(end)
+            if bucket is not None:
+                bucket.launched = clock()
             return result
 
         return reduce
+
+    def _wait_begins(self) -> TimedPhase | None:
+        """Say so to the phases where a step is computed, and return what was done before."""
+        if self._phases is None or self._phases.phase not in _COMPUTED:
+            return None
+        return self._phases.enter(TimedPhase.COMM_EXPOSED)
 
     def _count(self, group: _Group, op: str, num_bytes: int) -> Tally | None:
         if op == BARRIER:
@@ -217,10 +235,30 @@ class Interception:
         return found
 
 
-def _expose(buckets: list[_Bucket], backward: Backward) -> None:
-    """Divide the time between `computed` and `reduced` among the buckets that it was waited for."""
-    waited_from = backward.computed
+def _past_the_dispatcher(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that the dispatcher takes at once to what is below autograd, and us."""
+    import torch
+
+    below = torch._C._AutoDispatchBelowAutograd
+
+    def pass_by(*args: Any, **options: Any) -> Any:
+        with below():
+            return call(*args, **options)
+
+    return pass_by
+
+
+def _expose(buckets: list[_Bucket]) -> float:
+    """Count the times of one backward's buckets, and return how long the rank waited for them.
+
+    The last of them is launched when all gradients are there; from then on the rank only waits.
+    """
+    waited_from = max((bucket.launched for bucket in buckets), default=0.0)
+    total = 0.0
     for bucket in sorted(buckets, key=lambda one: one.ended):
-        until = min(bucket.ended, backward.reduced)
-        bucket.tally.exposed(max(0.0, until - waited_from))
-        waited_from = max(waited_from, until)
+        bucket.tally.took(bucket.ended - bucket.started, bucket.num_bytes)
+        exposed = max(0.0, bucket.ended - waited_from)
+        bucket.tally.exposed(exposed)
+        waited_from = max(waited_from, bucket.ended)
+        total += exposed
+    return total

@@ -1,4 +1,4 @@
-"""What is known of one collective, or one backward, and what follows from a size.
+"""What is known of one collective, and what follows from its size.
 
 Sizes are those of nccl-tests: the whole tensor for all_reduce, broadcast and reduce; the shards of
 all ranks together for the others.
@@ -30,19 +30,6 @@ class Sample:
     num_ranks: int
     num_bytes: int
     seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Backward:
-    """When a backward was over whose gradients C++ code waits for, in seconds since the epoch.
-
-    Attributes:
-        computed: all gradients were there.
-        reduced: all of them were averaged, which the rank has waited for.
-    """
-
-    computed: float
-    reduced: float
 
 
 def size_class(num_bytes: int) -> str:

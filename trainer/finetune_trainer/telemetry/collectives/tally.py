@@ -32,7 +32,7 @@ class Tally:
         self._seconds = block.place(metrics.COMM_SECONDS, *labels)
         self._exposed = block.place(metrics.COMM_EXPOSED, *labels)
         self.num_calls = self.num_timed = 0
-        for at in (self._calls, self._bytes, self._bus):
+        for at in (self._calls, self._bytes):
             _begin(self._numbers, at)
 
     def count(self, num_bytes: int) -> None:
@@ -41,14 +41,19 @@ class Tally:
         self.num_calls += 1
         numbers[self._calls] += 1
         numbers[self._bytes] += num_bytes
-        numbers[self._bus] += num_bytes * self._bus_factor
 
-    def took(self, seconds: float) -> None:
-        """Add the time of one that was counted."""
+    def took(self, seconds: float, num_bytes: int) -> None:
+        """Add the time of one that was counted.
+
+        Its bus bytes are added only now, so that both together are a bandwidth.
+        """
+        numbers = self._numbers
         if self.num_timed == 0:
-            _begin(self._numbers, self._seconds)
+            _begin(numbers, self._seconds)
+            _begin(numbers, self._bus)
         self.num_timed += 1
-        self._numbers[self._seconds] += seconds
+        numbers[self._seconds] += seconds
+        numbers[self._bus] += num_bytes * self._bus_factor
 
     def exposed(self, seconds: float) -> None:
         """Add time in which the rank could only wait for such collectives."""
@@ -91,7 +96,7 @@ class Tallies:
             return
         tally.count(sample.num_bytes)
         if sample.seconds is not None:
-            tally.took(sample.seconds)
+            tally.took(sample.seconds, sample.num_bytes)
 
     def say_sampled(self) -> None:
         """Publish which share of all is counted, and which is timed."""
