@@ -182,6 +182,13 @@ class UnwatchedBackend(ConfigMapBackend):
     watches: ClassVar[tuple[Watch, ...]] = ()
 
 
+class SecludedBackend(ConfigMapBackend):
+    """Backend `secluded`: nobody can read the pages of its nodes."""
+
+    name: ClassVar[str] = "secluded"
+    pages_are_scraped: ClassVar[bool] = False
+
+
 class DistantBackend(FakeBackend):
     """Backend `distant`: lives elsewhere, and is woken by what happens in the cluster."""
 

@@ -32,7 +32,12 @@ class LiveWorld(World):
 
     Args:
         seed: Of the times that answers and watches take.
+
+    Attributes:
+        term: That of the operator that lives now.
     """
+
+    term: LeaderTerm
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -130,9 +135,9 @@ class LiveWorld(World):
 
     async def _operate(self) -> None:
         while True:
-            term = LeaderTerm(self.api, SETTINGS, listen=FollowedJobs, now=self._time)
+            self.term = LeaderTerm(self.api, SETTINGS, listen=FollowedJobs, now=self._time)
             try:
-                await term.run()
+                await self.term.run()
             except* Crash:  # another process
                 self.crashes += 1
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from finetune_operator.metrics import catalogue
 from finetune_trainer.config.metrics import Metric, MetricType
 
-DECLARED = (*catalogue.OF_OPERATOR, *catalogue.OF_FLEET, *catalogue.OF_JOBS)
+DECLARED = catalogue.ALL
 _SUFFIXES = ("_bucket", "_count", "_sum")
 _BY_SAMPLE = {
     f"{one.name}{suffix}": one

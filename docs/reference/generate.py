@@ -8,7 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune_operator.metrics.catalogue import OF_FLEET, OF_JOBS, OF_OPERATOR
+from finetune_operator.metrics.catalogue import (
+    ALL,
+    OF_FLEET,
+    OF_JOBS,
+    OF_OPERATOR,
+    OF_RANK_ZERO,
+)
 from finetune_trainer.config.gpu_metrics import OF_GPU
 from finetune_trainer.config.metrics import OF_TRAINING_NODE, Label, Metric, Needs
 
@@ -40,6 +46,10 @@ _FLEET = """\
 They begin at 0 with each process, and nothing is lost of a job that begins and ends between two
 scrapes: its leader counts it with the status that says so.
 """
+_RANK_ZERO = """\
+Of jobs whose pages nobody can scrape, such as those of the backend `azureml`, while an attempt is
+open: what their service tells the operator anyway. The age counts from when rank 0 reported it.
+"""
 
 
 def main() -> int:
@@ -68,11 +78,12 @@ def page() -> str:
             _section("Of the operator", OF_OPERATOR, _OPERATOR),
             _section("Of each job, by the operator", OF_JOBS, _JOBS),
             _section("Of the jobs of a backend, by the operator", OF_FLEET, _FLEET),
+            _section("Of rank 0, by the operator", OF_RANK_ZERO, _RANK_ZERO),
             "## Buckets\n",
             "Upper bounds; each histogram also has `+Inf`.\n",
             *(
                 f"- `{one.name}`: {', '.join(f'{bound:g}' for bound in one.buckets)} {one.unit}"
-                for one in (*OF_TRAINING_NODE, *OF_OPERATOR, *OF_FLEET)
+                for one in (*OF_TRAINING_NODE, *ALL)
                 if one.buckets
             ),
             "",

@@ -26,6 +26,8 @@ from virtual_time import run
 OF_THE_SCRAPE = {"job", "pod", "node", "instance"}
 OF_A_PROCESS = {catalogue.LEADER, catalogue.BUILD_INFO, catalogue.API_REQUESTS}
 
+BACKENDS = (*SETTINGS.backends, "secluded=configmap_backend:SecludedBackend")
+
 every_metric = pytest.mark.parametrize(
     "metric", [pytest.param(one, id=one.name) for one in DECLARED]
 )
@@ -33,7 +35,9 @@ every_metric = pytest.mark.parametrize(
 
 @every_metric
 def test_a_name_says_type_and_unit(metric: Metric) -> None:
-    assert metric.name.startswith(("finetune_operator_", "finetune_job_"))
+    is_rank_zeros = metric in catalogue.OF_RANK_ZERO
+    prefixes = ("finetune_train_",) if is_rank_zeros else ("finetune_operator_", "finetune_job_")
+    assert metric.name.startswith(prefixes)
     assert metric.name.endswith("_total") == (metric.type is MetricType.COUNTER)
     name = metric.name.removesuffix("_total")
     assert (metric.unit == "seconds") == name.endswith("_seconds")
@@ -50,17 +54,19 @@ def test_each_metric_is_declared_once() -> None:
 class Lives:
     """An operator that leads, and a job of its own that a test plays."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "configmap") -> None:
+        self._backend = backend
         loop = asyncio.get_running_loop()
         self.api = FakeApi()
         self.api.now = lambda: START + timedelta(seconds=loop.time())
-        self.term = LeaderTerm(self.api, SETTINGS, listen=FollowedJobs, now=self.api.now)
+        settings = SETTINGS.model_copy(update={"backends": BACKENDS})
+        self.term = LeaderTerm(self.api, settings, listen=FollowedJobs, now=self.api.now)
         self._task = asyncio.create_task(self.term.run())
 
     async def apply(self, name: str = "tiny", **fields: object) -> None:
         made = manifest(
             name=name,
-            backend={"type": "configmap"},
+            backend={"type": self._backend},
             model__source="hf://a/b",
             dataset__source="hf://a/c",
             **fields,
@@ -82,7 +88,8 @@ class Lives:
         rank.enter(Phase.TRAINING, now)
         rank.make(steps)
         saved = CheckpointRef(step=steps, path="/step", time=now.timestamp(), world_size=1)
-        more = {"checkpoint": saved, "total_steps": 10, "eta_seconds": 60.0}
+        more: dict[str, object] = {"checkpoint": saved, "total_steps": 10, "eta_seconds": 60.0}
+        more |= {"loss": 2.0, "tokens_per_second": 100.0}
         return {"progress": rank.report(now).model_copy(update=more).to_json()}
 
     def page(self) -> OperatorPage:
@@ -102,9 +109,10 @@ class Lives:
         self._task.cancel()
 
 
-def test_a_life_shows_everything_that_is_declared_and_nothing_else() -> None:
+@pytest.mark.parametrize("backend", ["configmap", "secluded"])
+def test_a_life_shows_everything_that_is_declared_and_nothing_else(backend: str) -> None:
     async def live() -> None:
-        lives, seen = Lives(), set[Metric]()
+        lives, seen = Lives(backend), set[Metric]()
         await lives.apply(topology__gpus_per_node=2)
         phases = [lives.phase()]
         rank = lives.rank()
@@ -128,7 +136,9 @@ def test_a_life_shows_everything_that_is_declared_and_nothing_else() -> None:
             JobPhase.RUNNING,
             JobPhase.SUCCEEDED,
         ]
-        assert seen == set(DECLARED)
+        is_scraped = backend == "configmap"
+        told = set[Metric]() if is_scraped else set(catalogue.OF_RANK_ZERO)
+        assert seen == told | (set(DECLARED) - set(catalogue.OF_RANK_ZERO))
         lives.end()
 
     run(live())
@@ -173,6 +183,65 @@ def test_a_job_of_another_controller_is_not_on_the_page() -> None:
         await lives.apply("ours")
         page = lives.page()
         assert set(page.values(catalogue.JOB_INFO, "finetunejob")) == {"ours"}
+        lives.end()
+
+    run(live())
+
+
+def test_what_a_short_job_did_between_two_scrapes_is_not_lost() -> None:
+    async def live() -> None:
+        lives = Lives()
+        await lives.apply(ttl_seconds_after_finished=0, topology__gpus_per_node=2)
+        assert lives.page().value(catalogue.ENDS, backend="configmap", phase="Succeeded") == 0
+        await lives.play("tiny-1", phase="Running", ready="1")
+        rank = lives.rank()
+        await asyncio.sleep(30)
+        await lives.play("tiny-1", **lives.trains(rank, 3))
+        await lives.play("tiny-1", phase="Succeeded", code="0", gone="yes")
+        assert lives.api.objects(FINE_TUNE_JOBS) == []
+        page = lives.page()
+        assert page.value(catalogue.ENDS, backend="configmap", phase="Succeeded") == 1
+        for metric in (catalogue.TIME_TO_FIRST_STEP, catalogue.QUEUE_WAIT):
+            assert page.value(metric, "_count", backend="configmap") == 1
+        times = page.values(catalogue.WALLCLOCK, "category", finetunejob="tiny")
+        ended = page.values(catalogue.ENDED_WALLCLOCK, "category", backend="configmap")
+        assert {name: spent for name, spent in ended.items() if spent} == times
+        gpus = page.values(catalogue.ENDED_GPU, "category", backend="configmap")
+        assert gpus["starting"] == 2 * times["starting"]
+        await asyncio.sleep(400)
+        assert catalogue.WALLCLOCK not in lives.page().metrics
+        lives.end()
+
+    run(live())
+
+
+def test_a_job_that_is_deleted_before_its_end_has_ended_too() -> None:
+    async def live() -> None:
+        lives = Lives()
+        await lives.apply()
+        await lives.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
+        await asyncio.sleep(20)
+        page = lives.page()
+        assert page.value(catalogue.ENDS, backend="configmap", phase="Deleting") == 1
+        times = page.values(catalogue.WALLCLOCK, "category", finetunejob="tiny")
+        await lives.apply()  # of the same name
+        later = lives.page().values(catalogue.WALLCLOCK, "category", finetunejob="tiny")
+        assert sum(times.values()) == sum(later.values()) == 20
+        lives.end()
+
+    run(live())
+
+
+def test_a_job_that_ended_long_ago_is_not_on_the_page() -> None:
+    async def live() -> None:
+        lives = Lives()
+        await lives.apply()
+        await lives.play("tiny-1", phase="Succeeded", code="0", gone="yes")
+        assert lives.phase() == JobPhase.SUCCEEDED
+        await asyncio.sleep(3600)
+        page = lives.page()
+        assert catalogue.JOB_PHASE not in page.metrics
+        assert page.value(catalogue.ENDS, backend="configmap", phase="Succeeded") == 1
         lives.end()
 
     run(live())

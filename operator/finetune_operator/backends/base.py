@@ -289,6 +289,10 @@ class Backend(ABC):
     """Whether its attempts are processes of this machine: Ctrl-C of `ftctl run` and `ftctl dev`
     stops these with a checkpoint, and leaves all others running."""
 
+    pages_are_scraped: ClassVar[bool] = True
+    """Whether Prometheus can read the pages of its nodes; else the operator exports what it is told
+    of rank 0 anyway: step, loss, tokens a second, and the age of that."""
+
     watches: ClassVar[tuple[Watch, ...]] = ()
     """Kinds in the cluster whose events have a job reconciled; may be empty.
 

@@ -127,6 +127,13 @@ class Backends:
         except FineTuneError:
             return None
 
+    def pages_are_scraped(self, name: str) -> bool:
+        """Say whether Prometheus can read the pages of its nodes; so where it cannot be used."""
+        try:
+            return self.get(name).backend.pages_are_scraped
+        except FineTuneError:
+            return True
+
     async def _load(self, name: str, is_ours: bool) -> FineTuneError | None:
         """Make a backend, unless it was given; return why it cannot be used."""
         if name in self._hosted:

@@ -81,6 +81,8 @@ class LedgerBook:
 
     def follow(self, view: JobView, status: FineTuneJobStatus) -> None:
         """Take what was decided about a job."""
+        if is_finished(view.written) and is_finished(status):
+            return  # whatever there was to account for is written
         entry = self._entry(view)
         gpus = status.nodes.ready * _gpus_of_a_node(view.raw)
         entry.ledger = turn(entry.ledger, status, gpus, self._now())
@@ -131,14 +133,15 @@ class LedgerBook:
         self._deleted[key] = (entry, now)
         self._drop_old()
 
-    def now_of(self, view: JobView) -> JobNow | None:
+    def now_of(self, view: JobView, *, is_scraped: bool) -> JobNow | None:
         """Return what the page shows of a job; None where it ended too long ago."""
         now, status = self._now(), view.written
         ended = status.completion_time if is_finished(status) else None
         if ended is not None and now - parse_rfc3339(ended) > ENDED_SHOWN:
             return None
-        entry = self._entry(view)
-        return JobNow(view.raw, at(entry.ledger, now), now, entry.said)
+        entry = self._new_entry(view) if ended is not None else self._entry(view)
+        said = entry.said if view.attempt is not None else None
+        return JobNow(view.raw, at(entry.ledger, now), now, said, is_scraped)
 
     def deleted(self) -> Iterator[JobNow]:
         """Yield what the page shows of jobs that were deleted a moment ago."""
@@ -150,14 +153,16 @@ class LedgerBook:
     def _entry(self, view: JobView) -> _Entry:
         entry = self._entries.get(view.key)
         if entry is None or entry.uid != view.uid:
-            if entry is not None:
-                self.remove(view.key)
-            created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
-            gpus = view.written.nodes.ready * _gpus_of_a_node(view.raw)
-            ledger = taken_up(view.written, created, gpus, self._now())
-            entry = self._entries[view.key] = _Entry(view.raw, view.uid, ledger)
+            self.remove(view.key)
+            entry = self._entries[view.key] = self._new_entry(view)
         entry.made = view.raw
         return entry
+
+    def _new_entry(self, view: JobView) -> _Entry:
+        """Return what the status of a job holds."""
+        created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
+        gpus = view.written.nodes.ready * _gpus_of_a_node(view.raw)
+        return _Entry(view.raw, view.uid, taken_up(view.written, created, gpus, self._now()))
 
     def _count_end(self, backend: str, phase: JobPhase, ledger: Ledger) -> None:
         self._counts.add(catalogue.ENDS, backend, phase.value)

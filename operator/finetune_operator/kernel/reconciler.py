@@ -125,7 +125,10 @@ class Reconciler:
         """Yield what the page of metrics shows of each job that is ours."""
         for made in self._cache:
             view = self._index.get(key_of(made))
-            if view is not None and view.is_ours and (now := self._ledgers.now_of(view)):
+            if view is None or not view.is_ours:
+                continue
+            is_scraped = self._backends.pages_are_scraped(view.backend)
+            if (now := self._ledgers.now_of(view, is_scraped=is_scraped)) is not None:
                 yield now
         yield from self._ledgers.deleted()
 

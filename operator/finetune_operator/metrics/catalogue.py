@@ -4,9 +4,12 @@ Its page and `docs/reference/metrics.md` follow from here. A series of a job nam
 operator tells of all: whoever scrapes it must keep these labels (`honorLabels`).
 """
 
+from dataclasses import replace
+
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.reconcile.categories import Category
 from finetune_trainer.config import FailureClass
+from finetune_trainer.config import metrics as trainer
 from finetune_trainer.config.metrics import Label, Metric, MetricType
 
 BACKEND = Label("backend")
@@ -187,6 +190,16 @@ ENDED_GPU = Metric(
     (BACKEND, CATEGORY),
 )
 
+
+def _told(metric: Metric) -> Metric:
+    return replace(metric, labels=(*OF_JOB, *metric.labels))
+
+
+TOLD_STEP = _told(trainer.GLOBAL_STEP)
+TOLD_LOSS = _told(trainer.LOSS)
+TOLD_TOKENS = _told(trainer.TOKENS_PER_SECOND)
+TOLD_AGE = _told(trainer.LAST_SEEN_AGE)
+
 OF_OPERATOR = (
     LEADER,
     BUILD_INFO,
@@ -214,3 +227,9 @@ OF_JOBS = (
 
 OF_FLEET = (TIME_TO_FIRST_STEP, QUEUE_WAIT, RECOVERY, ENDS, ENDED_WALLCLOCK, ENDED_GPU)
 """Of all jobs of a backend, also of those that begin and end between two scrapes."""
+
+OF_RANK_ZERO = (TOLD_STEP, TOLD_LOSS, TOLD_TOKENS, TOLD_AGE)
+"""Of rank 0 of jobs whose pages nobody can scrape, under the names that those pages have."""
+
+ALL = (*OF_OPERATOR, *OF_FLEET, *OF_JOBS, *OF_RANK_ZERO)
+"""Everything that the operator's page has, in its order."""

@@ -24,13 +24,20 @@ class JobNow:
         made: Its object, as it was seen last.
         ledger: Its ledger at that moment.
         now: That moment.
-        said: What rank 0 has reported; None where its page can be scraped.
+        said: What rank 0 of the open attempt has reported.
+        is_scraped: Whether Prometheus can ask rank 0 itself.
     """
 
     made: Object
     ledger: Ledger
     now: datetime
     said: Progress | None = None
+    is_scraped: bool = True
+
+    @property
+    def told(self) -> Progress | None:
+        """What the operator tells of rank 0, as nobody else can."""
+        return None if self.is_scraped else self.said
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -121,6 +128,22 @@ def _eta(job: JobNow) -> Series:
         yield (), eta
 
 
+def _told(value_of: Callable[[JobNow, Progress], float | None]) -> Callable[[JobNow], Series]:
+    def series(job: JobNow) -> Series:
+        """Yield what rank 0 of an open attempt has reported."""
+        if job.told is None or job.ledger.is_closed:
+            return
+        value = value_of(job, job.told)
+        if value is not None:
+            yield ("0",), value
+
+    return series
+
+
+def _age(job: JobNow, said: Progress) -> float:
+    return max(0.0, job.now.timestamp() - said.time)
+
+
 _SERIES: dict[str, Callable[[JobNow], Series]] = {
     catalogue.JOB_INFO.name: _info,
     catalogue.JOB_PHASE.name: _phase,
@@ -131,4 +154,8 @@ _SERIES: dict[str, Callable[[JobNow], Series]] = {
     catalogue.CHECKPOINT_AGE.name: _checkpoint_age,
     catalogue.PROGRESS_RATIO.name: _progress,
     catalogue.ETA.name: _eta,
+    catalogue.TOLD_STEP.name: _told(lambda job, said: said.step),
+    catalogue.TOLD_LOSS.name: _told(lambda job, said: said.loss),
+    catalogue.TOLD_TOKENS.name: _told(lambda job, said: said.tokens_per_second),
+    catalogue.TOLD_AGE.name: _told(_age),
 }

@@ -18,6 +18,8 @@ from finetune_trainer.config.metrics import Metric, MetricType
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
+_OF_JOB = tuple(label.name for label in catalogue.OF_JOB)
+
 
 @dataclass(frozen=True)
 class QueueNow:
@@ -63,7 +65,7 @@ def _families(snapshot: Snapshot) -> "Iterator[Family]":
     """Yield the metrics that have a value, one at a time, in the catalogue's order."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for metric in (*catalogue.OF_OPERATOR, *catalogue.OF_FLEET, *catalogue.OF_JOBS):
+    for metric in catalogue.ALL:
         if metric.type is MetricType.HISTOGRAM:
             family = _histogram(metric, snapshot.counts)
         else:
@@ -95,7 +97,7 @@ def _series(metric: Metric, snapshot: Snapshot) -> Series:
     elif metric is catalogue.API_REQUESTS:
         for (verb, resource, status), count in snapshot.calls.items():
             yield (verb, resource, str(status)), count
-    elif metric in catalogue.OF_JOBS:
+    elif metric.label_names[:2] == _OF_JOB:
         for job in snapshot.jobs:
             for values, value in job.series(metric):
                 yield (*job.labels, *values), value

@@ -283,6 +283,11 @@ GRAD_NORM = _of_rank_zero(
     "Global gradient norm before clipping; absent while it is NaN.",
 )
 LEARNING_RATE = _of_rank_zero("learning_rate", "ratio", "Learning rate of the newest step.")
+TOKENS_PER_SECOND = _of_rank_zero(
+    "tokens_per_second",
+    "tokens",
+    "Tokens of all ranks a second, padding apart, recent steps counting more.",
+)
 EPOCH = _of_rank_zero("epoch_ratio", "epochs", "Epochs finished, with fraction.")
 EVAL_LOSS = _of_rank_zero("eval_loss", "nats", "Held-out loss per label token.")
 CHECKPOINT_TIMESTAMP = _of_rank_zero(
@@ -412,6 +417,7 @@ OF_TRAINING_NODE = (
     LOSS,
     GRAD_NORM,
     LEARNING_RATE,
+    TOKENS_PER_SECOND,
     EPOCH,
     EVAL_LOSS,
     CHECKPOINT_TIMESTAMP,

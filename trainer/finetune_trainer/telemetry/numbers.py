@@ -6,7 +6,7 @@ from importlib.metadata import version
 from finetune_trainer.config import CheckpointRef, TrainConfig, metrics
 from finetune_trainer.telemetry.gpu import Gpu, GpuMemory
 from finetune_trainer.telemetry.slots import Block
-from finetune_trainer.telemetry.step import StepReport
+from finetune_trainer.telemetry.step import StepReport, Throughput
 
 
 class Numbers:
@@ -29,6 +29,7 @@ class Numbers:
         self._loss = block.slot(metrics.LOSS)
         self._grad_norm = block.slot(metrics.GRAD_NORM)
         self._learning_rate = block.slot(metrics.LEARNING_RATE)
+        self._tokens_per_second = block.slot(metrics.TOKENS_PER_SECOND)
         self._epoch = block.slot(metrics.EPOCH)
         self._eval_loss = block.slot(metrics.EVAL_LOSS)
         self._checkpoint_time = block.slot(metrics.CHECKPOINT_TIMESTAMP)
@@ -40,8 +41,9 @@ class Numbers:
         if self._is_main:
             self._attempt.set(attempt)
 
-    def step(self, report: StepReport, *, seconds_per_step: float | None, now: float) -> None:
+    def step(self, report: StepReport, throughput: Throughput, now: float) -> None:
         """Count one optimizer step that was reported at `now`, seconds since the epoch."""
+        seconds_per_step = throughput.seconds_per_step
         self._step_duration.observe(report.seconds)
         if seconds_per_step is not None:
             self._step_duration_ewma.set(seconds_per_step)
@@ -59,6 +61,8 @@ class Numbers:
         if self._is_main:
             self._learning_rate.set(report.learning_rate)
             self._epoch.set(report.epoch)
+            if throughput.tokens_per_second is not None:
+                self._tokens_per_second.set(throughput.tokens_per_second)
             if report.loss is not None:
                 self._loss.set(report.loss)
             if report.grad_norm is not None:

@@ -212,8 +212,7 @@ class Telemetry:
         if self._narrator is not None:
             self._narrator.step(self._progress)
         self._hear(now)
-        seconds_per_step = self._throughput.seconds_per_step
-        self._numbers.step(report, seconds_per_step=seconds_per_step, now=now)
+        self._numbers.step(report, self._throughput, now)
         self.collectives.read()
         self._look_at_gpu(now)
         self._plot(

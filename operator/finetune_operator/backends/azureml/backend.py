@@ -68,6 +68,7 @@ class AzureMLBackend(Backend):
     needs_finalizer: ClassVar[bool] = True
     finds_from_cache: ClassVar[bool] = False
     runs_without_cluster: ClassVar[bool] = True
+    pages_are_scraped: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = (PROFILES,)
     threads: ClassVar[int] = 6
     limits: ClassVar[Limits] = Limits(
