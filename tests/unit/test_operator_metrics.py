@@ -9,6 +9,8 @@ from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.api.validate import defaulted
+from finetune_operator.backends.aks.backend import AksBackend
+from finetune_operator.backends.azureml.backend import AzureMLBackend
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.errors import UnavailableError
@@ -245,3 +247,27 @@ def test_a_job_that_ended_long_ago_is_not_on_the_page() -> None:
         lives.end()
 
     run(live())
+
+
+def test_a_scrape_asks_nobody() -> None:
+    async def live() -> None:
+        lives = Lives("secluded")
+        await lives.apply()
+        await lives.play("tiny-1", **lives.trains(lives.rank(), 3))
+        asked = dict(lives.api.calls.by_kind)
+        ages = []
+        for _ in range(20):
+            page = lives.page()
+            assert page.value(catalogue.TOLD_STEP, finetunejob="tiny", rank="0") == 3
+            ages.append(page.value(catalogue.TOLD_AGE, finetunejob="tiny"))
+            await asyncio.sleep(0.1)
+        assert ages == sorted(set(ages))
+        assert lives.api.calls.by_kind == asked
+        lives.end()
+
+    run(live())
+
+
+def test_nobody_can_scrape_what_runs_on_azure_ml() -> None:
+    assert not AzureMLBackend.pages_are_scraped
+    assert AksBackend.pages_are_scraped

@@ -14,6 +14,7 @@ from finetune_trainer.config import (
     Progress,
     SampleAnswer,
     StopRequest,
+    TimeSpent,
 )
 from finetune_trainer.launch.azureml.tags import progress_text
 
@@ -28,6 +29,7 @@ NUMBERS = {
     "tokens_per_second": 123456.78901234567,
     "eta_seconds": 123456.78901234567,
     "first_step_seconds": 123.45678901234567,
+    "spent": TimeSpent(**dict.fromkeys(TimeSpent.model_fields, 1234567.891)),
 }
 
 
