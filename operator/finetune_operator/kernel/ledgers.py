@@ -29,13 +29,13 @@ DELETED_SHOWN = timedelta(minutes=5)
 """How long one that is deleted is, so that no scrape misses its last numbers."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     """What is known of one job.
 
     Attributes:
         made: Its object.
-        said: What rank 0 published last.
+        said: What rank 0 published last; kept only where nobody can scrape it.
     """
 
     made: Object
@@ -69,13 +69,19 @@ class LedgerBook:
                 for value in label.values:
                     self._counts.add(metric, backend, value, amount=0)
 
-    def hear(self, view: JobView, seen: Observation) -> None:
-        """Take what rank 0 of the open attempt has reported, if it was seen to."""
+    def hear(self, view: JobView, seen: Observation, *, is_scraped: bool) -> None:
+        """Take what rank 0 of the open attempt has reported, if it was seen to.
+
+        Args:
+            view: The job.
+            seen: What was seen of the attempt.
+            is_scraped: Whether Prometheus can ask rank 0 itself.
+        """
         said = (seen.termination.progress if seen.termination else None) or seen.progress
         if said is None or view.attempt is None:
             return
         entry, now = self._entry(view), self._now()
-        entry.said = said
+        entry.said = None if is_scraped else said
         gpus = seen.nodes_ready * _gpus_of_a_node(view.raw) or entry.ledger.gpus
         entry.ledger = hear(entry.ledger, view.attempt.number, said, gpus, now)
 
@@ -133,7 +139,7 @@ class LedgerBook:
         self._deleted[key] = (entry, now)
         self._drop_old()
 
-    def now_of(self, view: JobView, *, is_scraped: bool) -> JobNow | None:
+    def now_of(self, view: JobView) -> JobNow | None:
         """Return what the page shows of a job; None where it ended too long ago."""
         now, status = self._now(), view.written
         ended = status.completion_time if is_finished(status) else None
@@ -141,7 +147,7 @@ class LedgerBook:
             return None
         entry = self._new_entry(view) if ended is not None else self._entry(view)
         said = entry.said if view.attempt is not None else None
-        return JobNow(view.raw, at(entry.ledger, now), now, said, is_scraped)
+        return JobNow(view.raw, at(entry.ledger, now), now, said)
 
     def deleted(self) -> Iterator[JobNow]:
         """Yield what the page shows of jobs that were deleted a moment ago."""

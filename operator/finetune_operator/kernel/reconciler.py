@@ -127,8 +127,7 @@ class Reconciler:
             view = self._index.get(key_of(made))
             if view is None or not view.is_ours:
                 continue
-            is_scraped = self._backends.pages_are_scraped(view.backend)
-            if (now := self._ledgers.now_of(view, is_scraped=is_scraped)) is not None:
+            if (now := self._ledgers.now_of(view)) is not None:
                 yield now
         yield from self._ledgers.deleted()
 

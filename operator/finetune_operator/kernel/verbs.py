@@ -170,7 +170,8 @@ class Observer:
                 requeue_seconds=max(wait, error.retry_after or 0.0),
             )
         self._failing.forget(view.key)
-        self._ledgers.hear(view, seen)
+        is_scraped = self._backends.pages_are_scraped(view.backend)
+        self._ledgers.hear(view, seen, is_scraped=is_scraped)
         return seen
 
     def observe_absent(self, view: JobView) -> Observation:

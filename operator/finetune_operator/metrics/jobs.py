@@ -24,20 +24,13 @@ class JobNow:
         made: Its object, as it was seen last.
         ledger: Its ledger at that moment.
         now: That moment.
-        said: What rank 0 of the open attempt has reported.
-        is_scraped: Whether Prometheus can ask rank 0 itself.
+        said: What rank 0 of the open attempt has reported, where nobody can scrape it.
     """
 
     made: Object
     ledger: Ledger
     now: datetime
     said: Progress | None = None
-    is_scraped: bool = True
-
-    @property
-    def told(self) -> Progress | None:
-        """What the operator tells of rank 0, as nobody else can."""
-        return None if self.is_scraped else self.said
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -131,9 +124,9 @@ def _eta(job: JobNow) -> Series:
 def _told(value_of: Callable[[JobNow, Progress], float | None]) -> Callable[[JobNow], Series]:
     def series(job: JobNow) -> Series:
         """Yield what rank 0 of an open attempt has reported."""
-        if job.told is None or job.ledger.is_closed:
+        if job.said is None or job.ledger.is_closed:
             return
-        value = value_of(job, job.told)
+        value = value_of(job, job.said)
         if value is not None:
             yield ("0",), value
 

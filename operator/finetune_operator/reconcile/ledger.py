@@ -40,7 +40,7 @@ Times = Mapping[Category, int]
 """Milliseconds; what is left out is 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Heard:
     """A report of rank 0.
 
@@ -70,7 +70,7 @@ class Heard:
         return cls(attempt, said.restarts_in_place, time, said.step, spent, said.phase)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """What is accounted for, and what goes on.
 
