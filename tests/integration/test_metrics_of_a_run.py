@@ -12,7 +12,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from finetune_trainer.config import metrics
+from finetune_trainer.config import Progress, metrics
 from finetune_trainer.config.metrics import Metric, MetricType, Needs, TimedPhase, combinations
 from finetune_trainer.telemetry.processes import TICK_SECONDS
 from launches import clean_environment, train_config, until
@@ -117,6 +117,7 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_also_after_a_restart_
     )
     path = tmp_path / "config.json"
     path.write_text(config.to_json())
+    began = time.time()
     run = subprocess.Popen(
         [sys.executable, "-m", "finetune_trainer", str(path)],
         env=clean_environment(PYTHONWARNINGS="default"),
@@ -151,6 +152,7 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_also_after_a_restart_
         until(lambda: _answers(url))
         until(lambda: ask(url, "POST", "/checkpoint").status == 202)
         until(has_shown_all_of_one_start, timeout=120)
+        _check_account(ask(url, "GET", "/progress").text, began)
         _ranks_of(run.pid)["1"].kill()
         until(has_shown_all, timeout=120)
         run.send_signal(signal.SIGTERM)
@@ -162,6 +164,15 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_also_after_a_restart_
         (rank, "ddp", "fp32", "full", "gloo") for rank in "01"
     }
     _check_that_ranks_share_the_rows_of_a_step(Path(config.run_dir))
+
+
+def _check_account(progress: str, began: float) -> None:
+    """Expect that rank 0 says where its time went, all of it; the run began at `began`."""
+    said = Progress.model_validate_json(progress)
+    assert said.spent is not None
+    spent = said.spent.model_dump()
+    assert all(spent[word] > 0 for word in ("starting", "training", "evaluation", "checkpoint"))
+    assert sum(spent.values()) <= said.time - began
 
 
 def _check_phases(supervisor: int, text: str, asked: float) -> int:

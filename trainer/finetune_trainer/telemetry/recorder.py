@@ -28,6 +28,7 @@ from finetune_trainer.telemetry.journal import Journal
 from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import GpuNumbers, Numbers, info_labels
 from finetune_trainer.telemetry.phases import PhaseClock
+from finetune_trainer.telemetry.processes import seconds_since_start
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from finetune_trainer.telemetry.spent import SpentTime
 from finetune_trainer.telemetry.step import StepReport, Throughput
@@ -75,7 +76,7 @@ class Telemetry:
         self._throughput = Throughput()
         self._not_start_up_seconds = 0.0
         self._phase_since = clock()
-        self._spent = SpentTime(clock() if restarts_in_place else self._started)
+        self._spent = SpentTime(clock() - seconds_since_start())
         self._artifacts: tuple[str, ...] = ()
         self._warned: set[str] = set()
         self._progress = Progress(
