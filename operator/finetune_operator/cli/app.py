@@ -21,6 +21,7 @@ COMMANDS = {
     "preview": "Show the first rows as the trainer sees them.",
     "validate": "Print every problem of the manifests given.",
     "render": "Print the exact request; nothing is sent.",
+    "top": "Show all jobs at a glance, or the ranks of one.",
     "logs": "Print what one rank of a job said.",
     "doctor": "Show what is installed and what is missing.",
     "crd": "Print or write the CustomResourceDefinition.",

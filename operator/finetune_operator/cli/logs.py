@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune_operator.api.manifest import Manifest
-from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
+from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.api.validate import load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, BackendContext
 from finetune_operator.backends.local import records
-from finetune_operator.backends.local.layout import BACKEND, attempt_folder, folders_of, handle_for
+from finetune_operator.backends.local.layout import BACKEND, attempt_folder, handle_for
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.cluster_logs import RankLog, attempt_number, lines_of, print_log
 from finetune_operator.cli.conclusion import EXIT_STOPPED
+from finetune_operator.cli.run_directories import run_directory
 from finetune_operator.cli.target import ProfileOption, profiles_of
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
@@ -61,7 +61,7 @@ def logs(
         name = manifest[0].metadata.name if manifest is not None else job
         _until_ctrl_c(print_log(Key(namespace, name), wanted, profiles))
     else:
-        _print_local(job, _run_directory(job, manifest), wanted, profiles)
+        _print_local(job, run_directory(job, manifest), wanted, profiles)
 
 
 def _print_local(
@@ -98,38 +98,3 @@ def _until_ctrl_c(printing: Coroutine[Any, Any, None]) -> None:
 async def _print(lines: AsyncIterator[str]) -> None:
     async for line in lines:
         print(line, flush=True)
-
-
-def _run_directory(job: str, manifest: tuple[FineTuneJob, Manifest] | None) -> Path:
-    """Find the run directory of what the user named.
-
-    Raises:
-        FineTuneError: there is none, or several of that name.
-    """
-    path = Path(job)
-    if path.is_dir():
-        if not RunFolder(path).path.exists():
-            raise FineTuneError(
-                f"{job} is no run directory, as it holds no job.json; name a manifest, a run "
-                "directory or a job"
-            )
-        return path.resolve()
-    if manifest is not None:
-        return folders_of(manifest[0], manifest[1].directory).run
-    if "/" in job or path.suffix:
-        raise FineTuneError(f"{job} does not exist; name a manifest, a run directory or a job")
-    here = Path.cwd()
-    found = sorted(
-        stored.parent
-        for pattern in (f"runs/*/{job}/job.json", f"*/runs/*/{job}/job.json")
-        for stored in here.glob(pattern)
-    )
-    if not found:
-        raise FineTuneError(
-            f"no run of a job called {job} below {here}; name its manifest or its run directory, "
-            "or the --namespace of a job in a cluster"
-        )
-    if len(found) > 1:
-        listed = ", ".join(str(one.relative_to(here)) for one in found)
-        raise FineTuneError(f"several runs are called {job}: {listed}; name one of these folders")
-    return found[0]

@@ -1,0 +1,46 @@
+"""The run directories of this machine that a user means, for `ftctl logs` and `ftctl top`."""
+
+from pathlib import Path
+
+from finetune_operator.api.manifest import Manifest
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.local.layout import folders_of
+from finetune_operator.backends.local.run_folder import RunFolder
+from finetune_operator.errors import FineTuneError
+
+
+def run_directories(name: str = "*") -> list[Path]:
+    """Return those of this folder and the folders in it, of all jobs or of those of a name."""
+    patterns = (f"runs/*/{name}/job.json", f"*/runs/*/{name}/job.json")
+    return sorted(stored.parent for one in patterns for stored in Path.cwd().glob(one))
+
+
+def run_directory(job: str, manifest: tuple[FineTuneJob, Manifest] | None) -> Path:
+    """Find the run directory of what the user named.
+
+    Raises:
+        FineTuneError: there is none, or several of that name.
+    """
+    path = Path(job)
+    if path.is_dir():
+        if not RunFolder(path).path.exists():
+            raise FineTuneError(
+                f"{job} is no run directory, as it holds no job.json; name a manifest, a run "
+                "directory or a job"
+            )
+        return path.resolve()
+    if manifest is not None:
+        return folders_of(manifest[0], manifest[1].directory).run
+    if "/" in job or path.suffix:
+        raise FineTuneError(f"{job} does not exist; name a manifest, a run directory or a job")
+    here = Path.cwd()
+    found = run_directories(job)
+    if not found:
+        raise FineTuneError(
+            f"no run of a job called {job} below {here}; name its manifest or its run directory, "
+            "or the --namespace of a job in a cluster"
+        )
+    if len(found) > 1:
+        listed = ", ".join(str(one.relative_to(here)) for one in found)
+        raise FineTuneError(f"several runs are called {job}: {listed}; name one of these folders")
+    return found[0]

@@ -1,0 +1,161 @@
+"""The jobs of a cluster for `ftctl top`, with the user's own rights.
+
+All jobs take one request: what their status says. Of one job it reads the pages of its pods through
+the API server, which needs the rights to list pods and to get `pods/proxy`.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+from finetune_operator.api.v1alpha1.lifecycle import Observability
+from finetune_operator.backends.aks.names import BACKEND as AKS
+from finetune_operator.backends.aks.names import INDEX_LABEL
+from finetune_operator.cli.top_ranks import PageLook, read_page
+from finetune_operator.cli.top_rows import (
+    JobRow,
+    SuspectRow,
+    count_in,
+    progress_in,
+    suspects_in,
+    told_in,
+)
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.cache import Key
+from finetune_operator.kube.client import Call, KubeClient
+from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
+from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, PODS, Object
+
+_SECONDS = 5.0
+_DEFAULT_PORT = Observability().metrics_port
+
+
+@dataclass
+class PodPages:
+    """What the pods of one job said.
+
+    Attributes:
+        nodes: Names of the nodes, in the order of their ranks.
+        ranks_per_node: Ranks of each.
+        notes: Why a page could not be read.
+    """
+
+    nodes: list[str]
+    ranks_per_node: int = 0
+    pages: list[PageLook] = field(default_factory=list)
+    suspects: tuple[SuspectRow, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+async def rows_of(client: KubeClient, namespace: str | None) -> list[JobRow]:
+    """Return all jobs of a namespace, or of the cluster.
+
+    Raises:
+        FineTuneError: they cannot be listed.
+    """
+    listing = await client.list(FINE_TUNE_JOBS, namespace)
+    return sorted((row_of(one) for one in listing.items), key=lambda one: one.key)
+
+
+async def get_job(client: KubeClient, job: Key) -> Object:
+    """Return one job.
+
+    Raises:
+        FineTuneError: there is none, or it cannot be read.
+    """
+    try:
+        return await client.get(FINE_TUNE_JOBS, job.name, job.namespace)
+    except NotFoundError as error:
+        text = f"there is no FineTuneJob {job} in the cluster; kubectl get ftj -A lists them"
+        raise FineTuneError(text) from error
+
+
+def row_of(job: Object) -> JobRow:
+    """Return what the status of a job says, also one of another version of the operator."""
+    status = job.get("status")
+    return JobRow(
+        namespace=job["metadata"]["namespace"],
+        name=job["metadata"]["name"],
+        phase=str(told_in(status, "phase") or "Pending"),
+        attempt=count_in(status, "attempt") or 0,
+        restarts=count_in(status, "restarts", "counted") or 0,
+        suspects=suspects_in(told_in(status, "suspects")),
+        **progress_in(told_in(status, "progress")),
+    )
+
+
+def backend_of(job: Object) -> str:
+    """Return the name of a job's backend."""
+    return str(told_in(job, "spec", "backend", "type"))
+
+
+async def read_pods(client: KubeClient, job: Object) -> PodPages:
+    """Read the pages of a job's pods through the API server.
+
+    Raises:
+        FineTuneError: the pods cannot be listed.
+    """
+    if (backend := backend_of(job)) != AKS:
+        note = f"the job runs by backend {backend}; its pages cannot be reached from here"
+        return PodPages([], notes=[note])
+    namespace, number = job["metadata"]["namespace"], count_in(job, "status", "attempt") or 0
+    selector = f"{JOB_UID_LABEL}={job['metadata']['uid']},{ATTEMPT_LABEL}={number}"
+    listing = await client.list(PODS, namespace, label_selector=selector)
+    pods = {_index(one): one for one in listing.items}
+    num_nodes = count_in(job, "status", "nodes", "desired") or len(pods)
+    num_ranks = count_in(job, "status", "nodes", "worldSize") or 0
+    names = [told_in(pods.get(at), "spec", "nodeName") or "?" for at in range(num_nodes)]
+    read = PodPages(names, num_ranks // max(1, num_nodes))
+    port = count_in(job, "spec", "observability", "metricsPort") or _DEFAULT_PORT
+    asked = [
+        _page(client, pods[at], name, port, read.notes)
+        for at, name in enumerate(names)
+        if told_in(pods.get(at), "status", "phase") == "Running"
+    ]
+    read.notes += [
+        f"pod {one['metadata']['name']} is Pending"
+        for one in pods.values()
+        if told_in(one, "status", "phase") in (None, "Pending")
+    ]
+    read.pages += [one for one in await asyncio.gather(*asked) if one is not None]
+    if 0 in pods and read.pages:
+        read.suspects = await _suspects(client, pods[0], port)
+    return read
+
+
+async def _page(
+    client: KubeClient, pod: Object, node: str, port: int, notes: list[str]
+) -> PageLook | None:
+    name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+    try:
+        return read_page(node, await _get(client, pod, port, "metrics"))
+    except ForbiddenError as error:
+        remedy = f"ask for the right to get pods/proxy in {namespace}"
+        sentence = f"the pages of the pods cannot be read ({error}); {remedy}"
+        notes += [sentence] if sentence not in notes else []
+    except (ApiError, TimeoutError, ValueError) as error:
+        notes.append(f"the page of pod {name} does not answer ({error or 'no answer in time'})")
+    return None
+
+
+async def _suspects(client: KubeClient, pod: Object, port: int) -> tuple[SuspectRow, ...]:
+    """Return those that rank 0's pod names now; the status names them, too, a little later."""
+    try:
+        told = json.loads(await _get(client, pod, port, "progress"))
+    except (ApiError, TimeoutError, ValueError):
+        return ()
+    return suspects_in(told_in(told, "suspects"))
+
+
+async def _get(client: KubeClient, pod: Object, port: int, page: str) -> str:
+    metadata = pod["metadata"]
+    path = PODS.path(metadata["namespace"], f"{metadata['name']}:{port}", "proxy", page)
+    async with asyncio.timeout(_SECONDS):
+        lines = [line async for line in client.lines(Call("get", PODS, path))]
+    return b"\n".join([*lines, b""]).decode(errors="replace")
+
+
+def _index(pod: Object) -> int:
+    told = told_in(pod, "metadata", "labels", INDEX_LABEL)
+    return int(told) if str(told).isdecimal() else 0

@@ -1,0 +1,128 @@
+"""What each rank does, from two looks at the pages of a job's nodes. Pure.
+
+A look that lacks a metric, as of an older trainer, leaves the columns empty that need it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.cli.top_rows import RankRow, SuspectRow
+from finetune_trainer.config import gpu_metrics, metrics
+
+_SCORE = "finetune_train_straggler_score"
+_WAITING = ("data_wait", "comm_exposed")
+
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PageLook:
+    """The page of one node at one moment.
+
+    Attributes:
+        node: Its name.
+        samples: By the name of the metric.
+    """
+
+    node: str
+    samples: Mapping[str, Sequence[tuple[Labels, float]]]
+
+    def of(self, name: str) -> Iterator[tuple[int, Labels, float]]:
+        """Yield the samples of a metric of ranks, with the rank."""
+        for labels, value in self.samples.get(name, ()):
+            if labels.get("rank", "").isdecimal():
+                yield int(labels["rank"]), labels, value
+
+    def value(self, name: str, rank: int) -> float | None:
+        """Return the number of a metric that has no label but the rank."""
+        return next((value for one, _, value in self.of(name) if one == rank), None)
+
+
+def read_page(node: str, text: str) -> PageLook:
+    """Return what a page has.
+
+    Raises:
+        ValueError: it is no page in the Prometheus text format.
+    """
+    # Imported here: it takes 50 ms, which a list of jobs need not wait.
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[str, list[tuple[Labels, float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return PageLook(node, samples)
+
+
+def ranks_of(
+    before: Sequence[PageLook],
+    now: Sequence[PageLook],
+    nodes: Sequence[str],
+    ranks_per_node: int,
+    suspects: Sequence[SuspectRow] = (),
+) -> tuple[RankRow, ...]:
+    """Return a row for each rank of these nodes, also for those whose page was not read."""
+    was = {rank: told for page in before for rank, told in _phases(page).items()}
+    scores = {rank: value for page in now for rank, _, value in page.of(_SCORE)}
+    scores |= {one.rank: one.score for one in suspects if one.score is not None}
+    causes = {one.rank: one.cause for one in suspects}
+    rows = {}
+    for number, node in enumerate(nodes):
+        for rank in range(number * ranks_per_node, (number + 1) * ranks_per_node):
+            rows[rank] = {"node": node}
+    for page in now:
+        phases = _phases(page)
+        for rank, _, age in page.of(metrics.LAST_SEEN_AGE.name):
+            known = {"node": page.node, "age_seconds": age, **_state(page, rank)}
+            rows[rank] = known | _shares(was.get(rank, {}), phases.get(rank, {}))
+    return tuple(
+        RankRow(rank=rank, score=scores.get(rank), cause=causes.get(rank), **known)
+        for rank, known in sorted(rows.items())
+    )
+
+
+def _phases(page: PageLook) -> dict[int, dict[str, float]]:
+    """Return the seconds of each rank by phase, so far."""
+    found: dict[int, dict[str, float]] = {}
+    for rank, labels, seconds in page.of(metrics.PHASE_SECONDS.name):
+        found.setdefault(rank, {})[labels.get("phase", "")] = seconds
+    return found
+
+
+def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a rank's time went into between two looks; nothing if it did not pass."""
+    spent = {one: max(0.0, now[one] - before[one]) for one in now if one in before}
+    if (whole := sum(spent.values())) <= 0:
+        return {}
+    ratios = {phase: seconds / whole for phase, seconds in spent.items()}
+    return {
+        "phase": max(ratios, key=lambda phase: ratios[phase]),
+        "phase_ratios": ratios,
+        "waiting_ratio": sum(ratios.get(phase, 0.0) for phase in _WAITING),
+    }
+
+
+def _state(page: PageLook, rank: int) -> dict[str, Any]:
+    """Return what the page says of a rank as it is now."""
+    step, gpu = page.value(metrics.GLOBAL_STEP.name, rank), _gpu(page, rank)
+    used = page.samples.get(gpu_metrics.UTILIZATION.name, ())
+    return {
+        "step": None if step is None else int(step),
+        "step_seconds": page.value(metrics.STEP_DURATION_EWMA.name, rank),
+        "memory_bytes": {
+            labels.get("kind", ""): value
+            for one, labels, value in page.of(metrics.MEMORY.name)
+            if one == rank
+        },
+        "gpu": gpu,
+        "gpu_utilization_ratio": next(
+            (value for labels, value in used if gpu and labels.get("gpu") == gpu), None
+        ),
+    }
+
+
+def _gpu(page: PageLook, rank: int) -> str | None:
+    """Return the UUID of a rank's GPU, as NVML writes it."""
+    infos = (labels for one, labels, _ in page.of(metrics.INFO.name) if one == rank)
+    return next(infos, {}).get("gpu_uuid") or None

@@ -1,0 +1,93 @@
+"""The tables of `ftctl top`."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from finetune_operator.cli.top_rows import JobRow, RankRow, Screen, SuspectRow
+from finetune_operator.cli.view import duration
+
+_UNKNOWN = "-"
+_GIB = 2**30
+_JOBS = ("job", "phase", "step", "loss", "tokens/s", "left", "restarts", "held back by")
+_RANKS = ("rank", "node", "phase", "step", "step time", "waits", "score", "memory", "gpu", "seen")
+_LEFT_ALIGNED = {"job", "phase", "held back by", "node"}
+
+
+def tables(screen: Screen) -> RenderableType:
+    """Return all that a screen shows."""
+    parts: list[RenderableType] = [_table(_JOBS, [_job(one) for one in screen.jobs])]
+    if screen.ranks is not None:
+        parts += ["", _table(_RANKS, [_rank(one) for one in screen.ranks])]
+    parts += [Text(f"! {one}", style="yellow") for one in screen.notes]
+    return Group(*parts)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(
+            name.upper(),
+            justify="left" if name in _LEFT_ALIGNED else "right",
+            no_wrap=name != "held back by",
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _job(row: JobRow) -> list[str]:
+    total = f"/{row.total_steps}" if row.total_steps else ""
+    return [
+        row.key,
+        row.phase,
+        _UNKNOWN if row.step is None else f"{row.step}{total}",
+        _number(row.loss, "{:.3f}"),
+        _number(row.tokens_per_second, "{:,.0f}"),
+        _UNKNOWN if row.eta_seconds is None else duration(row.eta_seconds),
+        str(row.restarts),
+        ", ".join(map(_suspect, row.suspects)) or _UNKNOWN,
+    ]
+
+
+def _rank(row: RankRow) -> list[str]:
+    score = _number(row.score, "{:.2f}")
+    return [
+        str(row.rank),
+        row.node or _UNKNOWN,
+        row.phase or _UNKNOWN,
+        _UNKNOWN if row.step is None else str(row.step),
+        _step_time(row.step_seconds),
+        _percent(row.waiting_ratio),
+        f"{score} {row.cause}" if row.cause else score,
+        _memory(row.memory_bytes),
+        _percent(row.gpu_utilization_ratio),
+        _UNKNOWN if row.age_seconds is None else f"{duration(row.age_seconds)} ago",
+    ]
+
+
+def _suspect(one: SuspectRow) -> str:
+    score = f" {one.score:.2f}" if one.score is not None else ""
+    return f"rank {one.rank} ({one.cause}{score})"
+
+
+def _number(value: float | None, form: str) -> str:
+    return _UNKNOWN if value is None else form.format(value)
+
+
+def _percent(ratio: float | None) -> str:
+    return _UNKNOWN if ratio is None else f"{100 * ratio:.0f} %"
+
+
+def _step_time(seconds: float | None) -> str:
+    if seconds is None:
+        return _UNKNOWN
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _memory(by_kind: Mapping[str, float]) -> str:
+    """Return that of the GPU, and where there is none the process's."""
+    known = by_kind.get("allocated", by_kind.get("host_rss"))
+    return _UNKNOWN if known is None else f"{known / _GIB:.2f} GiB"
