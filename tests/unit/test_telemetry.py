@@ -19,6 +19,7 @@ from finetune_trainer.config import (
 from finetune_trainer.telemetry import Gpu, GpuMemory, StepReport, Telemetry
 from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.node.ranks import NodeRanks
+from finetune_trainer.telemetry.numbers import info_labels
 from finetune_trainer.telemetry.shared import NodePage, Shared, block_file, info_file
 from finetune_trainer.telemetry.slots import Block, Word
 from launches import train_config
@@ -337,6 +338,18 @@ def test_a_gpu_is_in_the_info_and_its_memory_is_looked_at_now_and_then(
     assert page["finetune_train_peak_flops_per_second", "1"] == 989.4e12
     (info,) = (key for key in page if key[0] == "finetune_train_info")
     assert {"NVIDIA H200", "GPU-1a2b", "2.27.3"} <= set(info)
+
+
+@pytest.mark.parametrize(
+    ("source", "uuid"), [("own", "GPU-1a2b"), ("dcgm", "GPU-1a2b"), ("none", "")]
+)
+def test_the_uuid_by_which_metrics_of_gpus_are_joined_is_there_where_they_are_wanted(
+    tmp_path: Path, source: str, uuid: str
+) -> None:
+    config = train_config(tmp_path, telemetry={"gpu_metrics": source})
+    gpu = Gpu("NVIDIA H200", "GPU-1a2b", "2.27.3", GpuMemory)
+    assert info_labels(config, 0, gpu)["gpu_uuid"] == uuid
+    assert info_labels(config, 0)["gpu_uuid"] == ""
 
 
 def test_flops_that_are_not_known_are_absent(tmp_path: Path, node: Node) -> None:

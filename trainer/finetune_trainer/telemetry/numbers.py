@@ -85,7 +85,11 @@ class Numbers:
 
 
 def info_labels(config: TrainConfig, rank: int, gpu: Gpu | None = None) -> dict[str, str]:
-    """Return the labels of `metrics.INFO` that follow the rank; empty ones of a GPU for None."""
+    """Return the labels of `metrics.INFO` that follow the rank; empty ones of a GPU for None.
+
+    The UUID is what metrics of GPUs are joined by, so it is empty where there shall be none.
+    """
+    uuid = "" if gpu is None or config.telemetry.gpu_metrics == "none" else gpu.uuid
     return {
         "strategy": config.strategy.type,
         "precision": config.training.precision,
@@ -95,7 +99,7 @@ def info_labels(config: TrainConfig, rank: int, gpu: Gpu | None = None) -> dict[
         "local_rank": str(rank % config.world.nproc_per_node),
         "nccl": "" if gpu is None else gpu.nccl,
         "gpu_model": "" if gpu is None else gpu.model,
-        "gpu_uuid": "" if gpu is None else gpu.uuid,
+        "gpu_uuid": uuid,
     }
 
 
