@@ -1,4 +1,6 @@
-"""`python -m finetune_trainer` with a stand-in from `rank_entries` for a rank's work: CONFIG ENTRY.
+"""`python -m finetune_trainer` with a stand-in for a rank's work: CONFIG ENTRY.
+
+ENTRY is a name in `rank_entries`, or MODULE:NAME.
 
 A program of its own, as the stand-ins import torch, which takes seconds and no main process needs.
 """
@@ -8,4 +10,5 @@ import sys
 from finetune_trainer.launch.main import main
 
 if __name__ == "__main__":
-    main(sys.argv[1:-1], entry=f"rank_entries:{sys.argv[-1]}")
+    name = sys.argv[-1]
+    main(sys.argv[1:-1], entry=name if ":" in name else f"rank_entries:{name}")

@@ -18,6 +18,7 @@ from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import AlreadyExistsError, ApiError, NotLeadingError
 from finetune_operator.kube.resources import EVENTS, Object
 from finetune_operator.reconcile.conditions import ConditionType, Reason, find, is_finished, is_true
+from finetune_operator.reconcile.suspects import new_suspects
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +48,18 @@ class JobEvent:
     Attributes:
         reason: One CamelCase word.
         message: One sentence.
+        subject: What it is about, where one Event is enough whatever is said of that later.
     """
 
     type: EventType
     reason: str
     message: str
+    subject: str = ""
+
+    @property
+    def identity(self) -> str:
+        """What no other Event of the job has."""
+        return self.subject or f"{self.type}/{self.reason}/{self.message}"
 
 
 def warning(text: str) -> JobEvent:
@@ -80,6 +88,10 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
         said = f"attempt {new.attempt} is {created.kind} {created.name}"
         events.append(JobEvent(EventType.NORMAL, "AttemptCreated", said))
     events += _overruling(old, new)
+    events += [
+        JobEvent(EventType.WARNING, "RankHoldsBack", one.message, subject)
+        for subject, one in new_suspects(old, new)
+    ]
     for kind in _TOLD:
         found = find(new, kind)
         if found is None or not is_true(new, kind):
@@ -114,7 +126,7 @@ class EventPoster:
     def __init__(self, client: KubeClient, instance: str) -> None:
         self._client = client
         self._instance = instance
-        self._posted: OrderedDict[tuple[str, JobEvent], None] = OrderedDict()
+        self._posted: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     async def post(self, metadata: ObjectMeta, event: JobEvent) -> bool:
         """Post an Event about the job that `metadata` names, unless it was posted before.
@@ -124,7 +136,7 @@ class EventPoster:
         Returns:
             Whether it is there.
         """
-        remembered = (metadata.uid, event)
+        remembered = (metadata.uid, event.identity)
         if remembered in self._posted:
             self._posted.move_to_end(remembered)
             return True
@@ -143,7 +155,7 @@ class EventPoster:
         return True
 
     def _body(self, metadata: ObjectMeta, event: JobEvent) -> Object:
-        said = f"{metadata.uid}/{event.type}/{event.reason}/{event.message}"
+        said = f"{metadata.uid}/{event.identity}"
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {
             "metadata": {

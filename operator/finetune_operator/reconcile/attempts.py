@@ -63,6 +63,7 @@ def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
             "attempt": number,
             "attempts": attempts[-KEPT:],
             "backend_ref": None,
+            "suspects": [],
             "start_time": status.start_time or rfc3339(now),
         }
     )

@@ -16,7 +16,7 @@ from finetune_operator.api.v1alpha1.lifecycle import RestartAction
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus, NodesStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.planner.plan import Plan
-from finetune_operator.reconcile import attempts, during, failures
+from finetune_operator.reconcile import attempts, during, failures, suspects
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
@@ -295,14 +295,18 @@ def _during_attempt(
 def _with_progress(
     view: _View, status: FineTuneJobStatus, situation: Situation, observation: Observation
 ) -> FineTuneJobStatus:
-    """Take over progress when the phase changes, else at most once per status interval."""
+    """Take over progress when the phase changes, else at most once per status interval.
+
+    Who holds the attempt back is told at once.
+    """
     said = observation.progress
     if said is None:
         return status
     phase = view.described(status, situation).phase
     due = attempts.progress_due_at(status, view.spec)
     if phase == view.before.phase and due is not None and due > view.now:
-        return status
+        return suspects.with_suspects(status, said)
+    status = suspects.with_suspects(status, said, is_due=True)
     return attempts.with_progress(status, said, observation.checkpoints, view.now)
 
 
@@ -364,7 +368,7 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
 
 
 def _complete(view: _View, status: FineTuneJobStatus, termination: Termination) -> Decision:
-    ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status)}
+    ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status), "suspects": []}
     situation = Situation(Stage.COMPLETE, Reason.COMPLETED, termination.message, exists=True)
     return view.conclude(status.model_copy(update=ended), situation, Collect())
 

@@ -21,6 +21,7 @@ from finetune_trainer.config.inputs import is_data_file as is_data_file
 from finetune_trainer.config.packed import ENV_TRAIN_CONFIG as ENV_TRAIN_CONFIG
 from finetune_trainer.config.packed import pack as pack
 from finetune_trainer.config.packed import unpack as unpack
+from finetune_trainer.config.report import MAX_SUSPECTS as MAX_SUSPECTS
 from finetune_trainer.config.report import CheckpointRef as CheckpointRef
 from finetune_trainer.config.report import DataReport as DataReport
 from finetune_trainer.config.report import ExitCode as ExitCode
@@ -28,6 +29,8 @@ from finetune_trainer.config.report import FailureClass as FailureClass
 from finetune_trainer.config.report import Phase as Phase
 from finetune_trainer.config.report import Progress as Progress
 from finetune_trainer.config.report import SampleAnswer as SampleAnswer
+from finetune_trainer.config.report import Suspect as Suspect
+from finetune_trainer.config.report import SuspectCause as SuspectCause
 from finetune_trainer.config.report import Termination as Termination
 from finetune_trainer.config.report import TimeSpent as TimeSpent
 from finetune_trainer.config.run_tags import HEARD_TAG as HEARD_TAG
@@ -36,6 +39,7 @@ from finetune_trainer.config.run_tags import PROGRESS_TAG as PROGRESS_TAG
 from finetune_trainer.config.run_tags import STOP_TAG as STOP_TAG
 from finetune_trainer.config.run_tags import Heard as Heard
 from finetune_trainer.config.run_tags import StopRequest as StopRequest
+from finetune_trainer.config.train import ENV_NODE_NAME as ENV_NODE_NAME
 from finetune_trainer.config.train import ENV_NODE_RANK as ENV_NODE_RANK
 from finetune_trainer.config.train import ENV_RDZV_ENDPOINT as ENV_RDZV_ENDPOINT
 from finetune_trainer.config.train import ENV_TERMINATION_PATH as ENV_TERMINATION_PATH

@@ -136,6 +136,13 @@ LAST_SEEN_AGE = Metric(
     "Time since the rank last reported anything; it grows while a rank is stuck, stopped or dead.",
     (RANK,),
 )
+SCORE = Metric(
+    "finetune_train_straggler_score",
+    MetricType.GAUGE,
+    "ratio",
+    "Busy time of a step by the median of the other ranks', over some seconds; 1.2 is 20 % longer.",
+    (RANK,),
+)
 MEMORY = Metric(
     "finetune_train_memory_bytes",
     MetricType.GAUGE,
@@ -389,6 +396,7 @@ COMM_SAMPLED = Metric(
 OF_TRAINING_NODE = (
     INFO,
     LAST_SEEN_AGE,
+    SCORE,
     MEMORY,
     ALLOC_RETRIES,
     OUT_OF_MEMORY,

@@ -1,8 +1,10 @@
 """What comes back: exit codes, progress and termination message."""
 
 from enum import IntEnum, StrEnum
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
+from pydantic_core import from_json
 
 from finetune_trainer.config.base import ContractModel
 
@@ -99,6 +101,38 @@ class TimeSpent(ContractModel):
     other: float = 0.0
 
 
+class SuspectCause(StrEnum):
+    """What a rank does while the others wait for it."""
+
+    COMPUTE = "compute"
+    DATA = "data"
+    CHECKPOINT = "checkpoint"
+    STUCK = "stuck"
+
+
+class Suspect(ContractModel):
+    """A rank that holds the others back."""
+
+    rank: int
+    node: str = Field(description="Name of its node, as its pod or its machine knows it.")
+    cause: SuspectCause
+    score: float | None = Field(
+        None,
+        description="Its busy time by the median of the others', 1.2 is 20 % longer; null for a "
+        "rank that stays away from a collective.",
+    )
+    since: float = Field(description="When it began, seconds since the epoch.")
+    process: str | None = Field(
+        None, description="State of the process of a rank that stays away: asleep, stopped, gone."
+    )
+    evidence: str | None = Field(
+        None, description="Folder of stacks and recorder dumps, below the run directory."
+    )
+
+
+MAX_SUSPECTS = 5
+
+
 class Progress(ContractModel):
     """progress.json and `GET /progress`: what rank 0 knows of the run."""
 
@@ -129,6 +163,30 @@ class Progress(ContractModel):
     eval_data: DataReport | None = None
     metrics_url: str | None = None
     warnings: tuple[str, ...] = ()
+    suspects: Annotated[tuple[Suspect, ...], Field(max_length=MAX_SUSPECTS)] = Field(
+        (), description="Ranks that hold the others back now, as the page of rank 0's node finds."
+    )
+
+    @classmethod
+    def of_any_version(cls, text: bytes) -> Self:
+        """Return progress that another version may have written.
+
+        Of that, what this version does not understand is left out.
+
+        Raises:
+            pydantic.ValidationError: it is no progress, or what matters most is not understood.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            strange = {one["loc"][0] for one in error.errors() if one["loc"]}
+            if not strange or strange & _ESSENTIAL:
+                raise
+            said = from_json(text)
+            return cls.model_validate({key: said[key] for key in said if key not in strange})
+
+
+_ESSENTIAL = frozenset({"attempt", "phase", "time", "step"})
 
 
 class Termination(ContractModel):

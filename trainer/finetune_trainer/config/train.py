@@ -9,6 +9,7 @@ from finetune_trainer.config.inputs import DataConfig, ModelConfig
 
 # What differs from node to node travels in the environment, as TrainConfig is the same for all.
 ENV_NODE_RANK = "FINETUNE_NODE_RANK"  # 0 to nnodes - 1; JOB_COMPLETION_INDEX serves as well
+ENV_NODE_NAME = "FINETUNE_NODE_NAME"  # as the cluster calls it; else the host's name is shown
 ENV_RDZV_ENDPOINT = "FINETUNE_RDZV_ENDPOINT"  # HOST:PORT of node 0's rendezvous store
 ENV_TERMINATION_PATH = "FINETUNE_TERMINATION_PATH"  # overrides TrainConfig.termination_path
 

@@ -37,7 +37,7 @@ from finetune_trainer.launch.termination_message import (
     write_termination,
 )
 from finetune_trainer.launch.watch import Watch
-from finetune_trainer.telemetry.node.start import node_page
+from finetune_trainer.telemetry.node.start import node_page, watch_config
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage
 
 
@@ -76,9 +76,13 @@ class Supervisor:
     def _supervise(self, folder: Path) -> Termination:
         node = read_node(self._config, self._environ)
         num_ranks = self._config.world.nproc_per_node
-        reads_gpus = self._config.reads_gpus
+        watch = watch_config(self._config, self._config.world.nnodes, self._environ)
         with node_page(
-            self._config.telemetry, node.rank * num_ranks, num_ranks, reads_gpus=reads_gpus
+            self._config.telemetry,
+            node.rank * num_ranks,
+            num_ranks,
+            reads_gpus=self._config.reads_gpus,
+            watch=watch,
         ) as page:
             return self._run_attempt(node, page, folder)
 

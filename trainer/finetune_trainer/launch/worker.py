@@ -30,6 +30,7 @@ from finetune_trainer.errors import (
 )
 from finetune_trainer.importing import uncollected
 from finetune_trainer.launch.claim import claim_folders
+from finetune_trainer.launch.meeting import tell_nodes
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -117,7 +118,9 @@ class _Rank:
         config, environ, stop = self._config, self._environ, self._stop
         launch = read_launch(environ) or Launch("")
         self._rank = launch.rank
-        shared = Shared(self._node_page(launch), launch.rank)
+        page = self._node_page(launch)
+        shared = Shared(page, launch.rank)
+        witness = shared.witness()
         if launch.launcher == ACCELERATE:  # it dies of SIGTERM without passing it on
             end_with_parent(os.getppid(), signal.SIGTERM)
         fence = None
@@ -137,8 +140,11 @@ class _Rank:
                 open_world(config, environ, should_stop=lambda: stop.requested) as world,
                 ExitStack() as watching,
             ):
+                tell_nodes(world, page, launch)
                 do_work = _load(entry)
                 importing.close()
+                if witness is not None:
+                    witness.tell_collectives()
                 telemetry = self._telemetry or self._open_telemetry(launch, shared)
                 if world.group is not None:
                     uses_nccl = world.device.type == "cuda"

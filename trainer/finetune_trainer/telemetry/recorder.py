@@ -20,6 +20,7 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.files import replace_text
+from finetune_trainer.telemetry.boundary import StepBoundaries
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.collectives import Collectives
 from finetune_trainer.telemetry.flops import peak_flops
@@ -92,6 +93,7 @@ class Telemetry:
         self.collectives = Collectives(
             self._shared.block, config.strategy, self.warn, self._shared.phases
         )
+        self._boundaries = StepBoundaries(self._shared.block)
         self._tensorboard: TensorBoardWriter | None = None
         self._narrator = Narrator() if self._is_main else None
         self._journal.write("started", {"world_size": world_size})  # no start without room
@@ -216,6 +218,7 @@ class Telemetry:
         self._numbers.step(report, self._throughput, now)
         self.collectives.read()
         self._look_at_gpu(now)
+        self._boundaries.mark(self.collectives.exposed_seconds)
         self._plot(
             report.step,
             {

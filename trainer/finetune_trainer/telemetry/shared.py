@@ -15,6 +15,7 @@ from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.processes import process_start
 from finetune_trainer.telemetry.slots import Block, Word
+from finetune_trainer.telemetry.witness import Witness
 
 ENV_NODE_PAGE = "FINETUNE_NODE_PAGE"  # a supervisor's `NodePage`, as JSON, for its ranks
 PROGRESS_FILE = "progress.json"
@@ -29,12 +30,14 @@ class NodePage(ContractModel):
         url: where Prometheus finds it, from this machine.
         warning: why it is not where it should be, or nowhere.
         first_rank: the first of the node's ranks, which tells the warning.
+        word: by which the page of rank 0's node knows the job's other nodes; None elsewhere.
     """
 
     folder: str | None = None
     url: str | None = None
     warning: str | None = None
     first_rank: int = 0
+    word: str | None = None
 
 
 class Shared:
@@ -54,6 +57,7 @@ class Shared:
         self._numbers = self.block.numbers
         self.phases = PhaseClock(self.block)  # while the page still takes the block for the old
         # process's, as the phase that it left running ends there
+        self._numbers[Word.WITNESS_PID] = 0
         self._numbers[Word.PID] = os.getpid()
         self._numbers[Word.PROCESS_START] = process_start(os.getpid())
         self.seen()
@@ -66,6 +70,15 @@ class Shared:
     def idle_seconds(self) -> float:
         """Time since the last `seen`."""
         return time.monotonic() - self._numbers[Word.SEEN_AT]
+
+    def witness(self) -> Witness | None:
+        """Be ready to tell what this rank does while it cannot; None where nobody may ask."""
+        if self._folder is None:
+            return None
+        try:
+            return Witness(self._folder, self._rank, self.block)
+        except OSError:
+            return None  # there is no room, as `warning` says
 
     def take_save_request(self) -> bool:
         """Return whether the page was asked for a checkpoint that no call has told of yet."""

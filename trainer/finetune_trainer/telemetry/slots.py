@@ -51,6 +51,16 @@ class Word(IntEnum):
     ODD_SINCE = 11
     ODD_LEFT = 12
     ODD_LEFT_SECONDS = 13
+    WITNESS_PID = 14  # the process that writes its stacks when it gets SIGUSR2; see `witness`
+    # The end of the newest step; see `boundary`. Read in this order it is whole where the first
+    # and the last are the same.
+    BOUNDARIES_WRITTEN = 15
+    BOUNDARY_AT = 16
+    BOUNDARY_WAITING = 17
+    BOUNDARY_DATA = 18
+    BOUNDARY_CHECKPOINT = 19
+    BOUNDARY_APART = 20
+    BOUNDARIES_BEGUN = 21
 
 
 _PHASE_WORDS = slice(Word.PHASE_SWITCHES, Word.ODD_LEFT_SECONDS + 1)

@@ -171,6 +171,23 @@ class AttemptStatus(ApiModel):
     """SHA-256 of what later attempts keep of it, such as its profile."""
 
 
+class SuspectStatus(ApiModel):
+    """A rank that holds the others back."""
+
+    rank: Annotated[int, Field(ge=0)]
+    """Its rank."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """Its node."""
+    cause: Annotated[str, Field(max_length=64)]
+    """What it does while the others wait: compute, data, checkpoint, or stuck."""
+    score: float | None = None
+    """Its busy time by the median of the others'; none where it stays away from a collective."""
+    since: Time
+    """When it began, RFC 3339."""
+    message: Text = ""
+    """The same in one sentence, with what more is known."""
+
+
 class BackendRef(ApiModel):
     """What the backend made for the current attempt."""
 
@@ -205,6 +222,8 @@ class FineTuneJobStatus(ApiModel):
     """What was chosen for the job."""
     progress: ProgressStatus | None = None
     """What rank 0 published last."""
+    suspects: Annotated[list[SuspectStatus], Field(max_length=5)] = Field([])
+    """Ranks that hold the newest attempt back."""
     checkpoint: CheckpointLedger = CheckpointLedger()
     """The checkpoints that matter."""
     ledger: TimeLedger | None = None

@@ -18,7 +18,7 @@ from finetune_operator.backends.aks.names import (
 )
 from finetune_operator.backends.aks.profiles import aks_of
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
-from finetune_trainer.config import ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
+from finetune_trainer.config import ENV_NODE_NAME, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
 
 Json = dict[str, Any]
 
@@ -155,12 +155,13 @@ def _environment(inputs: PodInputs) -> list[Json]:
     if inputs.rendezvous_host:
         owned[ENV_RDZV_ENDPOINT] = f"{inputs.rendezvous_host}:{RENDEZVOUS_PORT}"
     values = defaults | profile.env | owned
-    secrets: list[Json] = []
+    node_name = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    references: list[Json] = [{"name": ENV_NODE_NAME, "valueFrom": node_name}]
     if (token := job.spec.model.token_secret_ref) is not None:
         values.pop(HUB_TOKEN, None)
         secret = {"secretKeyRef": {"name": token.name, "key": token.key}}
-        secrets.append({"name": HUB_TOKEN, "valueFrom": secret})
-    return [*({"name": name, "value": text} for name, text in values.items()), *secrets]
+        references.append({"name": HUB_TOKEN, "valueFrom": secret})
+    return [*({"name": name, "value": text} for name, text in values.items()), *references]
 
 
 def _resources(job: FineTuneJob, profile: FineTuneProfileSpec) -> Json:

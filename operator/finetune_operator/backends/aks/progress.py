@@ -155,7 +155,7 @@ class ProgressReader:
                 connector=self._connector,
             ) as answer:
                 text = await _read(answer.content)
-            pull.newest = Progress.model_validate_json(text)
+            pull.newest = Progress.of_any_version(text)
             pull.is_silent = pull.is_logged = False
             wait = pull.pace.after_answer(loop.time(), is_steady=pull.newest.phase in _STEADY)
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:

@@ -62,6 +62,11 @@ class Collectives:
         self.read()
         self._tallies.is_counting = True
 
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Time in which the rank could only wait for others, in steps; None where not known."""
+        return self._tallies.exposed_seconds
+
     def read(self) -> None:
         """Take over what came to light since the last call; once a step."""
         self._interception.read()

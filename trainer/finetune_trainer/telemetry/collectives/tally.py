@@ -7,6 +7,7 @@ has numbers of its own.
 from typing import TYPE_CHECKING
 
 from finetune_trainer.config import metrics
+from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 from finetune_trainer.telemetry.collectives.sample import Sample, bus_factor, size_class
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ class Tally:
         _begin(self._numbers, self._exposed)
         self._numbers[self._exposed] += seconds
 
+    @property
+    def exposed_so_far(self) -> float | None:
+        """What `exposed` came to; None where nothing is known."""
+        seconds = self._numbers[self._exposed]
+        return seconds if seconds == seconds else None
+
 
 class Tallies:
     """All tallies of a rank, and how much they know.
@@ -86,6 +93,16 @@ class Tallies:
         if found is None and self.is_counting and len(self._tallies) < metrics.MOST_KINDS:
             found = self._tallies[key] = Tally(self._block, key, num_ranks)
         return found
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Exposed seconds of all that a step has; None where none are known."""
+        found = [
+            known
+            for (_, group, _), tally in list(self._tallies.items())
+            if group != CHECKPOINT and (known := tally.exposed_so_far) is not None
+        ]
+        return sum(found) if found else None
 
     def add(self, sample: Sample) -> None:
         """Count a collective that is over."""

@@ -17,6 +17,7 @@ from finetune_trainer.telemetry.node.gpus import Gpus
 from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.node.routes import routes
 from finetune_trainer.telemetry.node.server import PageServer
+from finetune_trainer.telemetry.node.watch import read_watch
 from finetune_trainer.telemetry.shared import tell_warning
 
 
@@ -27,7 +28,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     ranks = NodeRanks(Path(folder), range(int(first_rank), int(first_rank) + int(num_ranks)))
     gpus = Gpus(partial(_warn, Path(folder))) if what == "gpus" else None
-    server = PageServer(socket.socket(fileno=int(listener)), routes(ranks, gpus))
+    watch = read_watch(Path(folder), ranks)
+    server = PageServer(socket.socket(fileno=int(listener)), routes(ranks, gpus, watch))
+    if watch is not None:
+        watch.start()
     sys.stdin.buffer.read()
     server.close()
     shutil.rmtree(folder, ignore_errors=True)  # whoever started this deletes what stays

@@ -16,14 +16,17 @@ from prometheus_client.registry import Collector
 from finetune_trainer.config import metrics
 from finetune_trainer.config.metrics import Metric, MetricType, combinations
 from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
+from finetune_trainer.telemetry.node.watch import NodeWatch
 from finetune_trainer.telemetry.slots import layout_of_node
 
 
 class RankCollector(Collector):
     """Makes the page of what the ranks share at that moment."""
 
-    def __init__(self, ranks: NodeRanks) -> None:
+    def __init__(self, ranks: NodeRanks, watch: NodeWatch | None = None) -> None:
+        """Take the ranks' numbers from `ranks`, and their scores from `watch`."""
         self._ranks = ranks
+        self._watch = watch
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -32,13 +35,22 @@ class RankCollector(Collector):
         ranks = self._ranks.now()
         first = [rank for rank in ranks if rank.rank == 0]
         for metric in metrics.OF_TRAINING_NODE:
-            family = _family(metric, first if metric.is_of_rank_zero else ranks)
+            of_ranks = first if metric.is_of_rank_zero else ranks
+            family = _scores(self._watch) if metric is metrics.SCORE else _family(metric, of_ranks)
             if family.samples:
                 yield family
 
     def render(self) -> bytes:
         """Return the page in the Prometheus text format."""
         return generate_latest(self._registry)
+
+
+def _scores(watch: NodeWatch | None) -> Family:
+    score = metrics.SCORE
+    family = GaugeMetricFamily(score.name, score.help, labels=score.label_names)
+    for rank, value in sorted(watch.scores.items()) if watch is not None else ():
+        family.add_metric((str(rank),), value)
+    return family
 
 
 def _family(metric: Metric, ranks: list[RankNow]) -> Family:

@@ -11,7 +11,7 @@ from threading import Lock
 from finetune_trainer.config import metrics
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.telemetry.phases import read_phases
-from finetune_trainer.telemetry.processes import read_process
+from finetune_trainer.telemetry.processes import Process, read_process
 from finetune_trainer.telemetry.shared import PROGRESS_FILE, block_file, info_file
 from finetune_trainer.telemetry.slots import Block, Word
 
@@ -26,6 +26,7 @@ class RankNow:
         resident_bytes: memory of its process; None where that is gone.
         phase_seconds: wall time by phase, up to now; of a process that is gone, up to when it was
             last seen.
+        process: its process; None where that is gone.
         info: values of the labels of `metrics.INFO` after the rank; None before it has told them.
     """
 
@@ -34,7 +35,13 @@ class RankNow:
     age_seconds: float
     resident_bytes: int | None
     phase_seconds: Mapping[TimedPhase, float]
+    process: Process | None
     info: Mapping[str, str] | None
+
+    def is_same_process(self) -> bool:
+        """Ask anew whether its process still runs."""
+        now = read_process(int(self.numbers[Word.PID]))
+        return now is not None and now.start == self.numbers[Word.PROCESS_START]
 
 
 class NodeRanks:
@@ -88,6 +95,7 @@ class NodeRanks:
             age_seconds=max(0.0, now - numbers[Word.SEEN_AT]),
             phase_seconds=self._phases(rank, numbers, now if is_same else None),
             resident_bytes=process.resident_bytes if process is not None and is_same else None,
+            process=process if is_same else None,
             info=self._info(rank),
         )
 

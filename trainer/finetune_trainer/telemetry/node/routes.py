@@ -10,25 +10,36 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from finetune_trainer.telemetry.node.gpus import Gpus
 from finetune_trainer.telemetry.node.page import RankCollector
+from finetune_trainer.telemetry.node.peers import MAX_NEWS_BYTES, PEERS_PATH
 from finetune_trainer.telemetry.node.ranks import NodeRanks
-from finetune_trainer.telemetry.node.server import JSON, Answer, Routes
+from finetune_trainer.telemetry.node.server import JSON, Answer, Route, Routes
+from finetune_trainer.telemetry.node.watch import NodeWatch
 
 
-def routes(ranks: NodeRanks, gpus: Gpus | None = None) -> Routes:
-    """Return GET /metrics, of each node; GET /progress and POST /checkpoint, of rank 0's."""
-    page = RankCollector(ranks)
+def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None = None) -> Routes:
+    """Return GET /metrics, of each node; all else is of rank 0's.
 
-    def metrics() -> Answer:
+    That is GET /progress, POST /checkpoint, and POST /ranks for the job's other nodes.
+    """
+    page = RankCollector(ranks, watch)
+
+    def metrics(body: bytes) -> Answer:
         text = page.render() + (gpus.render() if gpus is not None else b"")
         return HTTPStatus.OK, CONTENT_TYPE_LATEST, text
 
-    def progress() -> Answer:
+    def progress(body: bytes) -> Answer:
         if not ranks.has_rank_zero:
             return _elsewhere()
         text = ranks.progress()
-        return (HTTPStatus.OK, JSON, text) if text is not None else _not_yet()
+        return (HTTPStatus.OK, JSON, _with(text, watch)) if text is not None else _not_yet()
 
-    def checkpoint() -> Answer:
+    def news(body: bytes) -> Answer:
+        if watch is None or watch.desk is None:
+            return _elsewhere()
+        status, text = watch.desk.receive(body)
+        return (status, JSON, text.encode()) if status == HTTPStatus.OK else _say(status, text)
+
+    def checkpoint(body: bytes) -> Answer:
         if not ranks.has_rank_zero:
             return _elsewhere()
         if not ranks.ask_for_save():
@@ -36,10 +47,19 @@ def routes(ranks: NodeRanks, gpus: Gpus | None = None) -> Routes:
         return _say(HTTPStatus.ACCEPTED, "a checkpoint will be saved at the next step boundary")
 
     return {
-        "/metrics": ("GET", metrics),
-        "/progress": ("GET", progress),
-        "/checkpoint": ("POST", checkpoint),
+        "/metrics": Route("GET", metrics),
+        "/progress": Route("GET", progress),
+        "/checkpoint": Route("POST", checkpoint),
+        PEERS_PATH: Route("POST", news, MAX_NEWS_BYTES),
     }
+
+
+def _with(progress: bytes, watch: NodeWatch | None) -> bytes:
+    """Return the progress that rank 0 published, with what its node finds of all ranks."""
+    if watch is None or not watch.suspects:
+        return progress
+    suspects = [one.model_dump(mode="json", by_alias=True) for one in watch.suspects]
+    return json.dumps({**json.loads(progress), "suspects": suspects}).encode()
 
 
 def _elsewhere() -> Answer:

@@ -7,7 +7,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 _MAX_BODY_BYTES = 1024
 _CONNECTION_TIMEOUT_SECONDS = 5.0
@@ -16,8 +16,23 @@ JSON = "application/json"
 Answer = tuple[HTTPStatus, str, bytes]
 """Status, content type and body."""
 
-Routes = Mapping[str, tuple[str, Callable[[], Answer]]]
-"""By path: the method that asks there, and what makes the answer, at once and in any thread."""
+
+class Route(NamedTuple):
+    """What answers at a path.
+
+    Attributes:
+        method: by which it is asked.
+        answer: makes the answer to a body, at once and in any thread.
+        max_body_bytes: of a request; a longer one is refused unread.
+    """
+
+    method: str
+    answer: Callable[[bytes], Answer]
+    max_body_bytes: int = _MAX_BODY_BYTES
+
+
+Routes = Mapping[str, Route]
+"""By path."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -57,17 +72,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         routes, length = self.server.routes, self.headers.get("Content-Length", "0")
         if self.path not in routes:
-            known = ", ".join(f"{method} {path}" for path, (method, _) in routes.items())
+            known = ", ".join(f"{route.method} {path}" for path, route in routes.items())
             self.send_error(HTTPStatus.NOT_FOUND, explain=f"there is {known}")
             return
-        method, answer = routes[self.path]
-        if self.command != method:
-            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, explain=f"use {method}")
-        elif not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
-            self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, explain="send no body")
+        route = routes[self.path]
+        if self.command != route.method:
+            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, explain=f"use {route.method}")
+        elif not length.isdecimal() or int(length) > route.max_body_bytes:
+            most = f"send at most {route.max_body_bytes} bytes"
+            self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, explain=most)
         else:
-            self.rfile.read(int(length))  # else it would be taken for the next request
-            status, content_type, body = answer()
+            status, content_type, body = route.answer(self.rfile.read(int(length)))
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))

@@ -5,21 +5,38 @@ nobody takes a port meanwhile that was found free.
 """
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 
-from finetune_trainer.config import TelemetryConfig, TrainConfig
+from finetune_trainer.config import ENV_NODE_NAME, TelemetryConfig, TrainConfig
 from finetune_trainer.files import remove_tree
+from finetune_trainer.telemetry.node.watch import ENV_WATCH_SPEED, WATCH_FILE, WatchConfig
 from finetune_trainer.telemetry.shared import NodePage
 
 _MEMORY = Path("/dev/shm")
 _PORTS_TRIED = 20
+
+
+def watch_config(
+    config: TrainConfig, num_nodes: int, environ: Mapping[str, str] = os.environ
+) -> WatchConfig:
+    """Return what the page of a node must know to find who holds the run back."""
+    return WatchConfig(
+        run_dir=config.run_dir,
+        attempt=config.job.attempt,
+        node=environ.get(ENV_NODE_NAME) or socket.gethostname(),
+        num_nodes=num_nodes,
+        hang_seconds=config.control.hang_seconds,
+        word=secrets.token_urlsafe(16),
+        speed=float(environ.get(ENV_WATCH_SPEED, "1")),
+    )
 
 
 @contextmanager
@@ -30,6 +47,7 @@ def node_page(
     folder: Path | None = None,
     *,
     reads_gpus: bool = False,
+    watch: WatchConfig | None = None,
 ) -> Iterator[NodePage]:
     """Serve the page of `num_ranks` ranks, from `first_rank` on, while the block runs.
 
@@ -37,10 +55,11 @@ def node_page(
 
     Its process also ends when this one is killed. Where there can be no page, the one that is
     returned has a warning, and no folder; with port 0 there is none. `folder` is where the ranks
-    leave what it shows, made if it is missing; None makes a new one.
+    leave what it shows, made if it is missing; None makes a new one. Without `watch` nobody finds
+    who holds the run back.
     """
     none = NodePage(first_rank=first_rank)
-    page, process = _serve(config, none, num_ranks, folder, reads_gpus=reads_gpus)
+    page, process = _serve(config, none, num_ranks, folder, reads_gpus=reads_gpus, watch=watch)
     try:
         yield page
     finally:
@@ -65,6 +84,7 @@ def page_without_supervisor(
             local_world_size,
             folder,
             reads_gpus=config.reads_gpus,
+            watch=watch_config(config, config.world.world_size // local_world_size),
         )
     none = NodePage(first_rank=first_rank)
     if config.telemetry.metrics_port == 0:
@@ -83,6 +103,7 @@ def _serve(
     folder: Path | None,
     *,
     reads_gpus: bool,
+    watch: WatchConfig | None,
 ) -> "tuple[NodePage, subprocess.Popen[bytes] | None]":
     """Start the process of a page; where there can be none, return `none` with the reason."""
     if config.metrics_port == 0:
@@ -93,12 +114,16 @@ def _serve(
     with listener:
         try:
             folder = _make(folder)
+            if watch is not None:
+                (folder / WATCH_FILE).write_text(watch.to_json())
             words = (str(folder), none.first_rank, num_ranks, listener.fileno())
             process = _start((*words, "gpus" if reads_gpus else "ranks"), listener)
         except OSError as error:
             sentence = f"the page of this node cannot be served ({error}); no metrics are served"
             return none.model_copy(update={"warning": sentence}), None
         found = {"folder": str(folder), "url": _url(listener), "warning": warning}
+        if watch is not None and none.first_rank == 0:
+            found["word"] = watch.word
     return none.model_copy(update=found), process
 
 

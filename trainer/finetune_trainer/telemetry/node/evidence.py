@@ -1,0 +1,162 @@
+"""Keeps what the ranks of a node do while nobody gets on, before anything is killed.
+
+For each stall a folder below the run directory, with the stacks and the collectives of each rank.
+Disks and ranks may not answer, so a thread of its own does all of this.
+"""
+
+import gzip
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from threading import Thread
+
+from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
+from finetune_trainer.telemetry.processes import PROCESS_STATES, threads_of
+from finetune_trainer.telemetry.slots import Word
+from finetune_trainer.telemetry.witness import STACKS_SIGNAL, recorder_socket, stacks_file
+
+STALLS_KEPT = 3
+_SECONDS_FOR_STACKS = 3.0
+_SECONDS_OF_QUIET = 0.3  # after which stacks are taken to be whole
+_POLL_SECONDS = 0.05
+_RECORDER_SECONDS = 5.0
+_MAX_STACKS_BYTES = 1 << 20
+_MAX_DUMP_BYTES = 1 << 25
+
+
+def evidence_folder(attempt: int, stall: int) -> str:
+    """Return where the evidence of a stall is, below the run directory."""
+    return f"logs/stall-{attempt}-{stall}"
+
+
+class Evidence:
+    """Collects for the first few stalls of an attempt, one at a time."""
+
+    def __init__(self, ranks: NodeRanks, folder: Path, run_dir: Path, attempt: int) -> None:
+        """Prepare; `folder` is what the ranks share with their page."""
+        self._ranks, self._folder = ranks, folder
+        self._run_dir, self._attempt = run_dir, attempt
+        self._stall = 0
+        self._thread: Thread | None = None
+
+    def collect(self, stall: int) -> None:
+        """Collect for a stall, unless that was asked for before; return at once."""
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if stall <= self._stall or stall > STALLS_KEPT or is_busy:
+            return
+        self._stall = stall
+        # What goes wrong in it is printed by the interpreter, into the log of the node.
+        self._thread = Thread(target=self._collect, args=(stall,), name="evidence", daemon=True)
+        self._thread.start()
+
+    def _collect(self, stall: int) -> None:
+        ranks = self._ranks.now()
+        before = {one.rank: self._size(one.rank) for one in ranks}
+        self._wait_for_stacks(before, [one.rank for one in ranks if _ask_for_stacks(one)])
+        target = self._run_dir / evidence_folder(self._attempt, stall)
+        target.mkdir(parents=True, exist_ok=True)
+        for one in ranks:
+            text = _state(one).encode() + self._stacks(one.rank, before[one.rank])
+            (target / f"rank-{one.rank}.stacks.txt").write_bytes(text)
+        for one in ranks:
+            dump = _recorder_dump(self._folder / recorder_socket(one.rank))
+            if dump is not None:
+                packed = gzip.compress(dump)
+                (target / f"rank-{one.rank}.collectives.json.gz").write_bytes(packed)
+
+    def _wait_for_stacks(self, before: Mapping[int, int], asked: list[int]) -> None:
+        """Return when all who were asked have written, and write no more; not all may."""
+        deadline = time.monotonic() + _SECONDS_FOR_STACKS
+        sizes, changed = dict(before), time.monotonic()
+        while time.monotonic() < deadline:
+            newer = {rank: self._size(rank) for rank in asked}
+            if newer != {rank: sizes[rank] for rank in asked}:
+                sizes, changed = {**sizes, **newer}, time.monotonic()
+            has_all = all(sizes[rank] > before[rank] for rank in asked)
+            if has_all and time.monotonic() - changed > _SECONDS_OF_QUIET:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _size(self, rank: int) -> int:
+        try:
+            return (self._folder / stacks_file(rank)).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _stacks(self, rank: int, begin: int) -> bytes:
+        try:
+            with (self._folder / stacks_file(rank)).open("rb") as file:
+                file.seek(begin)
+                return file.read(_MAX_STACKS_BYTES) or b"it has written no stacks\n"
+        except FileNotFoundError:
+            return b"it cannot be asked for stacks\n"
+
+
+def _ask_for_stacks(rank: RankNow) -> bool:
+    """Ask a rank for its stacks; return whether it was asked, and will answer in a moment.
+
+    A process that has not said that it takes the signal would die of it.
+    """
+    pid = int(rank.numbers[Word.WITNESS_PID])
+    if rank.process is None or rank.process.pid != pid or rank.process.state in "Tt":
+        return False
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if rank.is_same_process():  # still, so the descriptor is of no later one
+            signal.pidfd_send_signal(descriptor, STACKS_SIGNAL)
+            return True
+    except ProcessLookupError:
+        pass  # it has just ended
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _state(rank: RankNow) -> str:
+    """Return what the kernel says of a rank's process and its threads."""
+    if rank.process is None:
+        return f"rank {rank.rank}: its process is gone\n"
+    process = rank.process
+    lines = [
+        f"rank {rank.rank}: process {process.pid} is {PROCESS_STATES.get(process.state, '?')}, in "
+        f"state {process.state}",
+        *(f"thread {one.id} {one.name}: {one.state} {one.waits_in}" for one in threads_of(process)),
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+def _recorder_dump(path: Path) -> bytes | None:
+    """Return what torch's flight recorder has of a rank; None where that does not answer."""
+    with closing(_Recorder(path)) as connection:
+        try:
+            for handler in ("dump_nccl_trace_json", "fr_trace_json"):
+                connection.request("POST", f"/handler/{handler}")
+                answer = connection.getresponse()
+                text = answer.read(_MAX_DUMP_BYTES)
+                if answer.status == HTTPStatus.OK:
+                    return text
+        except (OSError, HTTPException):
+            pass  # it is stopped, gone, or has no recorder
+    return None
+
+
+class _Recorder(HTTPConnection):
+    """A connection to the server that torch keeps behind a socket of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=_RECORDER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))

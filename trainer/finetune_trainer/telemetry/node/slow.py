@@ -1,0 +1,234 @@
+"""Which ranks are slower than the others: busy time a step against the median of the others. Pure.
+
+All ranks of a synchronous run make the same steps, so who is slow is busy for longer, and the
+others wait for it in collectives. Busy is all of a step but that waiting.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from finetune_trainer.config import SuspectCause
+from finetune_trainer.telemetry.boundary import Boundary
+from finetune_trainer.telemetry.node.looks import Seen
+
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_SIGMAS = 4.0
+_MIN_OTHERS_OF_SPREAD = 3
+_MOST_APART = 0.1
+
+
+@dataclass(frozen=True)
+class SlowPace:
+    """When a rank counts as slow.
+
+    Attributes:
+        window_seconds: shortest time over which ranks are compared.
+        min_steps: fewest steps over which they are, as nodes are not looked at in one moment.
+        windows: how many in a row a rank is slow in before it is named, and well before it is not.
+        slow: lowest score of a slow rank.
+        well: highest score of one that is well again.
+        min_share: of its wall time that a slow rank is busy for longer than the others.
+    """
+
+    window_seconds: float = 5.0
+    min_steps: int = 4
+    windows: int = 3
+    slow: float = 1.10
+    well: float = 1.05
+    min_share: float = 0.05
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that is slow now.
+
+    Attributes:
+        score: its busy time by the median of the others', over the newest windows.
+        since: begin of the first window in which it was slow, on the clock of the looks.
+    """
+
+    rank: int
+    cause: SuspectCause
+    score: float
+    since: float
+
+
+@dataclass(frozen=True)
+class Use:
+    """Seconds a step of one rank, over one window."""
+
+    wall: float
+    compute: float
+    data: float
+    checkpoint: float
+    apart: float
+
+    @property
+    def busy(self) -> float:
+        """All but waiting for others."""
+        return self.compute + self.data + self.checkpoint
+
+    @classmethod
+    def between(cls, first: Boundary, last: Boundary) -> "Use":
+        """Return what a rank's steps between two boundaries took."""
+        steps = last.steps - first.steps
+        waiting = last.waiting_seconds - first.waiting_seconds
+        apart = last.apart_seconds - first.apart_seconds
+        data = (last.data_seconds - first.data_seconds) / steps
+        checkpoint = (last.checkpoint_seconds - first.checkpoint_seconds) / steps
+        wall = (last.at - first.at) / steps
+        compute = max(0.0, wall - (waiting + apart) / steps - data - checkpoint)
+        return cls(wall, compute, data, checkpoint, apart / steps)
+
+
+@dataclass
+class _Record:
+    """What one rank was in the newest windows.
+
+    Attributes:
+        excesses: seconds a step above the others, by cause, of windows in which it was slow.
+        scores: of the same windows.
+    """
+
+    since: float = 0.0
+    excesses: tuple[Mapping[SuspectCause, float], ...] = ()
+    scores: tuple[float, ...] = ()
+    num_well: int = 0
+    is_named: bool = False
+
+
+class SlowRanks:
+    """Compares ranks window by window."""
+
+    def __init__(self, pace: SlowPace) -> None:
+        self._pace = pace
+        self._began = 0.0
+        self._first: Mapping[int, Seen] = {}
+        self._records: dict[int, _Record] = {}
+        self.scores: Mapping[int, float] = {}
+        """Of the newest window, by rank."""
+
+    def look(self, now: float, seen: Mapping[int, Seen]) -> list[Slow]:
+        """Take a look into account; return who is slow now, worst first."""
+        pairs = {
+            rank: (self._first[rank].look.boundary, one.look.boundary)
+            for rank, one in seen.items()
+            if rank in self._first and _is_same(self._first[rank], one)
+        }
+        whole = {rank: (a, b) for rank, (a, b) in pairs.items() if a is not None and b is not None}
+        if len(whole) < len(self._first) or not whole:
+            self._begin(now, seen)  # somebody has come, gone or started anew
+        elif now - self._began >= self._pace.window_seconds and all(
+            last.steps - first.steps >= self._pace.min_steps for first, last in whole.values()
+        ):
+            self._close({rank: Use.between(*both) for rank, both in whole.items()})
+            self._begin(now, seen)
+        named = [self._slow(rank) for rank, one in self._records.items() if one.is_named]
+        return sorted(named, key=lambda one: -one.score)
+
+    def forget(self) -> None:
+        """Begin anew, as the run does something else now."""
+        self._first, self._records, self.scores = {}, {}, {}
+
+    def _begin(self, now: float, seen: Mapping[int, Seen]) -> None:
+        self._began = now
+        self._first = {
+            rank: one
+            for rank, one in seen.items()
+            if one.look.boundary is not None and not one.is_silent
+        }
+
+    def _close(self, uses: Mapping[int, Use]) -> None:
+        """Compare the ranks over a window that is over."""
+        self._records = {rank: self._records.get(rank, _Record()) for rank in uses}
+        if len(uses) < 2:
+            self.scores = {}
+            return
+        if max(use.apart / use.wall for use in uses.values() if use.wall > 0) > _MOST_APART:
+            return  # ranks wait for each other in an evaluation, too, which is not told apart
+        busy = _Medians({rank: use.busy for rank, use in uses.items()})
+        self.scores = {
+            rank: use.busy / median
+            for rank, use in uses.items()
+            if (median := busy.of_others(rank)) > 0
+        }
+        for rank, score in self.scores.items():
+            self._note(rank, score, uses, busy)
+
+    def _note(self, rank: int, score: float, uses: Mapping[int, Use], busy: "_Medians") -> None:
+        pace, record, use = self._pace, self._records[rank], uses[rank]
+        excess = use.busy - busy.of_others(rank)
+        is_slow = (
+            score >= pace.slow
+            and excess >= pace.min_share * use.wall
+            and excess > _SIGMAS * busy.spread_of_others(rank)
+        )
+        record.num_well = record.num_well + 1 if score <= pace.well else 0
+        if is_slow:
+            if not record.excesses:
+                record.since = self._began
+            record.excesses = (*record.excesses, _excess(rank, uses))[-pace.windows :]
+            record.scores = (*record.scores, score)[-pace.windows :]
+            record.is_named = record.is_named or len(record.scores) == pace.windows
+        elif not record.is_named or record.num_well >= pace.windows:
+            self._records[rank] = _Record()
+
+    def _slow(self, rank: int) -> Slow:
+        record = self._records[rank]
+        causes = {cause: sum(one[cause] for one in record.excesses) for cause in _CAUSES}
+        score = sum(record.scores) / len(record.scores)
+        return Slow(
+            rank=rank,
+            cause=max(_CAUSES, key=lambda cause: causes[cause]),
+            score=round(score, 2),
+            since=record.since,
+        )
+
+
+_CAUSES = (SuspectCause.COMPUTE, SuspectCause.DATA, SuspectCause.CHECKPOINT)
+
+
+def _excess(rank: int, uses: Mapping[int, Use]) -> dict[SuspectCause, float]:
+    """Return how many seconds a step a rank is above the others, by cause."""
+    found = {}
+    for cause in _CAUSES:
+        values = {one: float(getattr(use, cause)) for one, use in uses.items()}
+        found[cause] = values[rank] - _Medians(values).of_others(rank)
+    return found
+
+
+def _is_same(first: Seen, last: Seen) -> bool:
+    before, after = first.look, last.look
+    if before.process_start != after.process_start or last.is_silent:
+        return False
+    if before.boundary is None or after.boundary is None:
+        return False
+    return after.boundary.steps >= before.boundary.steps
+
+
+class _Medians:
+    """Medians of all values but one."""
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self._values = values
+        self._sorted = sorted(values.values())
+
+    def of_others(self, rank: int) -> float:
+        """Return the median of the others' values, of which there must be one."""
+        ordered, own = self._sorted, bisect_left(self._sorted, self._values[rank])
+        num_others = len(ordered) - 1
+        middle = {(num_others - 1) // 2, num_others // 2}
+        return sum(ordered[at if at < own else at + 1] for at in middle) / len(middle)
+
+    def spread_of_others(self, rank: int) -> float:
+        """Return the standard deviation of the others, as their median deviation shows it.
+
+        0 where they are too few to have one.
+        """
+        others = [value for one, value in self._values.items() if one != rank]
+        if len(others) < _MIN_OTHERS_OF_SPREAD:
+            return 0.0
+        middle = median(others)
+        return _MAD_TO_SIGMA * median(abs(value - middle) for value in others)
