@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from decisions import Life, running
+from decisions import START, Life, running
 from fake_api import FakeApi
 from finetune_operator.api.v1alpha1 import ObjectMeta
-from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.status_writer import is_worth_writing
 from finetune_operator.kube.resources import EVENTS
-from finetune_operator.metrics.suspects import JOB_SUSPECT, suspect_series
+from finetune_operator.metrics import catalogue
+from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.reconcile.ledger import Ledger
 from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase, Progress, Suspect, SuspectCause
 
@@ -43,6 +44,12 @@ def begun() -> Life:
 def is_written(life: Life, seen: Any) -> bool:
     after = life.decide(seen).status
     return is_worth_writing(life.status, after, with_handle=False)
+
+
+def shown(life: Life) -> list[tuple[tuple[str, ...], float]]:
+    """Return the series of suspects on the operator's page."""
+    made = {"status": life.status.model_dump(mode="json", by_alias=True, exclude_none=True)}
+    return list(JobNow(made, Ledger(START), START).series(catalogue.SUSPECT))
 
 
 def test_a_suspect_is_told_at_once_with_a_sentence() -> None:
@@ -102,7 +109,7 @@ def test_a_failed_attempt_keeps_its_suspects_until_the_next_one() -> None:
     life.see(trains(STUCK))
     life.see(ended(65, FailureClass.DATA_ERROR, "hung"))
     assert [one.rank for one in life.status.suspects] == [2]
-    assert list(suspect_series(dumped(life.status))) == []
+    assert shown(life) == []
 
 
 def test_neither_the_next_attempt_nor_a_complete_job_has_those_of_before() -> None:
@@ -117,19 +124,14 @@ def test_neither_the_next_attempt_nor_a_complete_job_has_those_of_before() -> No
     assert life.status.suspects == []
 
 
-def dumped(status: FineTuneJobStatus) -> dict[str, Any]:
-    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
 def test_each_suspect_is_a_series_while_its_attempt_runs() -> None:
     life = begun()
-    assert list(suspect_series(dumped(life.status))) == []
+    assert shown(life) == []
     life.see(trains(SLOW, STUCK))
-    assert list(suspect_series(dumped(life.status))) == [
+    assert shown(life) == [
         (("gpu-1", "3", "compute"), 1.0),
         (("gpu-0", "2", "stuck"), 1.0),
     ]
-    assert JOB_SUSPECT.label_names[-3:] == ("node", "rank", "cause")
 
 
 def test_a_rank_is_one_event_of_its_attempt_whatever_is_found_later() -> None:

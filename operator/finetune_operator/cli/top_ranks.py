@@ -10,7 +10,6 @@ from typing import Any
 from finetune_operator.cli.top_rows import RankRow, SuspectRow
 from finetune_trainer.config import gpu_metrics, metrics
 
-_SCORE = "finetune_train_straggler_score"
 _WAITING = ("data_wait", "comm_exposed")
 
 Labels = Mapping[str, str]
@@ -64,7 +63,7 @@ def ranks_of(
 ) -> tuple[RankRow, ...]:
     """Return a row for each rank of these nodes, also for those whose page was not read."""
     was = {rank: told for page in before for rank, told in _phases(page).items()}
-    scores = {rank: value for page in now for rank, _, value in page.of(_SCORE)}
+    scores = {rank: value for page in now for rank, _, value in page.of(metrics.SCORE.name)}
     scores |= {one.rank: one.score for one in suspects if one.score is not None}
     causes = {one.rank: one.cause for one in suspects}
     rows = {}

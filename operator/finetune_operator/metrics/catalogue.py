@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.reconcile.categories import Category
-from finetune_trainer.config import FailureClass
+from finetune_trainer.config import FailureClass, SuspectCause
 from finetune_trainer.config import metrics as trainer
 from finetune_trainer.config.metrics import Label, Metric, MetricType
 
@@ -144,6 +144,13 @@ ETA = Metric(
     "Time to the last step, as last written into the status.",
     OF_JOB,
 )
+SUSPECT = Metric(
+    "finetune_job_suspect",
+    MetricType.GAUGE,
+    "ranks",
+    "Ranks that hold the running attempt back; always 1, and absent for all others.",
+    (*OF_JOB, Label("node"), Label("rank"), Label("cause", tuple(SuspectCause))),
+)
 TIME_TO_FIRST_STEP = Metric(
     "finetune_job_time_to_first_step_seconds",
     MetricType.HISTOGRAM,
@@ -222,6 +229,7 @@ OF_JOBS = (
     CHECKPOINT_AGE,
     PROGRESS_RATIO,
     ETA,
+    SUSPECT,
 )
 """Of each job, which the leader alone tells of, in the page's order."""
 

@@ -121,6 +121,13 @@ def _eta(job: JobNow) -> Series:
         yield (), eta
 
 
+def _suspects(job: JobNow) -> Series:
+    attempts = job.status.get("attempts") or []
+    if attempts and not attempts[-1].get("endTime"):
+        for one in job.status.get("suspects") or []:
+            yield (one.get("node", ""), str(one["rank"]), one["cause"]), 1.0
+
+
 def _told(value_of: Callable[[JobNow, Progress], float | None]) -> Callable[[JobNow], Series]:
     def series(job: JobNow) -> Series:
         """Yield what rank 0 of an open attempt has reported."""
@@ -147,6 +154,7 @@ _SERIES: dict[str, Callable[[JobNow], Series]] = {
     catalogue.CHECKPOINT_AGE.name: _checkpoint_age,
     catalogue.PROGRESS_RATIO.name: _progress,
     catalogue.ETA.name: _eta,
+    catalogue.SUSPECT.name: _suspects,
     catalogue.TOLD_STEP.name: _told(lambda job, said: said.step),
     catalogue.TOLD_LOSS.name: _told(lambda job, said: said.loss),
     catalogue.TOLD_TOKENS.name: _told(lambda job, said: said.tokens_per_second),
