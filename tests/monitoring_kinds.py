@@ -1,4 +1,4 @@
-"""The definitions of PodMonitor and ServiceMonitor, from npm's registry.
+"""The definitions of PodMonitor, ServiceMonitor and PrometheusRule, from npm's registry.
 
 The package has the Prometheus Operator's schemas as JSON in its JavaScript. Those of the group
 azmonitoring.coreos.com are nowhere in a registry; they were derived from these, so that a monitor
@@ -20,7 +20,7 @@ PACKAGE = "@kubernetes-models/prometheus-operator@4.0.0"
 # The newest whose schemas are JSON; in later ones they are compiled into functions.
 SHA512 = "3d2aR/ezuAa0KLsbG618n1QUf8kQP0UV42FNGR6/+sec7/URCZqzOjy6sDBtHob3d/1/pBdov3PqUDK/kl9sFQ=="
 GROUPS = {
-    "monitoring.coreos.com": ("PodMonitor", "ServiceMonitor"),
+    "monitoring.coreos.com": ("PodMonitor", "ServiceMonitor", "PrometheusRule"),
     "azmonitoring.coreos.com": ("PodMonitor", "ServiceMonitor"),
 }
 

@@ -50,16 +50,17 @@ def tiny_model(
     template: str | None = CHATML_TEMPLATE,
     seed: int = 0,
     tied: bool = False,
+    hidden_size: int = 64,
 ) -> Path:
-    """Save a random two-layer Llama (hidden 64) with its tokenizer into `folder`; return it."""
+    """Save a random two-layer Llama with its tokenizer into `folder`; return it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = tiny_tokenizer(folder, template=template)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

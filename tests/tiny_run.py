@@ -6,9 +6,9 @@ from pathlib import Path
 from text_fixtures import tiny_model
 
 
-def write_inputs(folder: Path) -> Path:
+def write_inputs(folder: Path, hidden_size: int = 64) -> Path:
     """Write `model/`, `train.jsonl` and `eval.jsonl` into `folder` and return it."""
-    tiny_model(folder / "model")
+    tiny_model(folder / "model", hidden_size=hidden_size)
     for name, count in (("train", 40), ("eval", 6)):
         rows = [
             {"prompt": f"What is {name} number {i} plus {i}?", "completion": f"It is {2 * i}."}

@@ -53,6 +53,8 @@ def monitoring(group: str) -> list[Json]:
     """Return what the chart makes in that group, with every value set."""
     on: Json = {"create": True, "labels": {"release": "stack"}}
     values = {"group": group, "monitors": {**on, "namespaces": ["team-a"]}}
+    if "PrometheusRule" in GROUPS[group]:
+        values["rules"] = on
     return [one for one in rendered(monitoring=values) if one["apiVersion"].startswith(group)]
 
 

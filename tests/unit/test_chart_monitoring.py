@@ -1,14 +1,15 @@
-"""What the chart makes for a Prometheus, and that nothing of it is on by itself."""
+"""What the chart makes for a Prometheus and a Grafana, and that nothing of it is on by itself."""
 
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune_operator.api.v1alpha1.profile import NetworkSettings
 from finetune_operator.backends.aks.names import METRICS_PORT_NAME
 from finetune_operator.kube.labels import JOB_LABEL
 from finetune_trainer.config.metrics import OF_TRAINING_NODE
-from helm_chart import Json, helm, needs_helm, of_kind, rendered
+from helm_chart import CHART, Json, helm, needs_helm, of_kind, rendered
 
 MANAGED = "azmonitoring.coreos.com"
 MONITORS = {"PodMonitor", "ServiceMonitor"}
@@ -28,7 +29,7 @@ def monitors(group: str = "monitoring.coreos.com", **values: Any) -> dict[str, J
 
 
 def test_nothing_for_monitoring_is_made_by_default() -> None:
-    assert {one["kind"] for one in rendered()} & MONITORS == set()
+    assert {one["kind"] for one in rendered()} & {*MONITORS, "PrometheusRule", "ConfigMap"} == set()
 
 
 def test_monitor_takes_the_pods_of_every_job_and_says_job_and_node() -> None:
@@ -121,6 +122,17 @@ def test_operator_and_jobs_let_in_the_same_readers_of_metrics() -> None:
     assert ("kube-system", {"rsName": "ama-metrics"}) in let_in
 
 
+def test_rules_are_those_of_the_file_with_the_templates_of_prometheus() -> None:
+    (made,) = of_kind(
+        rendered(monitoring={"rules": {"create": True, "labels": {"release": "stack"}}}),
+        "PrometheusRule",
+    )
+
+    assert made["spec"] == yaml.safe_load((CHART / "files" / "rules.yaml").read_text())
+    assert made["metadata"]["labels"]["release"] == "stack"
+    assert "{{ $labels.rank }}" in str(made)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -128,6 +140,11 @@ def test_operator_and_jobs_let_in_the_same_readers_of_metrics() -> None:
             {"monitoring": {"monitors": {"create": True}}, "service": {"create": False}},
             "set service.create to true",
             id="a monitor of a Service that is not made",
+        ),
+        pytest.param(
+            {"monitoring": {"group": MANAGED, "rules": {"create": True}}},
+            "deploy files/azure-rules.json",
+            id="rules where there is no such kind",
         ),
         pytest.param(
             {"monitoring": {"group": "monitoring.example.com"}},

@@ -73,6 +73,9 @@ labelValueLengthLimit: 1023
 {{- if and .Values.monitoring.monitors.create (not .Values.service.create) -}}
 {{- fail "monitoring.monitors.create is true, but a ServiceMonitor finds the operator by its Service; set service.create to true" -}}
 {{- end -}}
+{{- if and .Values.monitoring.rules.create (eq .Values.monitoring.group "azmonitoring.coreos.com") -}}
+{{- fail "monitoring.rules.create is true, but AKS's managed Prometheus has no PrometheusRule; set it to false, and deploy files/azure-rules.json of the chart with az deployment group create" -}}
+{{- end -}}
 {{- if and .Values.exampleProfile.create (not (.Capabilities.APIVersions.Has "finetune.dev/v1alpha1/FineTuneProfile")) -}}
 {{- fail "exampleProfile.create is true, but the cluster does not know FineTuneProfiles yet; install without it, then set it by helm upgrade" -}}
 {{- end -}}

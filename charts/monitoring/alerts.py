@@ -1,0 +1,130 @@
+"""Alerts on jobs: one for each thing that holds a run back, and only that one."""
+
+from monitoring.rule import JOB, JOB_AT_FIRST, THE_JOB, Alert, Severity, Worst
+from monitoring.windows import Windows, duration
+
+RUNS = 'finetune_job_status_phase{phase="Running"} == 1'
+
+
+def job_alerts(windows: Windows) -> tuple[Alert, ...]:
+    """Return the alerts on jobs and their ranks."""
+    return (*_on_time(windows), *_on_jobs(windows), *_on_state(windows))
+
+
+def _on_time(windows: Windows) -> tuple[Alert, ...]:
+    """Return alerts on what wall time goes into, by the rank that has most of it."""
+    waits = ("finetunejob_rank:phase:ratio", 'phase="data_wait"')
+    saves = ("finetunejob_rank:phase:ratio_long", 'phase="checkpoint_blocking"')
+    past = duration(windows.past)
+    return (
+        Alert(
+            "FineTuneDataStarved",
+            f"max by ({JOB}) ({waits[0]}{{{waits[1]}}}) > 0.1",
+            windows.long,
+            Severity.WARNING,
+            f"A rank of {THE_JOB} waits for data.",
+            "One waits {{ $value | humanizePercentage }} of its time for the next batch.",
+            Worst(waits[0], f"{waits[1]},", "That is"),
+        ),
+        Alert(
+            "FineTuneCheckpointSlow",
+            f"max by ({JOB}) ({saves[0]}{{{saves[1]}}}) > 0.1",
+            windows.lasting,
+            Severity.WARNING,
+            f"Checkpoints hold {THE_JOB} up.",
+            "A rank waits {{ $value | humanizePercentage }} of its time until checkpoints are"
+            " written.",
+            Worst(saves[0], f"{saves[1]},", "Longest waits"),
+        ),
+        Alert(
+            "FineTuneNetworkSlow",
+            "finetunejob_op:bus_bytes_per_second:max < 0.7 * quantile_over_time(0.9,"
+            f" finetunejob_op:bus_bytes_per_second:max[{past}])",
+            windows.lasting,
+            Severity.WARNING,
+            f"The network of {THE_JOB} has become slower.",
+            "{{ $labels.op }} in the group {{ $labels.group }} moves {{ $value | humanize }}B/s,"
+            " less than 70 % of what it did.",
+        ),
+    )
+
+
+def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
+    age = f"time() - max by ({JOB}) (finetune_train_last_step_timestamp_seconds)"
+    step = f"max by ({JOB}) (finetune_train_step_duration_ewma_seconds)"
+    pauses = (
+        f'on ({JOB}) finetunejob_rank:phase:ratio{{phase=~"eval|checkpoint_blocking|other"}} > 0.9'
+    )
+    return (
+        Alert(
+            "FineTuneJobHung",
+            f"({age} > clamp_min(10 * {step}, {windows.silence:g})) and on ({JOB}) ({RUNS})"
+            f" unless {pauses}",
+            windows.lasting,
+            Severity.CRITICAL,
+            f"{JOB_AT_FIRST} makes no steps.",
+            "The newest step is {{ $value | humanizeDuration }} old, and it is"
+            " neither an evaluation nor a checkpoint, start or export.",
+            Worst("finetune_train_last_seen_age_seconds", "", "Silent for longest is"),
+        ),
+        Alert(
+            "FineTuneJobUnseen",
+            f"max by ({JOB}) ({RUNS}) unless on ({JOB}) finetune_train_last_seen_age_seconds",
+            windows.long,
+            Severity.WARNING,
+            f"Nothing is heard of {THE_JOB}.",
+            "The operator says that it runs, and no page of its nodes is scraped.",
+        ),
+        Alert(
+            "FineTuneRestartStorm",
+            f"sum by ({JOB}) (increase(finetune_job_restarts_total[{duration(windows.share)}]))"
+            " > 3",
+            0,
+            Severity.CRITICAL,
+            f"{JOB_AT_FIRST} starts again and again.",
+            f"It was started again {{{{ $value | humanize }}}} times in {duration(windows.share)}.",
+        ),
+    )
+
+
+def _on_state(windows: Windows) -> tuple[Alert, ...]:
+    rate, share = duration(windows.rate), duration(windows.share)
+    since = "time() - finetune_train_checkpoint_last_success_timestamp_seconds"
+    return (
+        Alert(
+            "FineTuneCheckpointStale",
+            f"max by ({JOB}) ({since} > 3 * finetune_train_checkpoint_interval_seconds)",
+            windows.lasting,
+            Severity.WARNING,
+            f"{JOB_AT_FIRST} has no recent checkpoint.",
+            "The newest is {{ $value | humanizeDuration }} old, more than three times what was"
+            " asked for; so much would be lost.",
+        ),
+        Alert(
+            "FineTuneCheckpointFailed",
+            f"sum by ({JOB}) (increase(finetune_train_checkpoint_failures_total[{share}])) > 0",
+            0,
+            Severity.WARNING,
+            f"A checkpoint of {THE_JOB} could not be written.",
+            f"In {share} that happened {{{{ $value | humanize }}}} times; training goes on.",
+        ),
+        Alert(
+            "FineTuneNonFinite",
+            f"max by ({JOB}, kind) (rate(finetune_train_nonfinite_total[{rate}])) / on ({JOB})"
+            f" group_left max by ({JOB}) (rate(finetune_train_steps_total[{rate}]) > 0) > 0.05",
+            windows.lasting,
+            Severity.WARNING,
+            f"The {{{{ $labels.kind }}}} of {THE_JOB} is often not finite.",
+            "That is so in {{ $value | humanizePercentage }} of its steps.",
+        ),
+        Alert(
+            "FineTuneTimeLost",
+            "sum by (namespace, finetunejob) (delta(finetunejob:wallclock_seconds:max"
+            f'{{category=~"recomputed|restarting"}}[{share}])) / {windows.share:g} > 0.3',
+            windows.long,
+            Severity.WARNING,
+            f"Restarts cost {THE_JOB} much of its time.",
+            "{{ $value | humanizePercentage }} of its time went into starting again and into steps"
+            " that had been made before.",
+        ),
+    )
