@@ -1,7 +1,7 @@
 """Series of two nodes with a GPU each, as a page of our exporter or of NVIDIA's would have them.
 
 Every metric that needs a GPU, with every label that the catalogue gives it, and what only goes
-wrong: restarts. Gauges stand still, counters go up by one a second.
+wrong: suspects, restarts. Gauges stand still, counters go up by one a second.
 """
 
 import time
@@ -52,8 +52,14 @@ def ranks_page() -> str:
 
 def operator_page(namespace: str, job: str) -> str:
     """Return what the operator says of a job with which something is wrong."""
-    of_job = {"namespace": namespace, "finetunejob": job}
-    return _page((line("finetune_job_restarts_total", 2.0, **of_job, reason="NodeLost"),))
+    of_job: dict[str, str | int] = {"namespace": namespace, "finetunejob": job}
+    suspect: dict[str, str | int] = {"node": "node-a", "rank": 1, "cause": "compute"}
+    return _page(
+        (
+            line("finetune_job_suspect", 1.0, **of_job, **suspect),
+            line("finetune_job_restarts_total", 2.0, **of_job, reason="NodeLost"),
+        )
+    )
 
 
 def _labels(labels: tuple[Label, ...]) -> Iterable[dict[str, str]]:

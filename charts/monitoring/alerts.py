@@ -1,6 +1,10 @@
-"""Alerts on jobs: one for each thing that holds a run back, and only that one."""
+"""Alerts on jobs: one for each thing that holds a run back, and only that one.
 
-from monitoring.rule import JOB, JOB_AT_FIRST, THE_JOB, Alert, Severity, Worst
+Who is slow or stuck is what the nodes of the job found out (`finetune_job_suspect`), as PromQL
+cannot compare a rank with the median of the others.
+"""
+
+from monitoring.rule import JOB, JOB_AT_FIRST, THE_JOB, THE_RANK, Alert, Severity, Worst
 from monitoring.windows import Windows, duration
 
 RUNS = 'finetune_job_status_phase{phase="Running"} == 1'
@@ -8,7 +12,39 @@ RUNS = 'finetune_job_status_phase{phase="Running"} == 1'
 
 def job_alerts(windows: Windows) -> tuple[Alert, ...]:
     """Return the alerts on jobs and their ranks."""
-    return (*_on_time(windows), *_on_jobs(windows), *_on_state(windows))
+    return (*_on_ranks(windows), *_on_time(windows), *_on_jobs(windows), *_on_state(windows))
+
+
+def _silent(windows: Windows) -> str:
+    """Return the age of the newest step, of jobs in which that is too much."""
+    age = f"time() - max by ({JOB}) (finetune_train_last_step_timestamp_seconds)"
+    step = f"max by ({JOB}) (finetune_train_step_duration_ewma_seconds)"
+    return f"({age} > clamp_min(10 * {step}, {windows.silence:g}))"
+
+
+def _on_ranks(windows: Windows) -> tuple[Alert, ...]:
+    return (
+        # Who waits for rows that never come is suspected for its data, and is as stuck.
+        Alert(
+            "FineTuneRankStuck",
+            'finetune_job_suspect{cause="stuck"} or finetune_job_suspect{cause="data"}'
+            f" and on ({JOB}) {_silent(windows)}",
+            0,
+            Severity.CRITICAL,
+            f"{THE_RANK} holds all others up.",
+            "It did not come to a collective operation in which the other ranks wait. Its stacks"
+            " are in the run directory.",
+        ),
+        Alert(
+            "FineTuneRankSlow",
+            'finetune_job_suspect{cause="compute"}',
+            windows.shortly,
+            Severity.WARNING,
+            f"{THE_RANK} computes slower than the others.",
+            "For each step it is busy longer than the median of the other ranks, and they wait for"
+            " it.",
+        ),
+    )
 
 
 def _on_time(windows: Windows) -> tuple[Alert, ...]:
@@ -50,20 +86,19 @@ def _on_time(windows: Windows) -> tuple[Alert, ...]:
 
 
 def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
-    age = f"time() - max by ({JOB}) (finetune_train_last_step_timestamp_seconds)"
-    step = f"max by ({JOB}) (finetune_train_step_duration_ewma_seconds)"
     pauses = (
         f'on ({JOB}) finetunejob_rank:phase:ratio{{phase=~"eval|checkpoint_blocking|other"}} > 0.9'
     )
     return (
+        # Later than the ranks' own verdict, which says more; here are the hangs that have none.
         Alert(
             "FineTuneJobHung",
-            f"({age} > clamp_min(10 * {step}, {windows.silence:g})) and on ({JOB}) ({RUNS})"
-            f" unless {pauses}",
+            f"{_silent(windows)} and on ({JOB}) ({RUNS})"
+            f" unless on ({JOB}) finetune_job_suspect unless {pauses}",
             windows.lasting,
             Severity.CRITICAL,
             f"{JOB_AT_FIRST} makes no steps.",
-            "The newest step is {{ $value | humanizeDuration }} old, and it is"
+            "The newest step is {{ $value | humanizeDuration }} old. No rank stands out, and it is"
             " neither an evaluation nor a checkpoint, start or export.",
             Worst("finetune_train_last_seen_age_seconds", "", "Silent for longest is"),
         ),

@@ -53,6 +53,16 @@ def _jobs() -> Row:
                 columns=("in phase", "step", "tokens/s", "goodput", "MFU"),
             ),
             Panel(
+                "Suspects",
+                "Ranks that hold their job back, and why.",
+                "none",
+                (Query(f"max by ({JOB}, node, rank, cause) (finetune_job_suspect{{{_OF}}})"),),
+                Kind.TABLE,
+                width=12,
+                columns=("suspects",),
+                is_empty_when_well=True,
+            ),
+            Panel(
                 "Restarts",
                 "Since the job was created, by reason.",
                 "none",

@@ -202,6 +202,24 @@ def _ranks() -> Row:
         "Which rank holds it back?",
         (
             Panel(
+                "Suspects",
+                "Ranks that hold the others back, and why.",
+                "none",
+                (
+                    Query(
+                        f"max by (rank, node, cause) (finetune_job_suspect{{{_OF}}})",
+                        "rank {{rank}} on {{node}}: {{cause}}",
+                    ),
+                ),
+                is_empty_when_well=True,
+            ),
+            Panel(
+                "Score",
+                "Busy time of a step by the median of the other ranks'; 1.2 is 20 % longer.",
+                "none",
+                (Query(f"max by (rank) (finetune_train_straggler_score{{{_OF}}})", _BY_RANK),),
+            ),
+            Panel(
                 "Busy time of a step",
                 "All but waiting for others. The rank above the others is the one they wait for.",
                 "s",
