@@ -1,7 +1,6 @@
 """Every series that rules and dashboards may ask for: the catalogue's, recorded ones, DCGM's."""
 
 from finetune_operator.metrics.catalogue import OF_FLEET, OF_JOBS, OF_OPERATOR
-from finetune_operator.metrics.suspects import JOB_SUSPECT
 from finetune_trainer.config.gpu_metrics import OF_GPU
 from finetune_trainer.config.metrics import OF_TRAINING_NODE, Label, Metric, MetricType
 from monitoring.groups import rules_of
@@ -22,7 +21,7 @@ OF_DCGM = tuple(
 """What of NVIDIA's exporter is asked for; all of it is on by default there."""
 
 OF_PODS: tuple[Metric, ...] = (*OF_TRAINING_NODE, *OF_GPU)
-OF_THE_OPERATOR: tuple[Metric, ...] = (*OF_OPERATOR, *OF_JOBS, JOB_SUSPECT, *OF_FLEET)
+OF_THE_OPERATOR: tuple[Metric, ...] = (*OF_OPERATOR, *OF_JOBS, *OF_FLEET)
 CATALOGUE = (*OF_PODS, *OF_THE_OPERATOR)
 
 
