@@ -32,7 +32,6 @@ from finetune_trainer.step_work import StepWork
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import Lap, StepReport, Telemetry
-from finetune_trainer.telemetry.flops import ModelFlops
 from finetune_trainer.world import World
 
 
@@ -55,7 +54,7 @@ class Run:
     notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
     pad_to: int | None  # tokens of a row; None pads to the longest
     pad_id: int
-    flops: ModelFlops | None  # None where they are not known
+    flops_of_rows: memoryview | None  # None where they are not known
     numbers: LateNumbers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +82,7 @@ def train(run: Run, first_step: int) -> int:
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
-        losses, work = [], StepWork(run.dataset, run.flops)
+        losses, work = [], StepWork(run.flops_of_rows)
         for index, packs in enumerate(micro_batches):
             phases.enter(TimedPhase.DATA_WAIT)
             batch = collate(run.dataset, packs, pad_to=run.pad_to, pad_id=run.pad_id)
@@ -104,17 +103,7 @@ def train(run: Run, first_step: int) -> int:
         run.numbers.report()
         if step == first_step:
             reach("first-step", step + 1)
-        report = StepReport(
-            step=step + 1,
-            epoch=plan.epoch(step + 1),
-            loss=None,
-            grad_norm=None,
-            learning_rate=rate,
-            tokens=plan.tokens(step),
-            samples=sum(len(pack) for pack in plan.packs(step)),
-            **work.done(),
-            **lap.ended(),
-        )
+        report = step_report(plan, step, rate, work, lap)
         run.numbers.put(report, total, grad_norm, losses, micro_batches)
         phases.enter(TimedPhase.OTHER)
         if _boundary(run, step + 1):
@@ -123,6 +112,21 @@ def train(run: Run, first_step: int) -> int:
     phases.follow(None)
     run.agreement.settle()
     return step + 1
+
+
+def step_report(plan: DataPlan, step: int, rate: float, work: StepWork, lap: Lap) -> StepReport:
+    """Return what is known of a step, counted from 0, before its numbers have arrived."""
+    return StepReport(
+        step=step + 1,
+        epoch=plan.epoch(step + 1),
+        loss=None,
+        grad_norm=None,
+        learning_rate=rate,
+        tokens=plan.tokens(step),
+        samples=plan.samples(step),
+        **work.done(),
+        **lap.ended(),
+    )
 
 
 def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) -> Tensor:
@@ -134,7 +138,6 @@ def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) ->
     loss_sum = run.strategy.forward(inputs, is_last=is_last)
     phases.enter(TimedPhase.BACKWARD)
     run.strategy.backward(loss_sum, scale=scale)
-    phases.enter(TimedPhase.OTHER)
     return loss_sum.detach()
 
 

@@ -5,7 +5,7 @@ The loop puts every step in and reports the one before, on every rank alike.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,7 +101,7 @@ class LateNumbers:
                 "none of them changed anything; lower spec.training.learningRate or use "
                 "spec.training.precision bf16 or fp32"
             )
-        self._telemetry.step(replace(step.report, loss=loss, grad_norm=norm))
+        self._telemetry.step(step.report._replace(loss=loss, grad_norm=norm))
 
     def _origin(self, step: _InFlight, own: list[float]) -> str:
         """Name the rows of the packs whose losses are not numbers, of all ranks; a collective."""

@@ -97,6 +97,7 @@ def run(
     _tell_model(telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
     flops = model_flops(module.model)
+    of_rows = None if flops is None else flops.of(dataset.lengths, dataset.label_counts).data
     strategy.prepare(module)
     telemetry.collectives.begin()
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
@@ -132,7 +133,7 @@ def run(
         notes=partial(_notes, telemetry, patience),
         pad_to=config.data.max_seq_len if pads else None,
         pad_id=tokenizer.pad_token_id,
-        flops=flops,
+        flops_of_rows=of_rows,
     )
     return _train_and_export(run, tokenizer)
 

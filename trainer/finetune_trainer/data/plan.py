@@ -17,9 +17,9 @@ epochs, and of weight 2 twice in each.
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -62,9 +62,9 @@ class DataPlan:
     _global_batch_size: int
     _micro_batch_size: int
     _composition: Packs
-    _pack_tokens: IntArray
-    _pack_label_tokens: IntArray
+    _pack_sums: IntArray  # (P, 3): tokens, rows, label tokens
     _pack_costs: IntArray
+    _newest: "dict[int, _Step]" = field(default_factory=dict)  # the one that was asked for last
 
     @classmethod
     def of(cls, dataset: TokenDataset, config: TrainConfig) -> Self:
@@ -80,6 +80,8 @@ class DataPlan:
         pack_tokens = composition.sums(dataset.lengths)
         total_packs = _total_packs(packs_per_epoch, training)
         lengths = dataset.lengths.astype(np.int64)
+        samples = composition.sums(np.ones(len(lengths), dtype=np.int64))
+        label_tokens = composition.sums(dataset.label_counts)
         batch = training.global_batch_size
         settings = f"1:{order_key}:{capacity or 0}:{data.packing}:{batch}"
         return cls(
@@ -93,8 +95,7 @@ class DataPlan:
             _global_batch_size=batch,
             _micro_batch_size=training.micro_batch_size,
             _composition=composition,
-            _pack_tokens=pack_tokens,
-            _pack_label_tokens=composition.sums(dataset.label_counts),
+            _pack_sums=np.stack([pack_tokens, samples, label_tokens], axis=1),
             _pack_costs=composition.sums(lengths + lengths**2 // ATTENTION_PARITY),
         )
 
@@ -104,15 +105,19 @@ class DataPlan:
 
     def packs(self, step: int) -> tuple[Pack, ...]:
         """Return the packs of one optimizer step, all ranks together; steps count from 0."""
-        return tuple(self._composition[pack] for pack in self._pack_ids(step))
+        return tuple(self._composition[pack] for pack in self._step(step).pack_ids)
 
     def tokens(self, step: int) -> int:
         """Return the tokens of one step, padding not counted."""
-        return int(self._pack_tokens[self._pack_ids(step)].sum())
+        return self._step(step).tokens
+
+    def samples(self, step: int) -> int:
+        """Return the rows of one step, over all ranks."""
+        return self._step(step).samples
 
     def label_tokens(self, step: int) -> int:
         """Return the predicted tokens of one step, over all ranks: what its loss is divided by."""
-        return int(self._pack_label_tokens[self._pack_ids(step)].sum())
+        return self._step(step).label_tokens
 
     def rank_packs(self, step: int, rank: int, world_size: int) -> list[tuple[Pack, ...]]:
         """Return the micro-batches of one rank in one step, `micro_batch_size` packs each.
@@ -123,7 +128,7 @@ class DataPlan:
         with the least work so far gets the longest of the next micro-batches, one for each rank:
         so all take about equally long, also where every micro-batch is a meeting of the ranks.
         """
-        pack_ids = self._pack_ids(step)
+        pack_ids = self._step(step).pack_ids
         pack_ids = pack_ids[np.argsort(-self._pack_costs[pack_ids], kind="stable")]
         size = self._micro_batch_size
         work = np.zeros(world_size, dtype=np.int64)
@@ -141,18 +146,33 @@ class DataPlan:
         update = {"packs": self.packs_per_epoch, "fill_ratio": round(self.fill_ratio, 4)}
         return report.model_copy(update=update)
 
-    def _pack_ids(self, step: int) -> IntArray:
-        """Return the packs of one step as rows of the composition; they may span two epochs.
+    def _step(self, step: int) -> "_Step":
+        """Return one step, whose packs may span two epochs.
 
         Raises:
             IndexError: the run has no such step.
         """
+        if (known := self._newest.get(step)) is not None:
+            return known
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is not one of the run's {self.total_steps} steps")
         first = step * self._global_batch_size
         end = min(first + self._global_batch_size, self._total_packs)
         order = partial(_epoch_order, self._order_key, shares=self._shares)
-        return _stream(order, self.packs_per_epoch, first, end)
+        pack_ids = _stream(order, self.packs_per_epoch, first, end)
+        found = _Step(pack_ids, *self._pack_sums[pack_ids].sum(axis=0).tolist())
+        self._newest.clear()
+        self._newest[step] = found
+        return found
+
+
+class _Step(NamedTuple):
+    """One step, over all ranks; its packs as rows of the composition."""
+
+    pack_ids: IntArray
+    tokens: int
+    samples: int
+    label_tokens: int
 
 
 def _compose(

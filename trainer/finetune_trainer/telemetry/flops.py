@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import nn
+
+    IntArray = npt.NDArray[np.integer[Any]]
 
 # Dense, without sparsity, of whole devices: NVIDIA's data sheets. Names as the driver gives them; a
 # part of a device (MIG, vGPU) has another name, and no known peak.
@@ -82,12 +86,14 @@ class ModelFlops:
     per_label_token: float
     attention: Mapping[int | None, float]
 
-    def of(self, documents: Sequence[int], label_tokens: int) -> float:
-        """Return the FLOPs of documents of so many tokens each, with so many labels in all."""
-        total = self.per_token * sum(documents) + self.per_label_token * label_tokens
+    def of(self, lengths: "IntArray", label_counts: "IntArray") -> "npt.NDArray[np.float64]":
+        """Return the FLOPs of documents (N,) with so many tokens and labels each."""
+        import numpy as np
+
+        tokens = lengths.astype(np.float64)
+        total = self.per_token * tokens + self.per_label_token * label_counts
         for window, flops in self.attention.items():
-            most = window or max(documents, default=0)
-            total += flops * sum(length * min(length, most) for length in documents)
+            total += flops * tokens * (tokens if window is None else np.minimum(tokens, window))
         return total
 
 

@@ -9,8 +9,8 @@ from pydantic_core import to_json
 class Journal:
     """Append-only log of one rank.
 
-    Every line has `time`, `attempt`, `rank` and `event`; the other keys belong to the event. Lines
-    are handed to the kernel one by one, so a killed process loses none.
+    Every line has `time`, `attempt`, `rank` and `event`; the other keys belong to the event. A line
+    is handed to the kernel at once, so a killed process loses none that was written.
     """
 
     def __init__(self, path: Path, *, attempt: int, rank: int, clock: Callable[[], float]) -> None:
@@ -20,22 +20,27 @@ class Journal:
         self._rank = rank
         self._clock = clock
         needs_newline = _ends_in_the_middle_of_a_line(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab")
         if needs_newline:
-            self._file.write("\n")
+            self._file.write(b"\n")
 
-    def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """Append one event; after `close` it is dropped, as a late thread may still report."""
+    def write(self, event: str, fields: Mapping[str, object], *, at: float | None = None) -> None:
+        """Append one event; after `close` it is dropped, as a late thread may still report.
+
+        `at` is when it was, in seconds since the epoch; None is now.
+        """
         if self._file.closed:
             return
-        head = {"time": round(self._clock(), 3), "attempt": self._attempt, "rank": self._rank}
+        time = self._clock() if at is None else at
+        head = {"time": round(time, 3), "attempt": self._attempt, "rank": self._rank}
         line = to_json(
             {**head, "event": event, **fields},
             exclude_none=True,
             inf_nan_mode="strings",  # JSON has no word for them
             serialize_unknown=True,
         )
-        self._file.write(line.decode() + "\n")
+        self._file.write(line + b"\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

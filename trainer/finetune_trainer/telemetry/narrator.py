@@ -18,11 +18,12 @@ class Narrator:
         with suppress(OSError):
             print(sentence, flush=True)
 
+    def is_due(self, now: float) -> bool:
+        """Whether no step was printed for a while, by a clock in seconds."""
+        return now - self._step_printed_at >= _SECONDS_BETWEEN_STEPS
+
     def step(self, progress: Progress) -> None:
-        """Print where training is, unless a step was printed a moment ago."""
-        is_last = progress.step == progress.total_steps
-        if progress.time - self._step_printed_at < _SECONDS_BETWEEN_STEPS and not is_last:
-            return
+        """Print where training is."""
         self._step_printed_at = progress.time
         figures = {
             "loss": progress.loss,

@@ -24,9 +24,10 @@ from finetune_trainer.telemetry.processes import TICK_SECONDS, seconds_since_sta
 from finetune_trainer.telemetry.slots import Block, Word, layout_of_node
 
 _PHASES = tuple(TimedPhase)
-_INDEX = {phase: index for index, phase in enumerate(_PHASES)}
 _PLACES = tuple(layout_of_node().place(PHASE_SECONDS, phase.value) for phase in _PHASES)
+_NUMBERS = {phase: (index + 1, _PLACES[index]) for index, phase in enumerate(_PHASES)}
 _RECORDS = (int(Word.EVEN_RUNNING), int(Word.ODD_RUNNING))  # the first of four numbers each
+_SWITCHES = int(Word.PHASE_SWITCHES)
 
 Marks = Sequence[tuple[TimedPhase, float, Any]]
 """What the host entered, when, and the device's mark of it."""
@@ -54,29 +55,41 @@ class PhaseClock:
         self._numbers = block.numbers
         self._clock = clock
         self._phase = TimedPhase.OTHER
-        self._spent = dict.fromkeys(_PHASES, 0.0)
         self._device: DeviceClock | None = None
         self._marks: list[tuple[TimedPhase, float, Any]] = []
         self._owed: dict[TimedPhase, float] | None = None
         self._has_stopped = False
         self._switches = int(self._numbers[Word.PHASE_SWITCHES])
         self._shown, self._since = self._take_over()
-        self._entered = self._since
 
     def enter(self, phase: TimedPhase) -> TimedPhase:
-        """Be in `phase` from now on, and return the phase before."""
-        now, before = self._clock(), self._phase
-        seconds = now - self._entered
-        self._spent[before] += seconds
-        self._phase, self._entered = phase, now
+        """Be in `phase` from now on, and return the phase before.
+
+        This comes several times a step, where it must cost next to nothing: hence it is one piece.
+        """
+        now, before, shown = self._clock(), self._phase, phase
+        self._phase = phase
         if self._device is not None:
             self._marks.append((phase, now, self._device.mark()))
         if self._owed is not None:
+            seconds = now - self._since
             self._owed[before] += seconds
             self._owed[self._shown] -= seconds
-            self._show(self._most_owed(phase), now)
-        elif phase is not self._shown:
-            self._show(phase, now)
+            shown = self._most_owed(phase)
+        if self._has_stopped:
+            return before
+        numbers = self._numbers
+        left, place = _NUMBERS[self._shown]
+        total = numbers[place] + (now - self._since)
+        self._switches = switches = self._switches + 1
+        at = _RECORDS[switches & 1]
+        numbers[at] = _NUMBERS[shown][0]
+        numbers[at + 1] = now
+        numbers[at + 2] = left
+        numbers[at + 3] = total
+        numbers[_SWITCHES] = switches
+        numbers[place] = total
+        self._shown, self._since = shown, now
         return before
 
     @property
@@ -94,8 +107,8 @@ class PhaseClock:
             self.enter(before)
 
     def spent(self, phase: TimedPhase) -> float:
-        """Return the seconds of the host in `phase`, of this process, up to the last switch."""
-        return self._spent[phase]
+        """Return what was counted for `phase` up to the last switch, by earlier processes too."""
+        return self._numbers[_NUMBERS[phase][1]]
 
     def now(self) -> float:
         """Return the time by which phases are counted, in seconds."""
@@ -128,13 +141,12 @@ class PhaseClock:
     def stop(self) -> None:
         """End the last phase; what comes later is not counted."""
         if not self._has_stopped:
-            self._show(None, self._clock())
             self._has_stopped = True
+            self._write(_NUMBERS[self._shown][0], self._since, 0, self._clock())
 
     def _correct(self, wrong: dict[TimedPhase, float]) -> None:
         if self._owed is None:
             self._owed = dict.fromkeys(_PHASES, 0.0)
-            self._show(self._shown, self._entered)  # what is owed begins here
         for phase, seconds in wrong.items():
             self._owed[phase] += seconds
 
@@ -152,16 +164,8 @@ class PhaseClock:
         if left:
             numbers[_PLACES[int(left) - 1]] = left_seconds
         began = max(started + (TICK_SECONDS if was_running else 0.0), since)
-        self._write(int(was_running), since, _INDEX[TimedPhase.OTHER] + 1, began)
+        self._write(int(was_running), since, _NUMBERS[TimedPhase.OTHER][0], began)
         return TimedPhase.OTHER, began
-
-    def _show(self, phase: TimedPhase | None, now: float) -> None:
-        if self._has_stopped:
-            return
-        running = 0 if phase is None else _INDEX[phase] + 1
-        self._write(_INDEX[self._shown] + 1, self._since, running, now)
-        if phase is not None:
-            self._shown, self._since = phase, now
 
     def _write(self, left: int, since: float, running: int, now: float) -> None:
         """Count from `since` to `now` for `left`, and let `running` run; 0 is no phase."""

@@ -20,6 +20,7 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.files import replace_text
+from finetune_trainer.telemetry.board import Board
 from finetune_trainer.telemetry.boundary import StepBoundaries
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.collectives import Collectives
@@ -33,11 +34,11 @@ from finetune_trainer.telemetry.processes import seconds_since_start
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from finetune_trainer.telemetry.spent import SpentTime
 from finetune_trainer.telemetry.step import StepReport, Throughput
-from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 
 TENSORBOARD_FOLDER = "tensorboard"
 _WARNINGS_KEPT = 20
 _SECONDS_BETWEEN_STEPS = 1.0  # in progress.json
+_SECONDS_UNTOLD = 0.5  # at most, of steps
 _SECONDS_BETWEEN_LOOKS = 10.0  # at the memory of a GPU
 # What a user did not ask to wait for before the first step, so it does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
@@ -83,6 +84,12 @@ class Telemetry:
         self._progress = Progress(
             attempt=config.job.attempt, restarts_in_place=restarts_in_place, time=clock()
         )
+        self._changes: dict[str, Any] = {}  # of the progress, since it was last put together
+        self._total_steps: int | None = None
+        self._has_stepped = False
+        self._skipped_steps = 0
+        self._untold: list[tuple[StepReport, float]] = []
+        self._told_at = float("-inf")
         log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
         self._written_at = self._heard_at = float("-inf")
@@ -94,7 +101,7 @@ class Telemetry:
             self._shared.block, config.strategy, self.warn, self._shared.phases
         )
         self._boundaries = StepBoundaries(self._shared.block)
-        self._tensorboard: TensorBoardWriter | None = None
+        self._board = self._open_board() if self._is_main else None
         self._narrator = Narrator() if self._is_main else None
         self._journal.write("started", {"world_size": world_size})  # no start without room
         self._numbers.begin(config.job.attempt)
@@ -109,7 +116,12 @@ class Telemetry:
     @property
     def progress(self) -> Progress:
         """The newest state as one frozen value; complete on rank 0 only."""
-        return self._progress
+        with self._lock:
+            self._tell_steps(self._clock())
+            if self._changes:  # most steps are never asked about
+                self._progress = self._progress.model_copy(update=self._changes)
+                self._changes = {}
+            return self._progress
 
     @property
     def artifact_paths(self) -> tuple[str, ...]:
@@ -137,13 +149,14 @@ class Telemetry:
     def log(self, event: str, **fields: object) -> None:
         """Write one line to this rank's journal and to nothing else."""
         with self._lock:
+            self._tell_steps(self._clock())
             self._put(lambda: self._journal.write(event, fields))
 
     def phase(self, phase: Phase) -> None:
         """Say what the run does from now on."""
         with self._lock:
             now = self._clock()
-            if self._progress.phase in _NOT_START_UP:
+            if self.progress.phase in _NOT_START_UP:
                 self._not_start_up_seconds += now - self._phase_since
             self._phase_since = now
             self._spent.turn(phase, now)
@@ -164,7 +177,9 @@ class Telemetry:
         """Say that training goes on after `step`, and what earlier attempts had found out."""
         self.log("resumed", step=step)
         self._print(f"goes on from step {step}")
-        self._draw(lambda board: board.purge(step + 1))
+        if self._board is not None:
+            self._board.purge(step + 1)
+        self._skipped_steps = skipped_steps
         self._update(
             resumed_step=step,
             step=step,
@@ -177,57 +192,85 @@ class Telemetry:
     def data(self, train: DataReport | None = None, eval: DataReport | None = None) -> None:
         """Say what became of the rows; None leaves what is known already."""
         self.log("data", train=train, eval=eval)
-        known = self._progress
+        known = self.progress
         self._update(train_data=train or known.train_data, eval_data=eval or known.eval_data)
 
     def plan(self, total_steps: int) -> None:
         """Say at which step training ends."""
         self.log("plan", total_steps=total_steps)
+        self._total_steps = total_steps
         self._update(total_steps=total_steps)
 
     def step(self, report: StepReport) -> None:
-        """Report one finished optimizer step."""
+        """Report one finished optimizer step.
+
+        Quick steps are told together, at most half a second late: one by one each would find the
+        caches cold, and take ten times as long. Only that the rank lives is seen at once.
+        """
         now = self._clock()
+        self._shared.seen()
+        self.collectives.read()
+        self._boundaries.mark(self.collectives.exposed_seconds)
+        self._untold.append((report, now))
+        is_last = report.step == self._total_steps
+        if is_last or now - self._told_at >= _SECONDS_UNTOLD:
+            self._tell_steps(now)
+
+    def _tell_steps(self, now: float) -> None:
+        """Let every outlet have the steps that it has not had yet."""
+        with self._lock:
+            steps, self._untold = self._untold, []
+            if not steps:
+                return
+            self._told_at = now
+            changes: dict[str, Any] = {}
+            for one in steps:
+                changes |= self._tell_step(*one)
+            newest = steps[-1][0].step
+            changes["eta_seconds"] = self._eta_seconds(newest)
+            self._update(urgent="first_step_seconds" in changes, **changes)
+            self._hear(now)
+            is_last = newest == self._total_steps
+            if self._narrator is not None and (is_last or self._narrator.is_due(now)):
+                self._narrator.step(self.progress)
+            self._look_at_gpu(now)
+
+    def _tell_step(self, report: StepReport, at: float) -> dict[str, Any]:
+        """Tell one step; return what of the progress it changes."""
         self._throughput.add(report.tokens, report.seconds)
         self._spent.step(report)
         tokens_per_second = self._throughput.tokens_per_second
-        self.log("step", **vars(report), tokens_per_second=tokens_per_second)
-        is_skipped = report.grad_norm is not None and not math.isfinite(report.grad_norm)
-        if is_skipped:
-            self.log("skipped", step=report.step, reason="a gradient was not finite")
-        first = self._progress.first_step_seconds
-        if first is None:
-            first = max(0.0, now - self._started - self._not_start_up_seconds)
+        self._numbers.step(report, self._throughput, at)
+        line = {**report._asdict(), "tokens_per_second": tokens_per_second}
+        self._put(lambda: self._journal.write("step", line, at=at))
+        changes: dict[str, Any] = {
+            "step": report.step,
+            "epoch": report.epoch,
+            "learning_rate": report.learning_rate,
+            "tokens_per_second": tokens_per_second,
+        }
+        if report.loss is not None:
+            changes["loss"] = report.loss
+        if report.grad_norm is not None:
+            changes["grad_norm"] = report.grad_norm
+            if not math.isfinite(report.grad_norm):
+                self.log("skipped", step=report.step, reason="a gradient was not finite")
+                self._skipped_steps += 1
+                changes["skipped_steps"] = self._skipped_steps
+        if not self._has_stepped:
+            self._has_stepped = True
+            first = max(0.0, at - self._started - self._not_start_up_seconds)
             self.log("first_step", seconds=first)
-        known = self._progress
-        self._update(
-            urgent=known.first_step_seconds is None,
-            step=report.step,
-            epoch=report.epoch,
-            loss=known.loss if report.loss is None else report.loss,
-            grad_norm=known.grad_norm if report.grad_norm is None else report.grad_norm,
-            skipped_steps=known.skipped_steps + is_skipped,
-            learning_rate=report.learning_rate,
-            tokens_per_second=tokens_per_second,
-            eta_seconds=self._eta_seconds(report.step),
-            first_step_seconds=first,
-        )
-        if self._narrator is not None:
-            self._narrator.step(self._progress)
-        self._hear(now)
-        self._numbers.step(report, self._throughput, now)
-        self.collectives.read()
-        self._look_at_gpu(now)
-        self._boundaries.mark(self.collectives.exposed_seconds)
-        self._plot(
-            report.step,
-            {
+            changes["first_step_seconds"] = first
+        if self._board is not None:
+            values = {
                 "train/loss": report.loss,
                 "train/grad_norm": report.grad_norm,
                 "train/learning_rate": report.learning_rate,
                 "train/tokens_per_second": tokens_per_second,
-            },
-        )
+            }
+            self._board.step(report.step, values, at)
+        return changes
 
     def loss_was_not_finite(self, step: int) -> None:
         """Report a step that ends the run, as its loss is not a number."""
@@ -238,12 +281,13 @@ class Telemetry:
         """Report the held-out loss; the one of step 0 is also `eval_loss_before`."""
         self.log("evaluated", step=step, loss=loss, seconds=seconds)
         self._print(f"held-out loss {loss:.4g} at step {step}")
-        before = self._progress.eval_loss_before
+        before = self.progress.eval_loss_before
         if step == 0 and before is None:
             before = loss
         self._update(eval_loss=loss, eval_loss_before=before)
         self._numbers.evaluated(loss)
-        self._plot(step, {"eval/loss": loss})
+        if self._board is not None:
+            self._board.evaluation(step, {"eval/loss": loss})
 
     def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
         """Report a checkpoint that is committed, which is when it counts, and the best so far."""
@@ -255,7 +299,7 @@ class Telemetry:
     def answered(self, prompt: str, *, before: str | None = None, after: str | None = None) -> None:
         """Report the model's answer to a sample prompt; each half may come in its own call."""
         self.log("answered", prompt=prompt, before=before, after=after)
-        samples = {sample.prompt: sample for sample in self._progress.samples}
+        samples = {sample.prompt: sample for sample in self.progress.samples}
         known = samples.get(prompt, SampleAnswer(prompt=prompt))
         samples[prompt] = SampleAnswer(
             prompt=prompt,
@@ -273,7 +317,7 @@ class Telemetry:
             self.log("warning", message=sentence)
             with suppress(OSError):  # a full disk or a lost reader; progress has it, too
                 print(f"warning: {sentence}", file=sys.stderr, flush=True)
-            self._update(warnings=(*self._progress.warnings, sentence)[-_WARNINGS_KEPT:])
+            self._update(warnings=(*self.progress.warnings, sentence)[-_WARNINGS_KEPT:])
 
     def artifacts(self, paths: Sequence[str]) -> None:
         """Report what the export wrote."""
@@ -287,7 +331,7 @@ class Telemetry:
     @property
     def idle_seconds(self) -> float:
         """Time since anything was reported; 0 in phases that report nothing until they end."""
-        if self._progress.phase in _SILENT:
+        if self.progress.phase in _SILENT:
             return 0.0
         return self._shared.idle_seconds
 
@@ -300,9 +344,8 @@ class Telemetry:
         with self._lock:
             self._update()
             self.phases.stop()
-            if self._tensorboard is not None:
-                self._put(self._tensorboard.close)
-                self._tensorboard = None
+            if self._board is not None:
+                self._board.close()
             self._put(self._journal.close)
 
     def _hear(self, now: float) -> None:
@@ -312,6 +355,10 @@ class Telemetry:
             for sentence in self._shared.warnings_of_node():
                 self.warn(sentence)
 
+    def _open_board(self) -> Board:
+        folder = self._run_dir / TENSORBOARD_FOLDER
+        return Board(folder, clock=self._clock, put=self._put, has_room=lambda: self._has_room)
+
     def _print(self, sentence: str) -> None:
         if self._narrator is not None:
             self._narrator.line(sentence)
@@ -320,13 +367,13 @@ class Telemetry:
         with self._lock:
             self.alive()
             now = self._clock()
-            is_due = self._is_main and (urgent or now - self._written_at >= _SECONDS_BETWEEN_STEPS)
-            if is_due:
-                changes["spent"] = self._spent.at(now)
-            self._progress = self._progress.model_copy(update={**changes, "time": now})
-            if is_due:
+            self._tell_steps(now)
+            self._changes.update(changes, time=now)
+            is_due = urgent or now - self._written_at >= _SECONDS_BETWEEN_STEPS
+            if self._is_main and is_due:
+                self._changes["spent"] = self._spent.at(now)
                 self._written_at = now
-                path, text = self._run_dir / "progress.json", self._progress.to_json()
+                path, text = self._run_dir / "progress.json", self.progress.to_json()
                 self._show(lambda: self._shared.tell_progress(text))  # no disk can delay this
                 self._has_room = self._put(lambda: replace_text(path, text))
 
@@ -336,25 +383,8 @@ class Telemetry:
             self._gpu.look()
 
     def _eta_seconds(self, step: int) -> float | None:
-        total, seconds = self._progress.total_steps, self._throughput.seconds_per_step
+        total, seconds = self._total_steps, self._throughput.seconds_per_step
         return None if total is None or seconds is None else max(0, total - step) * seconds
-
-    def _plot(self, step: int, values: dict[str, float | None]) -> None:
-        self._draw(lambda board: board.scalars(step, values))
-
-    def _draw(self, write: Callable[[TensorBoardWriter], None]) -> None:
-        """Write to rank 0's TensorBoard, opened when first needed as its import takes a while."""
-        if not self._is_main or not self._has_room:
-            return
-
-        def draw() -> None:
-            if self._tensorboard is None:
-                folder = self._run_dir / TENSORBOARD_FOLDER
-                self._tensorboard = TensorBoardWriter(folder, clock=self._clock)
-            write(self._tensorboard)
-
-        if not self._put(draw):
-            self._tensorboard = None  # its thread has ended; a new file follows once there is room
 
     def _put(self, write: Callable[[], object]) -> bool:
         """Let an outlet write, and say whether it could: a full disk ends no training."""

@@ -1,7 +1,6 @@
 """What the loop reports after an optimizer step, and the averages made from it."""
 
-from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.telemetry.phases import PhaseClock
@@ -10,8 +9,7 @@ from finetune_trainer.telemetry.phases import PhaseClock
 _DECAY = 0.5 ** (1 / 10)
 
 
-@dataclass(frozen=True)
-class StepReport:
+class StepReport(NamedTuple):
     """One finished optimizer step.
 
     Attributes:

@@ -1,0 +1,79 @@
+"""Rank 0's curves in TensorBoard: opened when first needed, and again after a disk was full."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
+
+_DRAWN_AT_FIRST = 100
+_SECONDS_BETWEEN_POINTS = 1.0
+
+Values = dict[str, float | None]
+"""By tag."""
+
+
+class Board:
+    """Draws evaluations, and of the steps the first hundred, one a second, and the newest.
+
+    A point takes longer than all else that a step reports, and a screen has some thousand columns.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        clock: Callable[[], float],
+        put: Callable[[Callable[[], None]], bool],
+        has_room: Callable[[], bool],
+    ) -> None:
+        """Prepare; `put` lets a function write where there is room, and says whether it could."""
+        self._folder = folder
+        self._clock = clock
+        self._put = put
+        self._has_room = has_room
+        self._writer: TensorBoardWriter | None = None
+        self._num_drawn = 0
+        self._drawn_at = float("-inf")
+        self._left_out: tuple[int, Values] | None = None
+
+    def step(self, step: int, values: Values, at: float) -> None:
+        """Draw a step that was made at `at`, in seconds, or keep it as the newest."""
+        is_due = at - self._drawn_at >= _SECONDS_BETWEEN_POINTS
+        if is_due or self._num_drawn < _DRAWN_AT_FIRST:
+            self._num_drawn, self._drawn_at, self._left_out = self._num_drawn + 1, at, None
+            self._draw(lambda writer: writer.scalars(step, values))
+        else:
+            self._left_out = step, values
+
+    def evaluation(self, step: int, values: Values) -> None:
+        """Draw an evaluation, and the newest step."""
+        self._draw_newest()
+        self._draw(lambda writer: writer.scalars(step, values))
+
+    def purge(self, step: int) -> None:
+        """Hide what an earlier attempt drew from `step` on."""
+        self._draw(lambda writer: writer.purge(step))
+
+    def close(self) -> None:
+        """Draw the newest step, and close what is open."""
+        self._draw_newest()
+        if self._writer is not None:
+            self._put(self._writer.close)
+            self._writer = None
+
+    def _draw_newest(self) -> None:
+        newest, self._left_out = self._left_out, None
+        if newest is not None:
+            self._draw(lambda writer: writer.scalars(*newest))
+
+    def _draw(self, write: Callable[[TensorBoardWriter], None]) -> None:
+        if not self._has_room():
+            return
+
+        def draw() -> None:
+            if self._writer is None:  # its import takes a while
+                self._writer = TensorBoardWriter(self._folder, clock=self._clock)
+            write(self._writer)
+
+        if not self._put(draw):
+            self._writer = None  # its thread has ended; a new file follows once there is room
