@@ -21,7 +21,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families check format crd dashboards quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml
+.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families check format crd dashboards quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -120,6 +120,10 @@ bench-silent: install  ## Measure other jobs while the service of a backend is s
 # Compares speeds, too, in its second half.
 bench-azureml: install  ## Measure 500 jobs in the request budget of an Azure ML workspace (25 min)
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/azureml_load.py $(BENCH_ARGS)
+
+# Adds up times inside the ranks, so that other work on the machine matters little.
+bench-metrics: install quickstart-assets  ## Measure what metrics cost the training (8 min)
+	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/benchmarks/metrics_cost.py $(BENCH_ARGS)
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf $(VENV) $(VENV_MLFLOW) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -34,7 +34,11 @@ class Limit:
 
 
 def figures_table(
-    measured: Mapping[str, Any], meaning: Mapping[str, str], limits: Mapping[str, Limit]
+    measured: Mapping[str, Any],
+    meaning: Mapping[str, str],
+    limits: Mapping[str, Limit],
+    *,
+    digits: int = 3,
 ) -> list[str]:
     """Return the table of the figures in `meaning`, which says what each is."""
     lines = [
@@ -45,18 +49,18 @@ def figures_table(
         figure, limit = measured.get(name), limits.get(name)
         if figure is None:
             continue  # an older run did not measure it
-        cells = [f"{figure[key]:.3f}" for key in ("median", "min", "max")]
+        cells = [f"{figure[key]:.{digits}f}" for key in ("median", "min", "max")]
         cells += ["", ""] if limit is None else [str(limit), limit.verdict(figure)]
         lines.append(f"| `{name}` | {' | '.join(cells)} | {text} |")
     return lines
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float], *, digits: int = 4) -> dict[str, float]:
     """Return median, least and greatest."""
     return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
     }
 
 
