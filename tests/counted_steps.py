@@ -73,13 +73,14 @@ def _count_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]
             strategy = create(config, world)
             strategy.prepare(CausalLoss(build_model(case)))
             collectives.begin()
+            numbered = _enqueued(block)
             train_steps(strategy, case, world, range(WARM_UP))
-            _read(collectives, block, case)
+            _read(collectives, block, numbered)
             before = _values(block)
             phases.enter(TimedPhase.BACKWARD)
             train_steps(strategy, case, world, range(WARM_UP, WARM_UP + COUNTED))
             phases.enter(TimedPhase.OTHER)
-            _read(collectives, block, case)
+            _read(collectives, block, numbered)
         assert warnings == []
         _understands_a_real_recorder()
         after = _values(block)
@@ -88,15 +89,24 @@ def _count_all(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]
         (folder / f"{case.name}.{world.rank}.json").write_text(json.dumps(counted))
 
 
-def _read(collectives: Collectives, block: Block, case: Case) -> None:
-    """Read until all is known: of a bucket of DDP's a thread of gloo's tells, when it can."""
-    timed = block.place(metrics.COMM_SAMPLED, "seconds")
+def _read(collectives: Collectives, block: Block, numbered: float) -> None:
+    """Read until all is known: of a bucket of DDP's a thread of gloo's tells, when it can.
+
+    So many collectives had a number before counting began.
+    """
 
     def is_known() -> bool:
         collectives.read()
-        return case.strategy["type"] != "ddp" or block.numbers[timed] == 1.0
+        values = _values(block).items()
+        counted = sum(value for key, value in values if key.startswith(metrics.COMM_CALLS.name))
+        return counted == _enqueued(block) - numbered
 
     until(is_known)
+
+
+def _enqueued(block: Block) -> float:
+    values = _values(block).items()
+    return sum(value for key, value in values if key.startswith(metrics.COMM_ENQUEUED.name))
 
 
 def _understands_a_real_recorder() -> None:

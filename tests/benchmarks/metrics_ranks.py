@@ -14,6 +14,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from interception_clock import InterceptionClock
+
 from finetune_trainer import loop, rank
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Termination, TrainConfig
@@ -36,7 +38,7 @@ TELLING: tuple[tuple[Any, str, Any], ...] = (
     (Telemetry, "step", None),
 )
 # Seconds so far of what tells around a call of another, and so takes its own time.
-OWN_CLOCKS: tuple[Callable[[], float], ...] = ()
+OWN_CLOCKS: tuple[Callable[[], float], ...] = (InterceptionClock().install().seconds,)
 
 
 @dataclass(frozen=True)

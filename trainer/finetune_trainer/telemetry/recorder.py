@@ -209,7 +209,7 @@ class Telemetry:
         """
         now = self._clock()
         self._shared.seen()
-        self.collectives.read()
+        self.collectives.stepped()
         self._boundaries.mark(self.collectives.exposed_seconds)
         self._untold.append((report, now))
         is_last = report.step == self._total_steps
@@ -234,6 +234,7 @@ class Telemetry:
             if self._narrator is not None and (is_last or self._narrator.is_due(now)):
                 self._narrator.step(self.progress)
             self._look_at_gpu(now)
+            self.collectives.read()
 
     def _tell_step(self, report: StepReport, at: float) -> dict[str, Any]:
         """Tell one step; return what of the progress it changes."""

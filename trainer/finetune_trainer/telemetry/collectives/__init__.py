@@ -39,10 +39,12 @@ class Collectives:
             block, self._tallies, self._names, is_ddp=is_ddp, phases=phases
         )
         self._recorder: FlightRecorder | None = None
+        self._is_of_gloo = False
 
     @contextmanager
     def watched(self, *, uses_nccl: bool) -> Iterator[None]:
         """See all collectives that begin in the block, from the thread that enters it."""
+        self._is_of_gloo = not uses_nccl
         if uses_nccl:
             self._recorder = FlightRecorder(
                 self._block,
@@ -53,6 +55,7 @@ class Collectives:
             )
         with self._interception:
             yield
+            self._interception.read()
         if self._recorder is not None:
             self._recorder.read(is_last=True)
             self._tallies.say_sampled()
@@ -60,16 +63,22 @@ class Collectives:
     def begin(self) -> None:
         """Count from now on; before, when the model is divided, collectives have numbers only."""
         self.read()
+        if self._recorder is not None:
+            self._recorder.read()
         self._tallies.is_counting = True
 
     @property
     def exposed_seconds(self) -> float | None:
         """Time in which the rank could only wait for others, in steps; None where not known."""
-        return self._tallies.exposed_seconds
+        return self._interception.waited_seconds if self._is_of_gloo else None
 
-    def read(self) -> None:
-        """Take over what came to light since the last call; once a step."""
-        self._interception.read()
+    def stepped(self) -> None:
+        """Note that a step is over, from the thread that trains."""
+        self._interception.end_backward()
         if self._recorder is not None:
             self._recorder.read()
+
+    def read(self) -> None:
+        """Count what came to light since the last call: now and then, by the same thread."""
+        self._interception.read()
         self._tallies.say_sampled()

@@ -1,22 +1,22 @@
 """Sees gloo's collectives where they are asked for: sizes, starts, ends and waits.
 
-Python code is seen at the methods of `ProcessGroup` and `Work`, which costs 1 to 3 us; DDP's
-reducer, which calls and waits in C++, at the dispatcher, which costs 15 to 20 us a bucket. gloo's
-own recorder would cost nothing, but it knows no times, and calls a reduce_scatter an all_reduce.
+Python code is seen at the methods of `ProcessGroup` and `Work`; DDP's reducer, which calls and
+waits in C++, at the dispatcher. gloo's own recorder would cost nothing, but it knows no times, and
+calls a reduce_scatter an all_reduce. While a collective is asked for, only its number is counted;
+all else waits for `read`, as code that the processor has not just run takes many times as long.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from finetune_trainer.config.metrics import TimedPhase
-from finetune_trainer.telemetry.collectives.groups import GroupNames
+from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, GroupNames
 from finetune_trainer.telemetry.collectives.sample import size_class
 from finetune_trainer.telemetry.collectives.sizes import BARRIER, METHODS, Size
-from finetune_trainer.telemetry.collectives.tally import Sequence, Tallies, Tally
+from finetune_trainer.telemetry.collectives.tally import Sequence, Tallies
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -26,42 +26,60 @@ if TYPE_CHECKING:
 
 _COMPUTED = frozenset((TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER))
 """Phases of a step whose waits are of `comm_exposed`; what else waits goes on being what it is."""
+_MOST_UNREAD = 1000  # an evaluation may have any number of collectives, and reports no step
 
 
-class _Group:
-    """What is known of one group of gloo's."""
+class _Kind(NamedTuple):
+    """An operation on a group of gloo's."""
 
-    __slots__ = ("name", "num_ranks", "sequence")
-
-    def __init__(self, name: str, num_ranks: int, sequence: Sequence) -> None:
-        self.name, self.num_ranks, self.sequence = name, num_ranks, sequence
+    op: str
+    group: str
+    num_ranks: int
+    sequence: Sequence
 
 
 class _Flying(NamedTuple):
-    """A collective that Python code has begun, and will wait for."""
+    """A collective that Python code has begun, and will wait for; seconds of `perf_counter`."""
 
     work: "Work"
-    group: _Group
-    tally: Tally | None
-    num_bytes: int
+    kind: _Kind
     number: int
     started: float
+    num_bytes: int
     is_waited_for_at_once: bool
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """A bucket of DDP's; times in seconds of `time.perf_counter`."""
+class _Over(NamedTuple):
+    """A collective that Python code has waited for, or has left."""
 
-    tally: Tally
+    kind: _Kind
     num_bytes: int
-    started: float
-    launched: float = 0.0
-    ended: float = 0.0
+    seconds: float | None
+    exposed: float | None
+
+
+class _Bucket:
+    """A bucket that DDP reduces; seconds of `perf_counter`, 0 until it has come to that."""
+
+    __slots__ = ("_sequence", "ended", "launched", "num_bytes", "number", "started")
+
+    def __init__(self, num_bytes: int, sequence: Sequence) -> None:
+        self.num_bytes, self._sequence, self.number = num_bytes, sequence, sequence.begin()
+        self.launched = self.ended = 0.0
+        self.started = time.perf_counter()
+
+    def end(self, _: object) -> None:
+        """Note the end, from a thread of gloo's."""
+        self.ended = time.perf_counter()
+        self._sequence.end(self.number)
 
 
 class Interception:
-    """Counts in `tallies` while it is entered; at most one may be in a process."""
+    """Counts in `tallies` while it is entered; at most one may be in a process.
+
+    Attributes:
+        waited_seconds: time in which the rank could do nothing else, checkpoints apart.
+    """
 
     def __init__(
         self,
@@ -73,15 +91,19 @@ class Interception:
         phases: "PhaseClock | None" = None,
     ) -> None:
         """Prepare for DDP or another strategy; `phases` is told when the rank waits."""
+        self.waited_seconds = 0.0
         self._block = block
-        self._is_ddp = is_ddp
-        self._phases = phases
         self._tallies = tallies
         self._names = names
-        self._groups: dict[ProcessGroup, _Group | None] = {}
+        self._is_ddp = is_ddp
+        self._phases = phases
         self._sequences: dict[str, Sequence] = {}
         self._flying: dict[int, _Flying] = {}
-        self._buckets: deque[_Bucket] = deque()
+        self._over: deque[_Over] = deque()
+        self._buckets: list[_Bucket] = []
+        self._reduced: _Kind | None = None
+        self._backwards: list[list[_Bucket]] = []
+        self._reduced_buckets: list[list[_Bucket]] = []
         self._undo: list[Callable[[], object]] = []
         self._thread = threading.get_ident()
 
@@ -104,21 +126,62 @@ class Interception:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give the methods back, and let go of the groups."""
+        """Give the methods back."""
         while self._undo:
             self._undo.pop()()
-        self._groups.clear()
         self._flying.clear()
 
+    def end_backward(self) -> None:
+        """Say that the next bucket of DDP's is of another backward.
+
+        The last one of a backward is launched when all gradients are there; then the rank waits.
+        """
+        if self._buckets:
+            self._backwards.append(self._buckets)
+            self._buckets = []
+        while self._backwards and all(bucket.ended for bucket in self._backwards[0]):
+            buckets = self._backwards.pop(0)
+            self._reduced_buckets.append(buckets)
+            waited = max(bucket.ended for bucket in buckets) - buckets[-1].launched
+            if waited > 0:
+                self.waited_seconds += waited
+                if self._phases is not None:
+                    self._phases.move(TimedPhase.BACKWARD, TimedPhase.COMM_EXPOSED, waited)
+
     def read(self) -> None:
-        """Take over what came to light since the last call; once a step, from the loop's thread."""
-        for key, flying in list(self._flying.items()):
-            if flying.work.is_completed():  # nobody has waited for it yet, if ever
-                flying.group.sequence.end(flying.number)
+        """Count what came to light since the last call, from the thread that trains."""
+        for key, one in list(self._flying.items()):
+            if one.work.is_completed():  # nobody has waited for it yet, if ever
                 del self._flying[key]
-        exposed = _expose([self._buckets.popleft() for _ in range(len(self._buckets))])
-        if self._phases is not None and exposed > 0:
-            self._phases.move(TimedPhase.BACKWARD, TimedPhase.COMM_EXPOSED, exposed)
+                one.kind.sequence.end(one.number)
+                self._over.append(_Over(one.kind, one.num_bytes, None, None))
+        for _ in range(len(self._over)):
+            over = self._over.popleft()
+            self._count(over.kind, over.num_bytes, over.seconds, over.exposed)
+        self.end_backward()
+        for buckets in self._reduced_buckets:
+            self._count_backward(buckets)
+        self._reduced_buckets.clear()
+
+    def _count(
+        self, kind: _Kind, num_bytes: int, seconds: float | None, exposed: float | None
+    ) -> None:
+        if kind.op == BARRIER:
+            return
+        tally = self._tallies.of(kind.op, kind.group, size_class(num_bytes), kind.num_ranks)
+        if tally is not None:
+            tally.count(num_bytes, seconds)
+            if exposed is not None:
+                tally.expose(exposed)
+
+    def _count_backward(self, buckets: list[_Bucket]) -> None:
+        """Count one backward's buckets, each with what the rank waited for it after the others."""
+        assert self._reduced is not None, "it was found with the first bucket"
+        waited_from = buckets[-1].launched
+        for bucket in sorted(buckets, key=lambda one: one.ended):
+            exposed = max(0.0, bucket.ended - waited_from)
+            self._count(self._reduced, bucket.num_bytes, bucket.ended - bucket.started, exposed)
+            waited_from += exposed
 
     def _replace(self, owner: type, name: str, ours: object) -> None:
         original = vars(owner)[name]  # not what getattr returns: that would be no method any more
@@ -126,27 +189,28 @@ class Interception:
         self._undo.append(lambda: setattr(owner, name, original))
 
     def _begin_with(self, original: Callable[..., Any], op: str, size: Size) -> Callable[..., Any]:
-        known, clock, flying = self._groups, time.perf_counter, self._flying
+        kinds: dict[ProcessGroup, _Kind | None] = {}
+        clock, flying = time.perf_counter, self._flying
 
         def begin(group: "ProcessGroup", *args: Any, **options: Any) -> Any:
-            seen = known[group] if group in known else self._know(group)
-            if seen is None:
+            if group not in kinds:
+                kinds[group] = self._kind(op, group)
+            kind = kinds[group]
+            if kind is None:
                 return original(group, *args, **options)
-            num_bytes = size(seen.num_ranks, *args)
-            tally = self._count(seen, op, num_bytes)
-            number = seen.sequence.begin()
-            started = clock()
+            number, started = kind.sequence.begin(), clock()
             work = original(group, *args, **options)
             if work is not None:
                 asked = args[-1] if args else options.get("opts")
                 is_sync = not getattr(asked, "asyncOp", True)
-                flying[id(work)] = _Flying(work, seen, tally, num_bytes, number, started, is_sync)
+                num_bytes = size(kind.num_ranks, *args)
+                flying[id(work)] = _Flying(work, kind, number, started, num_bytes, is_sync)
             return work
 
         return begin
 
     def _wait_with(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        clock, flying = time.perf_counter, self._flying
+        clock, flying, over = time.perf_counter, self._flying, self._over
 
         def wait(work: "Work", *args: Any, **options: Any) -> bool:
             begun = flying.pop(id(work), None)
@@ -160,13 +224,16 @@ class Interception:
             now = clock()
             if before is not None and self._phases is not None:
                 self._phases.enter(before)
-            begun.group.sequence.end(begun.number)
-            if begun.tally is not None:
-                # Of one that ended unobserved nobody knows when, unless this call began it, too.
-                if not was_over or begun.is_waited_for_at_once:
-                    begun.tally.took(now - begun.started, begun.num_bytes)
-                if is_held_up:
-                    begun.tally.exposed(now - asked)
+            _, kind, number, started, num_bytes, is_waited_for_at_once = begun
+            kind.sequence.end(number)
+            # Of one that ended unobserved nobody knows when, unless this call began it, too.
+            is_known = is_waited_for_at_once or not was_over
+            seconds, exposed = now - started if is_known else None, now - asked
+            if is_held_up and kind.group != CHECKPOINT:
+                self.waited_seconds += exposed
+            over.append(_Over(kind, num_bytes, seconds, exposed if is_held_up else None))
+            if is_held_up and len(over) > _MOST_UNREAD:
+                self.read()
             return answer
 
         return wait
@@ -176,29 +243,17 @@ class Interception:
         from torch.distributed import ProcessGroup, Work
 
         below = torch._C._after_autograd_keyset
-        known, clock, buckets = self._groups, time.perf_counter, self._buckets
 
         def reduce(keys: Any, tensors: "list[torch.Tensor]", boxed: Any, *rest: Any) -> Any:
-            group = ProcessGroup.unbox(boxed)
-            seen = known[group] if group in known else self._know(group)
-            if seen is None:
+            if self._reduced is None:  # DDP is the only one that calls here, and has one group
+                self._reduced = self._kind("all_reduce", ProcessGroup.unbox(boxed))
+            if self._reduced is None:
                 return redispatch(keys & below, tensors, boxed, *rest)
-            num_bytes = sum(tensor.nbytes for tensor in tensors)
-            tally = self._count(seen, "all_reduce", num_bytes)
-            sequence = seen.sequence
-            number = sequence.begin()
-            bucket = _Bucket(tally, num_bytes, clock()) if tally is not None else None
+            bucket = _Bucket(tensors[0].nbytes, self._reduced.sequence)
             result = redispatch(keys & below, tensors, boxed, *rest)
-
-            def end(_: object) -> None:  # in a thread of gloo's
-                if bucket is not None:
-                    bucket.ended = clock()
-                    buckets.append(bucket)
-                sequence.end(number)
-
-            Work.unbox(result[1]).get_future().add_done_callback(end)
-            if bucket is not None:
-                bucket.launched = clock()
+            Work.unbox(result[1]).get_future().add_done_callback(bucket.end)
+            bucket.launched = time.perf_counter()
+            self._buckets.append(bucket)
             return result
 
         return reduce
@@ -209,30 +264,16 @@ class Interception:
             return None
         return self._phases.enter(TimedPhase.COMM_EXPOSED)
 
-    def _count(self, group: _Group, op: str, num_bytes: int) -> Tally | None:
-        if op == BARRIER:
-            return None
-        size = size_class(num_bytes)
-        tally = self._tallies.of(op, group.name, size, group.num_ranks)
-        if tally is not None:
-            tally.count(num_bytes)
-        elif self._tallies.is_counting:
-            self._tallies.num_missed += 1
-        return tally
-
-    def _know(self, group: "ProcessGroup") -> _Group | None:
+    def _kind(self, op: str, group: "ProcessGroup") -> _Kind | None:
         """Return what counts for a group; None where another source does, or nobody."""
         import torch.distributed as dist
 
         name = self._names.of(group.group_desc)
-        found = None
-        if name is not None and group.size() > 1 and dist.get_backend(group) == "gloo":
-            sequence = self._sequences.get(name)
-            if sequence is None:  # groups of one name have one row of numbers
-                sequence = self._sequences[name] = Sequence(self._block, name)
-            found = _Group(name, group.size(), sequence)
-        self._groups[group] = found
-        return found
+        if name is None or group.size() == 1 or dist.get_backend(group) != "gloo":
+            return None
+        if name not in self._sequences:  # groups of one name have one row of numbers
+            self._sequences[name] = Sequence(self._block, name)
+        return _Kind(op, name, group.size(), self._sequences[name])
 
 
 def _past_the_dispatcher(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,19 +287,3 @@ def _past_the_dispatcher(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **options)
 
     return pass_by
-
-
-def _expose(buckets: list[_Bucket]) -> float:
-    """Count the times of one backward's buckets, and return how long the rank waited for them.
-
-    The last of them is launched when all gradients are there; from then on the rank only waits.
-    """
-    waited_from = max((bucket.launched for bucket in buckets), default=0.0)
-    total = 0.0
-    for bucket in sorted(buckets, key=lambda one: one.ended):
-        bucket.tally.took(bucket.ended - bucket.started, bucket.num_bytes)
-        exposed = max(0.0, bucket.ended - waited_from)
-        bucket.tally.exposed(exposed)
-        waited_from = max(waited_from, bucket.ended)
-        total += exposed
-    return total

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MOST_OF_THE_TIME = 0.0005
 """Share of the wall time that reading the ring may take."""
 _SECONDS_BETWEEN_RINGS = 1.0
-_SECONDS_BETWEEN_NUMBERS = 0.1
 
 Recorder = Callable[[bool], bytes]
 """Returns what the recorder has, as a pickle; the entries of its ring only where asked for them."""
@@ -77,17 +76,20 @@ class FlightRecorder:
         self._recorder: Recorder | None = recorder
         self._warn = warn
         self._clock = clock
-        self._ring_at = self._numbers_at = float("-inf")
+        self._ring_at = float("-inf")
         self._newest_id = -1
         self._pending: set[int] = set()
         self._group_of: dict[str, str] = {}
         self._sequences: dict[str, Sequence] = {}
 
     def read(self, *, is_last: bool = False) -> None:
-        """Take over what the recorder has, if it is time; once a step, and at the end."""
+        """Take over the newest numbers, and the ring if it is time; once a step, and at the end.
+
+        Each step, so that what a rank shows when it is stuck can be compared with its peers.
+        """
         now = self._clock()
         wants_ring = is_last or now >= self._ring_at
-        if self._recorder is None or not (wants_ring or now >= self._numbers_at):
+        if self._recorder is None:
             return
         try:
             dump = read_dump(self._recorder(wants_ring))
@@ -101,9 +103,8 @@ class FlightRecorder:
         if wants_ring:
             self._take(dump)
         self._say_progress(dump)
-        then = self._clock()
-        self._numbers_at = then + _SECONDS_BETWEEN_NUMBERS
         if wants_ring:
+            then = self._clock()
             self._ring_at = then + max(_SECONDS_BETWEEN_RINGS, (then - now) / MOST_OF_THE_TIME)
 
     def _take(self, dump: Dump) -> None:

@@ -7,7 +7,6 @@ has numbers of its own.
 from typing import TYPE_CHECKING
 
 from finetune_trainer.config import metrics
-from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 from finetune_trainer.telemetry.collectives.sample import Sample, bus_factor, size_class
 
 if TYPE_CHECKING:
@@ -36,19 +35,17 @@ class Tally:
         for at in (self._calls, self._bytes):
             _begin(self._numbers, at)
 
-    def count(self, num_bytes: int) -> None:
-        """Count one collective."""
+    def count(self, num_bytes: int, seconds: float | None) -> None:
+        """Count a collective that is over, with its time where that is known.
+
+        Its bus bytes are added only with its time, so that both together are a bandwidth.
+        """
         numbers = self._numbers
         self.num_calls += 1
         numbers[self._calls] += 1
         numbers[self._bytes] += num_bytes
-
-    def took(self, seconds: float, num_bytes: int) -> None:
-        """Add the time of one that was counted.
-
-        Its bus bytes are added only now, so that both together are a bandwidth.
-        """
-        numbers = self._numbers
+        if seconds is None:
+            return
         if self.num_timed == 0:
             _begin(numbers, self._seconds)
             _begin(numbers, self._bus)
@@ -56,16 +53,10 @@ class Tally:
         numbers[self._seconds] += seconds
         numbers[self._bus] += num_bytes * self._bus_factor
 
-    def exposed(self, seconds: float) -> None:
+    def expose(self, seconds: float) -> None:
         """Add time in which the rank could only wait for such collectives."""
         _begin(self._numbers, self._exposed)
         self._numbers[self._exposed] += seconds
-
-    @property
-    def exposed_so_far(self) -> float | None:
-        """What `exposed` came to; None where nothing is known."""
-        seconds = self._numbers[self._exposed]
-        return seconds if seconds == seconds else None
 
 
 class Tallies:
@@ -86,34 +77,24 @@ class Tallies:
     def of(self, op: str, group: str, size: str, num_ranks: int) -> Tally | None:
         """Return the tally of an operation, group (with so many ranks) and size class.
 
-        None where there are `metrics.MOST_KINDS` others, or nothing is counted yet.
+        None where nothing is counted yet, or the collective is missed as there are
+        `metrics.MOST_KINDS` others.
         """
         key = (op, group, size)
         found = self._tallies.get(key)
-        if found is None and self.is_counting and len(self._tallies) < metrics.MOST_KINDS:
-            found = self._tallies[key] = Tally(self._block, key, num_ranks)
+        if found is None and self.is_counting:
+            if len(self._tallies) < metrics.MOST_KINDS:
+                found = self._tallies[key] = Tally(self._block, key, num_ranks)
+            else:
+                self.num_missed += 1
         return found
-
-    @property
-    def exposed_seconds(self) -> float | None:
-        """Exposed seconds of all that a step has; None where none are known."""
-        found = [
-            known
-            for (_, group, _), tally in list(self._tallies.items())
-            if group != CHECKPOINT and (known := tally.exposed_so_far) is not None
-        ]
-        return sum(found) if found else None
 
     def add(self, sample: Sample) -> None:
         """Count a collective that is over."""
         size = size_class(sample.num_bytes)
         tally = self.of(sample.op, sample.group, size, sample.num_ranks)
-        if tally is None:
-            self.num_missed += self.is_counting
-            return
-        tally.count(sample.num_bytes)
-        if sample.seconds is not None:
-            tally.took(sample.seconds, sample.num_bytes)
+        if tally is not None:
+            tally.count(sample.num_bytes, sample.seconds)
 
     def say_sampled(self) -> None:
         """Publish which share of all is counted, and which is timed."""
