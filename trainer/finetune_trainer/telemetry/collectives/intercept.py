@@ -38,24 +38,14 @@ class _Kind(NamedTuple):
     sequence: Sequence
 
 
-class _Flying(NamedTuple):
-    """A collective that Python code has begun, and will wait for; seconds of `perf_counter`."""
+# Plain tuples, as making one of a class costs a call while a collective is asked for.
+_Flying = tuple["Work", _Kind, int, float, int, bool]
+"""A collective that Python code has begun: its work, number, start, bytes; waits it at once?
 
-    work: "Work"
-    kind: _Kind
-    number: int
-    started: float
-    num_bytes: int
-    is_waited_for_at_once: bool
-
-
-class _Over(NamedTuple):
-    """A collective that Python code has waited for, or has left."""
-
-    kind: _Kind
-    num_bytes: int
-    seconds: float | None
-    exposed: float | None
+Starts are in seconds of `perf_counter`.
+"""
+_Over = tuple[_Kind, int, float | None, float | None]
+"""One that Python code has waited for, or has left: its bytes, seconds, exposed seconds."""
 
 
 class _Bucket:
@@ -150,14 +140,13 @@ class Interception:
 
     def read(self) -> None:
         """Count what came to light since the last call, from the thread that trains."""
-        for key, one in list(self._flying.items()):
-            if one.work.is_completed():  # nobody has waited for it yet, if ever
+        for key, (work, kind, number, _, num_bytes, _) in list(self._flying.items()):
+            if work.is_completed():  # nobody has waited for it yet, if ever
                 del self._flying[key]
-                one.kind.sequence.end(one.number)
-                self._over.append(_Over(one.kind, one.num_bytes, None, None))
+                kind.sequence.end(number)
+                self._over.append((kind, num_bytes, None, None))
         for _ in range(len(self._over)):
-            over = self._over.popleft()
-            self._count(over.kind, over.num_bytes, over.seconds, over.exposed)
+            self._count(*self._over.popleft())
         self.end_backward()
         for buckets in self._reduced_buckets:
             self._count_backward(buckets)
@@ -193,9 +182,10 @@ class Interception:
         clock, flying = time.perf_counter, self._flying
 
         def begin(group: "ProcessGroup", *args: Any, **options: Any) -> Any:
-            if group not in kinds:
-                kinds[group] = self._kind(op, group)
-            kind = kinds[group]
+            try:
+                kind = kinds[group]
+            except KeyError:
+                kind = kinds[group] = self._kind(op, group)
             if kind is None:
                 return original(group, *args, **options)
             number, started = kind.sequence.begin(), clock()
@@ -204,26 +194,29 @@ class Interception:
                 asked = args[-1] if args else options.get("opts")
                 is_sync = not getattr(asked, "asyncOp", True)
                 num_bytes = size(kind.num_ranks, *args)
-                flying[id(work)] = _Flying(work, kind, number, started, num_bytes, is_sync)
+                flying[id(work)] = (work, kind, number, started, num_bytes, is_sync)
             return work
 
         return begin
 
     def _wait_with(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        clock, flying, over = time.perf_counter, self._flying, self._over
+        clock, flying, over, phases = time.perf_counter, self._flying, self._over, self._phases
+        this_thread = threading.get_ident
 
         def wait(work: "Work", *args: Any, **options: Any) -> bool:
             begun = flying.pop(id(work), None)
             if begun is None:
                 return original(work, *args, **options)
             was_over = work.is_completed()
-            is_held_up = threading.get_ident() == self._thread  # else no training waits for it
-            before = self._wait_begins() if is_held_up else None
+            is_held_up = this_thread() == self._thread  # else no training waits for it
+            before = None
+            if phases is not None and is_held_up and phases.phase in _COMPUTED:
+                before = phases.enter(TimedPhase.COMM_EXPOSED)
             asked = clock()
             answer = original(work, *args, **options)
             now = clock()
-            if before is not None and self._phases is not None:
-                self._phases.enter(before)
+            if phases is not None and before is not None:
+                phases.enter(before)
             _, kind, number, started, num_bytes, is_waited_for_at_once = begun
             kind.sequence.end(number)
             # Of one that ended unobserved nobody knows when, unless this call began it, too.
@@ -231,7 +224,7 @@ class Interception:
             seconds, exposed = now - started if is_known else None, now - asked
             if is_held_up and kind.group != CHECKPOINT:
                 self.waited_seconds += exposed
-            over.append(_Over(kind, num_bytes, seconds, exposed if is_held_up else None))
+            over.append((kind, num_bytes, seconds, exposed if is_held_up else None))
             if is_held_up and len(over) > _MOST_UNREAD:
                 self.read()
             return answer
@@ -257,12 +250,6 @@ class Interception:
             return result
 
         return reduce
-
-    def _wait_begins(self) -> TimedPhase | None:
-        """Say so to the phases where a step is computed, and return what was done before."""
-        if self._phases is None or self._phases.phase not in _COMPUTED:
-            return None
-        return self._phases.enter(TimedPhase.COMM_EXPOSED)
 
     def _kind(self, op: str, group: "ProcessGroup") -> _Kind | None:
         """Return what counts for a group; None where another source does, or nobody."""

@@ -110,18 +110,20 @@ class Tallies:
 class Sequence:
     """The newest numbers of the collectives of one group, counted from 1."""
 
-    __slots__ = ("_completed", "_enqueued", "_numbers")
+    __slots__ = ("_completed", "_enqueued", "_newest", "_numbers")
 
     def __init__(self, block: "Block", group: str) -> None:
         self._numbers = block.numbers
         self._enqueued = block.place(metrics.COMM_ENQUEUED, group)
         self._completed = block.place(metrics.COMM_COMPLETED, group)
+        self._newest = 0
         self.is_at(0, 0)  # a later process in this rank's place counts anew, as its peers do
 
     def begin(self) -> int:
         """Count one that begins, and return its number."""
-        self._numbers[self._enqueued] += 1
-        return int(self._numbers[self._enqueued])
+        self._newest = newest = self._newest + 1
+        self._numbers[self._enqueued] = newest
+        return newest
 
     def end(self, number: int) -> None:
         """Note that one is over, and those before it."""
