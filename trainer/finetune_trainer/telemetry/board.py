@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from finetune_trainer.telemetry.step import StepReport
 from finetune_trainer.telemetry.tensorboard import TensorBoardWriter
 
 _DRAWN_AT_FIRST = 100
@@ -36,8 +37,15 @@ class Board:
         self._drawn_at = float("-inf")
         self._left_out: tuple[int, Values] | None = None
 
-    def step(self, step: int, values: Values, at: float) -> None:
+    def step(self, report: StepReport, tokens_per_second: float | None, at: float) -> None:
         """Draw a step that was made at `at`, in seconds, or keep it as the newest."""
+        step = report.step
+        values = {
+            "train/loss": report.loss,
+            "train/grad_norm": report.grad_norm,
+            "train/learning_rate": report.learning_rate,
+            "train/tokens_per_second": tokens_per_second,
+        }
         is_due = at - self._drawn_at >= _SECONDS_BETWEEN_POINTS
         if is_due or self._num_drawn < _DRAWN_AT_FIRST:
             self._num_drawn, self._drawn_at, self._left_out = self._num_drawn + 1, at, None

@@ -8,6 +8,8 @@ from finetune_trainer.telemetry.gpu import Gpu, GpuMemory
 from finetune_trainer.telemetry.slots import Block
 from finetune_trainer.telemetry.step import StepReport, Throughput
 
+_SECONDS_BETWEEN_LOOKS = 10.0  # at a GPU's memory, as one takes longer than all else
+
 
 class Numbers:
     """The series of one rank; rank 0 also has those of the whole run."""
@@ -115,17 +117,21 @@ class GpuNumbers:
         self._retries = block.slot(metrics.ALLOC_RETRIES)
         self._ooms = block.slot(metrics.OUT_OF_MEMORY)
         self._before = GpuMemory()
+        self._looked_at = float("-inf")
         for counter in (self._retries, self._ooms):
             counter.begin()
         if peak_flops is not None:
             block.slot(metrics.PEAK_FLOPS).set(peak_flops)
 
-    def look(self) -> None:
-        """Read the memory."""
-        now, before = self._read(), self._before
-        self._allocated.set(now.allocated)
-        self._reserved.set(now.reserved)
-        self._peak_allocated.set(now.peak_allocated)
-        self._retries.add(now.alloc_retries - before.alloc_retries)
-        self._ooms.add(now.ooms - before.ooms)
-        self._before = now
+    def look(self, now: float) -> None:
+        """Read the memory, where that was not done for a while; `now` is of any clock."""
+        if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked_at = now
+        memory, before = self._read(), self._before
+        self._allocated.set(memory.allocated)
+        self._reserved.set(memory.reserved)
+        self._peak_allocated.set(memory.peak_allocated)
+        self._retries.add(memory.alloc_retries - before.alloc_retries)
+        self._ooms.add(memory.ooms - before.ooms)
+        self._before = memory

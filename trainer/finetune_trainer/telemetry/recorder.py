@@ -39,7 +39,6 @@ TENSORBOARD_FOLDER = "tensorboard"
 _WARNINGS_KEPT = 20
 _SECONDS_BETWEEN_STEPS = 1.0  # in progress.json
 _SECONDS_UNTOLD = 0.5  # at most, of steps
-_SECONDS_BETWEEN_LOOKS = 10.0  # at the memory of a GPU
 # What a user did not ask to wait for before the first step, so it does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
 _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
@@ -87,7 +86,6 @@ class Telemetry:
         self._changes: dict[str, Any] = {}  # of the progress, since it was last put together
         self._total_steps: int | None = None
         self._has_stepped = False
-        self._skipped_steps = 0
         self._untold: list[tuple[StepReport, float]] = []
         self._told_at = float("-inf")
         log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
@@ -106,7 +104,6 @@ class Telemetry:
         self._journal.write("started", {"world_size": world_size})  # no start without room
         self._numbers.begin(config.job.attempt)
         self._gpu: GpuNumbers | None = None
-        self._gpu_looked_at = float("-inf")
         self.checkpoint_costs = CheckpointCosts(self._shared.block)
         self._show(lambda: self._shared.tell_info(info_labels(config, rank)))
         self._update(metrics_url=self._shared.url)
@@ -179,7 +176,6 @@ class Telemetry:
         self._print(f"goes on from step {step}")
         if self._board is not None:
             self._board.purge(step + 1)
-        self._skipped_steps = skipped_steps
         self._update(
             resumed_step=step,
             step=step,
@@ -205,13 +201,14 @@ class Telemetry:
         """Report one finished optimizer step.
 
         Quick steps are told together, at most half a second late: one by one each would find the
-        caches cold, and take ten times as long. Only that the rank lives is seen at once.
+        caches cold, and take ten times as long. What ranks are compared by is seen at once.
         """
         now = self._clock()
         self._shared.seen()
         self.collectives.stepped()
         self._boundaries.mark(self.collectives.exposed_seconds)
-        self._untold.append((report, now))
+        with self._lock:  # other threads may report, too
+            self._untold.append((report, now))
         is_last = report.step == self._total_steps
         if is_last or now - self._told_at >= _SECONDS_UNTOLD:
             self._tell_steps(now)
@@ -225,7 +222,7 @@ class Telemetry:
             self._told_at = now
             changes: dict[str, Any] = {}
             for one in steps:
-                changes |= self._tell_step(*one)
+                self._tell_step(*one, changes)
             newest = steps[-1][0].step
             changes["eta_seconds"] = self._eta_seconds(newest)
             self._update(urgent="first_step_seconds" in changes, **changes)
@@ -233,18 +230,19 @@ class Telemetry:
             is_last = newest == self._total_steps
             if self._narrator is not None and (is_last or self._narrator.is_due(now)):
                 self._narrator.step(self.progress)
-            self._look_at_gpu(now)
             self.collectives.read()
+            if self._gpu is not None:
+                self._gpu.look(now)
 
-    def _tell_step(self, report: StepReport, at: float) -> dict[str, Any]:
-        """Tell one step; return what of the progress it changes."""
+    def _tell_step(self, report: StepReport, at: float, changes: dict[str, Any]) -> None:
+        """Tell one step, and add to `changes` what of the progress it changes."""
         self._throughput.add(report.tokens, report.seconds)
         self._spent.step(report)
         tokens_per_second = self._throughput.tokens_per_second
         self._numbers.step(report, self._throughput, at)
         line = {**report._asdict(), "tokens_per_second": tokens_per_second}
         self._put(lambda: self._journal.write("step", line, at=at))
-        changes: dict[str, Any] = {
+        changes |= {
             "step": report.step,
             "epoch": report.epoch,
             "learning_rate": report.learning_rate,
@@ -256,22 +254,15 @@ class Telemetry:
             changes["grad_norm"] = report.grad_norm
             if not math.isfinite(report.grad_norm):
                 self.log("skipped", step=report.step, reason="a gradient was not finite")
-                self._skipped_steps += 1
-                changes["skipped_steps"] = self._skipped_steps
+                known = changes.get("skipped_steps", self.progress.skipped_steps)
+                changes["skipped_steps"] = known + 1
         if not self._has_stepped:
             self._has_stepped = True
             first = max(0.0, at - self._started - self._not_start_up_seconds)
             self.log("first_step", seconds=first)
             changes["first_step_seconds"] = first
         if self._board is not None:
-            values = {
-                "train/loss": report.loss,
-                "train/grad_norm": report.grad_norm,
-                "train/learning_rate": report.learning_rate,
-                "train/tokens_per_second": tokens_per_second,
-            }
-            self._board.step(report.step, values, at)
-        return changes
+            self._board.step(report, tokens_per_second, at)
 
     def loss_was_not_finite(self, step: int) -> None:
         """Report a step that ends the run, as its loss is not a number."""
@@ -377,11 +368,6 @@ class Telemetry:
                 path, text = self._run_dir / "progress.json", self.progress.to_json()
                 self._show(lambda: self._shared.tell_progress(text))  # no disk can delay this
                 self._has_room = self._put(lambda: replace_text(path, text))
-
-    def _look_at_gpu(self, now: float) -> None:
-        if self._gpu is not None and now - self._gpu_looked_at >= _SECONDS_BETWEEN_LOOKS:
-            self._gpu_looked_at = now
-            self._gpu.look()
 
     def _eta_seconds(self, step: int) -> float | None:
         total, seconds = self._total_steps, self._throughput.seconds_per_step
