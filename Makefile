@@ -21,7 +21,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families check format crd dashboards quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -67,6 +67,9 @@ fuzz: install  ## Search for tracebacks with random manifests, rows and template
 
 parity-families: install  ## Train ten model families beside a plain loop (5 min; FAMILIES="llama gpt2")
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/parity_families.py $(FAMILIES)
+
+stragglers: install  ## Name slow and stuck ranks, and nobody in 20 clean runs (9 min)
+	PYTHONPATH=tests $(BIN)/python tests/stragglers.py
 
 check: install  ## Lint, types, import contracts, dependencies, generated files up to date
 	$(BIN)/ruff check

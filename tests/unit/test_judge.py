@@ -1,7 +1,9 @@
 """Who holds the others back, as the judge finds it in looks at ranks that are played here."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from finetune_trainer.config import Suspect, SuspectCause
 from finetune_trainer.telemetry.boundary import Boundary
 from finetune_trainer.telemetry.node.judge import Findings, Judge
 from finetune_trainer.telemetry.node.looks import RankLook, Seen
+from finetune_trainer.telemetry.node.recorders import begun_in
 from finetune_trainer.telemetry.node.slow import SlowPace
 from finetune_trainer.telemetry.node.stuck import StuckPace
 
@@ -28,6 +31,7 @@ class Rank:
     steps: int = 0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     position: int | None = 0
+    recorded: int | None = None
     is_silent: bool = False
     process_start: int = 1
 
@@ -52,6 +56,7 @@ class Rank:
             phase=self.phase,
             boundary=boundary if self.steps else None,
             position=self.position,
+            recorded=self.recorded,
         )
         return Seen(look, f"node-{self.number // 2}", self.is_silent)
 
@@ -261,6 +266,14 @@ def test_where_all_have_come_who_cannot_take_part_is_named() -> None:
     assert [one.rank for one in run.suspects_of_a_stall(33)] == [2]
 
 
+def test_where_ranks_have_noted_as_many_the_recorder_tells_who_has_begun_fewer() -> None:
+    run = Run(0.1, 0.1, 0.1, 0.1)
+    run.steps(20)
+    for one in run.ranks:
+        one.recorded = 300 if one.number == 2 else 301
+    assert [one.rank for one in run.suspects_of_a_stall(33)] == [2]
+
+
 def test_where_all_have_come_and_run_nobody_is_named() -> None:
     run = Run(0.1, 0.1, 0.1, 0.1)
     run.steps(20)
@@ -338,3 +351,32 @@ def test_a_single_rank_holds_nobody_back() -> None:
     run = Run(1.0)
     assert run.steps(30).suspects == ()
     assert run.suspects_of_a_stall(400) == ()
+
+
+def dump(**changes: Any) -> bytes:
+    """Return what torch's recorder answers, with two groups of which one is of checkpoints."""
+    status = {"last_enqueued_collective": "7", "last_completed_collective": "6"}
+    entry = {"pg_id": 2, "process_group": ["9", "checkpoint"]}
+    known = {"version": "2.10", "pg_status": {"0": status, "2": status}, "entries": [entry]}
+    return json.dumps(known | changes).encode()
+
+
+def test_the_recorder_tells_how_many_collectives_of_training_have_begun() -> None:
+    assert begun_in(dump()) == 7
+    assert begun_in(dump(entries=[])) == 14
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(dump()[:-9], id="cut off"),
+        pytest.param(b"[1]", id="a list"),
+        pytest.param(dump(pg_status=[]), id="groups in a list"),
+        pytest.param(dump(pg_status={"0": {"enqueued": 3}}), id="other words"),
+        pytest.param(dump(entries=[{"group": 1}]), id="other entries"),
+        pytest.param(dump(pg_status={}), id="no groups"),
+    ],
+)
+def test_a_recorder_of_another_version_tells_nothing(text: bytes) -> None:
+    assert begun_in(text) is None

@@ -1,6 +1,7 @@
 """Whom the operator tells to hold a job back: in its status, in Events and as a metric."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.jobs import JobNow
 from finetune_operator.reconcile.ledger import Ledger
 from finetune_operator.testing.fake import ended
-from finetune_trainer.config import FailureClass, Phase, Progress, Suspect, SuspectCause
+from finetune_trainer.config import (
+    SUSPECTS_FILE,
+    FailureClass,
+    Phase,
+    Progress,
+    Suspect,
+    SuspectCause,
+    Suspects,
+    read_progress,
+)
 
 SLOW = Suspect(rank=3, node="gpu-1", cause=SuspectCause.COMPUTE, score=1.204, since=1_767_225_600.4)
 STUCK = Suspect(
@@ -206,3 +216,13 @@ def test_a_field_of_a_later_version_is_left_out() -> None:
 def test_what_is_no_progress_is_refused(text: bytes) -> None:
     with pytest.raises(ValidationError):
         Progress.of_any_version(text)
+
+
+def test_the_suspects_of_a_run_directory_are_those_of_its_newest_attempt(tmp_path: Path) -> None:
+    said = Progress(attempt=2, step=7)
+    (tmp_path / "progress.json").write_text(said.to_json())
+    assert read_progress(tmp_path) == said
+    for attempt, expected in ((1, ()), (2, (SLOW,))):
+        found = Suspects(attempt=attempt, suspects=(SLOW,))
+        (tmp_path / SUSPECTS_FILE).write_text(found.to_json())
+        assert read_progress(tmp_path).suspects == expected

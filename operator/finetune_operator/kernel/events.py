@@ -89,7 +89,7 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
         events.append(JobEvent(EventType.NORMAL, "AttemptCreated", said))
     events += _overruling(old, new)
     events += [
-        JobEvent(EventType.WARNING, "RankHoldsBack", one.message, subject)
+        JobEvent(EventType.WARNING, "RankHoldsBack", one.message, subject=subject)
         for subject, one in new_suspects(old, new)
     ]
     for kind in _TOLD:

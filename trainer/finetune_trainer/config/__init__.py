@@ -22,6 +22,7 @@ from finetune_trainer.config.packed import ENV_TRAIN_CONFIG as ENV_TRAIN_CONFIG
 from finetune_trainer.config.packed import pack as pack
 from finetune_trainer.config.packed import unpack as unpack
 from finetune_trainer.config.report import MAX_SUSPECTS as MAX_SUSPECTS
+from finetune_trainer.config.report import SUSPECTS_FILE as SUSPECTS_FILE
 from finetune_trainer.config.report import CheckpointRef as CheckpointRef
 from finetune_trainer.config.report import DataReport as DataReport
 from finetune_trainer.config.report import ExitCode as ExitCode
@@ -31,8 +32,10 @@ from finetune_trainer.config.report import Progress as Progress
 from finetune_trainer.config.report import SampleAnswer as SampleAnswer
 from finetune_trainer.config.report import Suspect as Suspect
 from finetune_trainer.config.report import SuspectCause as SuspectCause
+from finetune_trainer.config.report import Suspects as Suspects
 from finetune_trainer.config.report import Termination as Termination
 from finetune_trainer.config.report import TimeSpent as TimeSpent
+from finetune_trainer.config.report import read_progress as read_progress
 from finetune_trainer.config.run_tags import HEARD_TAG as HEARD_TAG
 from finetune_trainer.config.run_tags import MAX_TAG_LENGTH as MAX_TAG_LENGTH
 from finetune_trainer.config.run_tags import PROGRESS_TAG as PROGRESS_TAG

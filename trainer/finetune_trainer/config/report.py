@@ -1,6 +1,7 @@
 """What comes back: exit codes, progress and termination message."""
 
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
@@ -131,6 +132,7 @@ class Suspect(ContractModel):
 
 
 MAX_SUSPECTS = 5
+SUSPECTS_FILE = "suspects.json"
 
 
 class Progress(ContractModel):
@@ -184,6 +186,33 @@ class Progress(ContractModel):
                 raise
             said = from_json(text)
             return cls.model_validate({key: said[key] for key in said if key not in strange})
+
+
+class Suspects(ContractModel):
+    """suspects.json, beside progress.json, while there are any.
+
+    The page of rank 0's node writes it, as rank 0 may be one of them.
+    """
+
+    attempt: int
+    suspects: Annotated[tuple[Suspect, ...], Field(max_length=MAX_SUSPECTS)] = ()
+
+
+def read_progress(run_dir: Path) -> Progress:
+    """Return the progress in a run directory, with the suspects of the same attempt.
+
+    Raises:
+        OSError: there is no progress yet, or it cannot be read.
+        pydantic.ValidationError: one of the files is not what it should be.
+    """
+    progress = Progress.read(run_dir / "progress.json")
+    try:
+        found = Suspects.read(run_dir / SUSPECTS_FILE)
+    except FileNotFoundError:
+        return progress
+    if found.attempt != progress.attempt:
+        return progress
+    return progress.model_copy(update={"suspects": found.suspects})
 
 
 _ESSENTIAL = frozenset({"attempt", "phase", "time", "step"})

@@ -30,7 +30,14 @@ from finetune_operator.backends.root_cause import (
     stopped_by_signal,
     with_seen_exit_code,
 )
-from finetune_trainer.config import ExitCode, FailureClass, Phase, Progress, Termination
+from finetune_trainer.config import (
+    ExitCode,
+    FailureClass,
+    Phase,
+    Progress,
+    Termination,
+    read_progress,
+)
 
 SOON_SECONDS = 0.1
 STEADY_SECONDS = 0.5
@@ -262,7 +269,7 @@ def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:
     """Return what rank 0 published last of this attempt, and a complaint if it cannot be read."""
     path = folder.run_dir / "progress.json"
     try:
-        progress = Progress.read(path)
+        progress = read_progress(folder.run_dir)
     except FileNotFoundError:
         return None, ""
     except ValidationError as error:

@@ -23,6 +23,7 @@ from finetune_trainer.config import (
     Heard,
     Progress,
     TrainConfig,
+    read_progress,
 )
 from finetune_trainer.control import StopSignal
 from finetune_trainer.launch.azureml.curves import Curves, Point
@@ -80,7 +81,7 @@ class Reporter:
         self._clock = clock
         self._say = say
         self._began = clock()
-        self._path = run_dir / "progress.json"
+        self._run_dir = run_dir
         self._progress: Progress | None = None
         self._curves = Curves(run_dir / "logs" / "rank-0.jsonl")
         self._reading = threading.Lock()  # the end is read from the main thread
@@ -141,7 +142,7 @@ class Reporter:
         with self._reading:
             self._curves.read()
             try:
-                progress = Progress.read(self._path)
+                progress = read_progress(self._run_dir)
             except (OSError, ValidationError):
                 return  # rank 0 has not got so far, or tells itself what is wrong with its disk
             if progress.time >= self._began:  # else of an earlier start in the same folder

@@ -7,16 +7,13 @@ Disks and ranks may not answer, so a thread of its own does all of this.
 import gzip
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping
-from contextlib import closing
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from threading import Thread
 
 from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
+from finetune_trainer.telemetry.node.recorders import ask_recorder
 from finetune_trainer.telemetry.processes import PROCESS_STATES, threads_of
 from finetune_trainer.telemetry.slots import Word
 from finetune_trainer.telemetry.witness import STACKS_SIGNAL, recorder_socket, stacks_file
@@ -25,9 +22,7 @@ STALLS_KEPT = 3
 _SECONDS_FOR_STACKS = 3.0
 _SECONDS_OF_QUIET = 0.3  # after which stacks are taken to be whole
 _POLL_SECONDS = 0.05
-_RECORDER_SECONDS = 5.0
 _MAX_STACKS_BYTES = 1 << 20
-_MAX_DUMP_BYTES = 1 << 25
 
 
 def evidence_folder(attempt: int, stall: int) -> str:
@@ -65,7 +60,7 @@ class Evidence:
             text = _state(one).encode() + self._stacks(one.rank, before[one.rank])
             (target / f"rank-{one.rank}.stacks.txt").write_bytes(text)
         for one in ranks:
-            dump = _recorder_dump(self._folder / recorder_socket(one.rank))
+            dump = ask_recorder(self._folder / recorder_socket(one.rank))
             if dump is not None:
                 packed = gzip.compress(dump)
                 (target / f"rank-{one.rank}.collectives.json.gz").write_bytes(packed)
@@ -132,31 +127,3 @@ def _state(rank: RankNow) -> str:
         *(f"thread {one.id} {one.name}: {one.state} {one.waits_in}" for one in threads_of(process)),
     ]
     return "\n".join(lines) + "\n\n"
-
-
-def _recorder_dump(path: Path) -> bytes | None:
-    """Return what torch's flight recorder has of a rank; None where that does not answer."""
-    with closing(_Recorder(path)) as connection:
-        try:
-            for handler in ("dump_nccl_trace_json", "fr_trace_json"):
-                connection.request("POST", f"/handler/{handler}")
-                answer = connection.getresponse()
-                text = answer.read(_MAX_DUMP_BYTES)
-                if answer.status == HTTPStatus.OK:
-                    return text
-        except (OSError, HTTPException):
-            pass  # it is stopped, gone, or has no recorder
-    return None
-
-
-class _Recorder(HTTPConnection):
-    """A connection to the server that torch keeps behind a socket of this machine."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=_RECORDER_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))

@@ -17,7 +17,10 @@ class RankLook(ContractModel):
         process: state of the process, as a letter of proc(5); None where it is gone.
         phase: what its clock runs for now.
         boundary: None before its first step has ended.
-        position: number of collectives of training that it has begun; None where not known.
+        position: number of collectives of training that it has begun, as it has noted itself; None
+            where not known.
+        recorded: the same as torch's recorder has it, of a rank that does not get on; None where
+            nobody has asked that.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -26,6 +29,7 @@ class RankLook(ContractModel):
     phase: Annotated[str, Field(max_length=64)] | None = None
     boundary: Boundary | None = None
     position: Annotated[int, Field(ge=0)] | None = None
+    recorded: Annotated[int, Field(ge=0)] | None = None
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,15 @@ class NewsDesk:
         self._scores: Mapping[int, float] = {}
         self._stall = 0
 
-    def hear(self, node: str, ranks: tuple[RankLook, ...]) -> Reply:
-        """Take the looks of one node, and return what concerns it."""
+    def hear(self, node: str, ranks: tuple[RankLook, ...]) -> None:
+        """Take the looks of one node."""
         now = self._clock()
         with self._lock:
             self._heard.update((one.rank, (now, Seen(one, node))) for one in ranks)
+
+    def reply(self, ranks: tuple[RankLook, ...]) -> Reply:
+        """Return what concerns the node of these ranks."""
+        with self._lock:
             scores = {one.rank: self._scores[one.rank] for one in ranks if one.rank in self._scores}
             return Reply(scores=scores, stall=self._stall)
 
@@ -83,7 +87,8 @@ class NewsDesk:
             return HTTPStatus.BAD_REQUEST, f"these are no news of version 1: {error.errors()[0]}"
         if not hmac.compare_digest(news.word.encode(), self._word.encode()):
             return HTTPStatus.FORBIDDEN, "only ranks of this job may tell what they do"
-        return HTTPStatus.OK, self.hear(news.node, news.ranks).to_json()
+        self.hear(news.node, news.ranks)
+        return HTTPStatus.OK, self.reply(news.ranks).to_json()
 
     def seen(self) -> dict[int, Seen]:
         """Return the newest look at each rank that was heard of."""

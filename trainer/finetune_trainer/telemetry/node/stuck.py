@@ -11,7 +11,8 @@ from finetune_trainer.config import SuspectCause
 from finetune_trainer.telemetry.node.looks import RankLook, Seen
 from finetune_trainer.telemetry.processes import PROCESS_STATES
 
-_STOPPED = frozenset({"T", "t", None})  # also who has begun as many as the others, and is so
+STOPPED = frozenset({"T", "t", None})
+"""States of processes that can take part in nothing."""
 _CAUSES = {
     "data_wait": SuspectCause.DATA,
     "checkpoint_blocking": SuspectCause.CHECKPOINT,
@@ -57,7 +58,7 @@ class StuckRanks:
 
     def __init__(self, pace: StuckPace) -> None:
         self._pace = pace
-        self._progress: Mapping[int, tuple[object, ...]] = {}
+        self._looks: Mapping[int, RankLook] = {}
         self._quiet_since = 0.0
 
     def look(self, now: float, seen: Mapping[int, Seen], step_seconds: float) -> list[Stuck]:
@@ -65,9 +66,11 @@ class StuckRanks:
 
         `step_seconds` is how long a step takes, 0 where that is not known.
         """
-        progress = {rank: _progress(one.look) for rank, one in seen.items()}
-        if progress != self._progress:
-            self._progress, self._quiet_since = progress, now
+        before, self._looks = self._looks, {rank: one.look for rank, one in seen.items()}
+        if before.keys() != seen.keys() or any(
+            _gets_on(before[rank], look) for rank, look in self._looks.items()
+        ):
+            self._quiet_since = now
             return []
         found = behind(seen)
         if not found or now - self._quiet_since < self._patience(found, step_seconds):
@@ -76,7 +79,7 @@ class StuckRanks:
 
     def forget(self) -> None:
         """Begin anew, as the run does something else now."""
-        self._progress = {}
+        self._looks = {}
 
     def _patience(self, found: list[Seen], step_seconds: float) -> float:
         pace = self._pace
@@ -91,7 +94,7 @@ class StuckRanks:
         process = "gone" if look.process is None else PROCESS_STATES.get(look.process, look.process)
         if one.is_silent:
             process = "not known, as its node is silent"
-        is_unable = one.is_silent or look.process in _STOPPED
+        is_unable = one.is_silent or look.process in STOPPED
         return Stuck(
             rank=look.rank,
             cause=SuspectCause.STUCK if is_unable else cause,
@@ -103,18 +106,26 @@ class StuckRanks:
 def behind(seen: Mapping[int, Seen]) -> list[Seen]:
     """Return the ranks that the others are waiting for; none where no such difference is known.
 
-    Where all have begun as many collectives, these are the ranks that cannot take part: stopped,
+    NCCL's are noted once a step, so torch's recorder may know more than the ranks have noted. Where
+    all have begun as many collectives, these are the ranks that cannot take part: stopped,
     gone, or of a node that nobody hears of.
     """
-    known = [one for one in seen.values() if one.look.position is not None]
-    positions = {one.look.position for one in known}
-    if len(positions) > 1:
-        lowest = min(position for position in positions if position is not None)
-        return [one for one in known if one.look.position == lowest]
-    unable = [one for one in seen.values() if one.is_silent or one.look.process in _STOPPED]
+    for counted in ("position", "recorded"):
+        known = [one for one in seen.values() if getattr(one.look, counted) is not None]
+        counts = {getattr(one.look, counted) for one in known}
+        if len(counts) > 1:
+            return [one for one in known if getattr(one.look, counted) == min(counts)]
+    unable = [one for one in seen.values() if one.is_silent or one.look.process in STOPPED]
     return unable if len(unable) < len(seen) else []
 
 
-def _progress(look: RankLook) -> tuple[object, ...]:
+def _gets_on(before: RankLook, after: RankLook) -> bool:
+    """Say whether a rank has got on between two looks; that it was asked for more is nothing."""
+    if after.recorded is not None and before.recorded not in (None, after.recorded):
+        return True
+    return _noted(before) != _noted(after)
+
+
+def _noted(look: RankLook) -> tuple[object, ...]:
     steps = look.boundary.steps if look.boundary is not None else 0
     return look.process_start, look.position, steps

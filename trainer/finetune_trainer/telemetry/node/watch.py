@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from threading import Thread
@@ -16,7 +16,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from finetune_trainer.config import ContractModel, Phase, Suspect, metrics
+from finetune_trainer.config import SUSPECTS_FILE, ContractModel, Phase, Suspect, Suspects, metrics
+from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.boundary import read_boundary
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 from finetune_trainer.telemetry.node.evidence import STALLS_KEPT, Evidence, evidence_folder
@@ -24,15 +25,18 @@ from finetune_trainer.telemetry.node.judge import Judge
 from finetune_trainer.telemetry.node.looks import RankLook
 from finetune_trainer.telemetry.node.peers import News, NewsDesk, RankZero, Reply, send
 from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
+from finetune_trainer.telemetry.node.recorders import ask_recorder, begun_in
 from finetune_trainer.telemetry.node.slow import SlowPace
-from finetune_trainer.telemetry.node.stuck import StuckPace
+from finetune_trainer.telemetry.node.stuck import STOPPED, StuckPace
 from finetune_trainer.telemetry.phases import running_phase
 from finetune_trainer.telemetry.slots import Word, layout_of_node
+from finetune_trainer.telemetry.witness import recorder_socket
 
 ENV_WATCH_SPEED = "FINETUNE_WATCH_SPEED"  # for tests, which cannot wait: 10 divides times by 10
 WATCH_FILE = "watch.json"
 RANK_ZERO_FILE = "rank-zero.json"
 _SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_QUESTIONS = 10.0
 _NODES_A_SECOND = 50  # that rank 0's node hears with little work
 _ENQUEUED = tuple(
     layout_of_node().place(metrics.COMM_ENQUEUED, group)
@@ -63,6 +67,20 @@ class WatchConfig(ContractModel):
     speed: Annotated[float, Field(gt=0)] = 1.0
 
 
+@dataclass
+class _Quiet:
+    """A rank that has not got on since it was somewhere.
+
+    Attributes:
+        asked_at: when its recorder was asked last, or when it got there.
+        recorded: what that said.
+    """
+
+    where: object
+    asked_at: float
+    recorded: int | None = None
+
+
 class NodeWatch:
     """The watch of one node."""
 
@@ -81,6 +99,9 @@ class NodeWatch:
         seconds = max(_SECONDS_BETWEEN_LOOKS, config.num_nodes / _NODES_A_SECOND)
         self._interval = seconds / config.speed
         self._complained = ""
+        self._quiet: dict[int, _Quiet] = {}
+        self._writing: Thread | None = None
+        self._written: tuple[Suspect, ...] | None = None  # there may be some of an earlier attempt
         self.desk = NewsDesk(config.word, clock) if ranks.has_rank_zero else None
         self.suspects: tuple[Suspect, ...] = ()
         self.scores: Mapping[int, float] = {}
@@ -91,12 +112,25 @@ class NodeWatch:
 
     def look(self) -> None:
         """Look at the ranks once."""
-        looks = tuple(_look(one) for one in self._ranks.now())
+        looks = tuple(self._recall(_look(one)) for one in self._ranks.now())
         desk = self.desk
         reply = self._judge_all(desk, looks) if desk is not None else self._ask(looks)
         self.scores = reply.scores
         if reply.stall:
             self._evidence.collect(reply.stall)
+
+    def _recall(self, look: RankLook) -> RankLook:
+        """Return the look with what torch's recorder knows, where the rank does not get on."""
+        now, where = self._clock(), (look.process_start, look.boundary, look.position)
+        quiet = self._quiet.get(look.rank)
+        if quiet is None or quiet.where != where:
+            quiet = self._quiet[look.rank] = _Quiet(where, now)
+        if now - quiet.asked_at > _SECONDS_BETWEEN_QUESTIONS / self._config.speed:
+            quiet.asked_at = now
+            if look.process not in STOPPED:
+                dump = ask_recorder(self._folder / recorder_socket(look.rank), with_ring=False)
+                quiet.recorded = None if dump is None else begun_in(dump)
+        return look.model_copy(update={"recorded": quiet.recorded})
 
     def _run(self) -> None:
         while True:
@@ -114,8 +148,27 @@ class NodeWatch:
             one.model_copy(update={"evidence": folder}) if one.score is None else one
             for one in found.suspects
         )
+        self._publish()
         desk.tell(found.scores, found.num_stalls)
-        return Reply(scores=dict(found.scores), stall=found.num_stalls)
+        return desk.reply(looks)
+
+    def _publish(self) -> None:
+        """Write who is suspected now where those read it who read files; a disk may not answer."""
+        is_busy = self._writing is not None and self._writing.is_alive()
+        if self.suspects == self._written or is_busy:
+            return
+        self._written = self.suspects
+        # What goes wrong in it is printed by the interpreter, into the log of the node.
+        self._writing = Thread(target=self._write, args=(self.suspects,), daemon=True)
+        self._writing.start()
+
+    def _write(self, suspects: tuple[Suspect, ...]) -> None:
+        path = Path(self._config.run_dir) / SUSPECTS_FILE
+        if suspects:
+            news = Suspects(attempt=self._config.attempt, suspects=suspects)
+            replace_text(path, news.to_json())
+        else:
+            path.unlink(missing_ok=True)
 
     def _ask(self, looks: tuple[RankLook, ...]) -> Reply:
         """Send the looks to rank 0's node, once it is known where that is."""
