@@ -38,7 +38,7 @@ def _is_wrong(folder: Path, num_ranks: int, fault: str) -> bool:
     """Print who is named in one run, and return whether that is wrong."""
     ranks = FaultyRanks(folder, num_ranks, fault, 1, FAULT_STEP=str(_STEPS_BEFORE))
     try:
-        ranks.wait_for_step(1 if fault == "slower" else _STEPS_BEFORE - 5)
+        ranks.wait_for_step(1 if fault == "slower" else _STEPS_BEFORE - 10)
         began = time.monotonic()
         found = ranks.wait_for_suspect(120)
         seconds = time.monotonic() - began

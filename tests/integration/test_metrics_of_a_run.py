@@ -120,7 +120,7 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_also_after_a_restart_
     began = time.time()
     run = subprocess.Popen(
         [sys.executable, "-m", "finetune_trainer", str(path)],
-        env=clean_environment(PYTHONWARNINGS="default"),
+        env=clean_environment(PYTHONWARNINGS="default", FINETUNE_WATCH_SPEED="10"),
         stdout=subprocess.DEVNULL,
     )
     missing = expected()

@@ -19,7 +19,7 @@ from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, PODS, Object, Resource
-from finetune_trainer.config import Phase, Progress
+from finetune_trainer.config import Phase, Progress, Suspect, SuspectCause
 
 INTERVAL = 15.0
 
@@ -176,6 +176,39 @@ def test_progress_that_comes_in_parts_is_read_to_its_end() -> None:
             return await word_of(port)
 
     assert asyncio.run(look()) == said
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(b'"compute"', b'"dreams"', id="another cause"),
+        pytest.param(b'"step": 7', b'"step": 7, "later": 1', id="another field"),
+    ],
+)
+def test_of_another_version_what_is_understood_is_read(old: bytes, new: bytes) -> None:
+    suspect = Suspect(rank=1, node="n", cause=SuspectCause.COMPUTE, score=1.2, since=0.0)
+    body = Progress(phase=Phase.TRAINING, step=7, suspects=(suspect,)).to_json().encode()
+    assert old in body
+    body = body.replace(old, new, 1)
+
+    async def look() -> Progress | None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+        async with saying(head, body) as port:
+            return await word_of(port)
+
+    found = asyncio.run(look())
+    assert found is not None
+    assert found.step == 7
+
+
+def test_an_answer_that_is_cut_off_is_none() -> None:
+    body = Progress(phase=Phase.TRAINING, step=7).to_json().encode()
+
+    async def look() -> Progress | None:
+        async with saying(b"HTTP/1.1 200 OK\r\n\r\n", body[:-10]) as port:
+            return await word_of(port)
+
+    assert asyncio.run(look()) is None
 
 
 def test_a_pod_cannot_send_the_operator_elsewhere() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune_trainer.config import Suspect, SuspectCause
@@ -201,6 +201,7 @@ def test_a_start_anew_is_not_counted_as_work() -> None:
         assert run.steps(30).suspects == ()
 
 
+@settings(max_examples=25)
 @given(
     num_ranks=st.integers(2, 9),
     data=st.lists(st.floats(-0.01, 0.01), min_size=300, max_size=300),
