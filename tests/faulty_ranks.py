@@ -2,6 +2,7 @@
 
 Compute is a sleep, so that many fit on a small machine; collectives, phases and reports are real.
 What goes wrong is named by the environment: FAULT on rank FAULT_RANK, after FAULT_STEP steps.
+FAULT_FLOATS is how many numbers a step adds up over the ranks.
 """
 
 import ctypes
@@ -39,17 +40,21 @@ def work(
     is_faulty = world.rank == int(os.environ.get("FAULT_RANK", "-1"))
     fault = os.environ["FAULT"] if is_faulty else "none"
     after = int(os.environ.get("FAULT_STEP", "20"))
+    num_floats = int(os.environ.get("FAULT_FLOATS", "1000"))
     agreement, phases = Agreement(world), telemetry.phases
     telemetry.phase(Phase.TRAINING)
     telemetry.collectives.begin()
     for step in count(1):
         began = time.monotonic()
+        if fault in HELD_UP:
+            phases.enter(HELD_UP[fault])
+            time.sleep(STEP_SECONDS / 2)
         phases.enter(TimedPhase.FORWARD)
         time.sleep(STEP_SECONDS * (SLOWER if fault == "slower" else 1.0))
         if step > after and fault in FAULTS:
             FAULTS[fault]()
         phases.enter(TimedPhase.COMM_EXPOSED)
-        world.sum(torch.ones(1000))
+        world.sum(torch.ones(num_floats))
         phases.enter(TimedPhase.LOGGING)
         telemetry.step(_report(step, time.monotonic() - began))
         phases.enter(TimedPhase.OTHER)
@@ -82,6 +87,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stopped": be_stopped,
 }
 """Ways to stay away from a collective."""
+
+HELD_UP = {"starved": TimedPhase.DATA_WAIT, "slow storage": TimedPhase.CHECKPOINT_BLOCKING}
+"""What a rank waits for in each step, for half as long as it computes."""
 
 
 def _report(step: int, seconds: float) -> StepReport:

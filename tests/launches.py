@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,20 @@ class Launch:
         return [json.loads(line) for line in text.splitlines()]
 
 
-def launch(config: TrainConfig, entry: str, environ: Mapping[str, str] | None = None) -> Launch:
-    """Start the main process of a node with the named stand-in from `rank_entries`."""
+def launch(
+    config: TrainConfig,
+    entry: str,
+    environ: Mapping[str, str] | None = None,
+    run_by: Sequence[str] = (),
+) -> Launch:
+    """Start the main process of a node with the named stand-in from `rank_entries`.
+
+    `run_by` is the start of a command that is to run it.
+    """
     path = Path(config.termination_path).parent / "config.json"
     path.write_text(config.to_json())
     process = subprocess.Popen(
-        [sys.executable, str(MAIN), str(path), entry],
+        [*run_by, sys.executable, str(MAIN), str(path), entry],
         env=clean_environment(**(environ or {})),
         stderr=subprocess.PIPE,
         text=True,

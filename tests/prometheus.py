@@ -63,6 +63,14 @@ class Target:
         }
 
 
+@dataclass(frozen=True)
+class Alert:
+    """One that fires: its labels, its name among them, and all that it says."""
+
+    labels: Labels
+    text: str
+
+
 def scraped_by(kind: str) -> dict[str, Any]:
     """Return what a monitor of the chart says of a scrape."""
     (made,) = of_kind(rendered(monitoring={"monitors": {"create": True}}), kind)
@@ -140,17 +148,11 @@ class Prometheus:
             return [({}, float(result[1]))]
         return [(one["metric"], float(one["value"][1])) for one in result]
 
-    def firing(self) -> list[Labels]:
-        """Return the labels of the alerts that fire, their name among them."""
-        alerts = self._get("alerts", {})["alerts"]
-        return [one["labels"] for one in alerts if one["state"] == "firing"]
-
-    def told(self) -> list[str]:
-        """Return summary and description of the alerts that fire."""
-        alerts = self._get("alerts", {})["alerts"]
+    def firing(self) -> list[Alert]:
+        """Return the alerts that fire."""
         return [
-            f"{one['annotations']['summary']} {one['annotations']['description']}"
-            for one in alerts
+            Alert(one["labels"], " ".join(one["annotations"].values()))
+            for one in self._get("alerts", {})["alerts"]
             if one["state"] == "firing"
         ]
 

@@ -12,9 +12,11 @@ def job_rules(windows: Windows) -> tuple[Rule, ...]:
     """Return the rules about jobs, their ranks and their collectives."""
     rate, share = duration(windows.rate), duration(windows.share)
     return (
+        # Where nobody can scrape a job's pages, the operator tells how fast it is.
         Rule(
             "finetunejob:tokens:rate",
-            f'sum by ({JOB}) (rate(finetune_train_tokens_total{{kind="nonpad"}}[{rate}]))',
+            f'sum by ({JOB}) (rate(finetune_train_tokens_total{{kind="nonpad"}}[{rate}]))'
+            f" or max by ({JOB}) (finetune_train_tokens_per_second)",
         ),
         # Only of ranks whose peak is known, as the others' would be a share of nothing.
         Rule(

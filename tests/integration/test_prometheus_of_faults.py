@@ -1,24 +1,29 @@
 """Each fault lights its own alert and no other, on a real Prometheus with times divided by 30.
 
-The series are played: pages over HTTP say what four ranks would with such a step, and the page of
-the operator names the suspect that the nodes of the job would find. Who is a suspect is tested with
-ranks that are really slow or stuck, where suspects are found.
+The ranks are real, but for their compute, which is a sleep; so are their pages, what their nodes
+find, the network between two of them, and the operator, which tells of suspects. The backend alone
+is played: it hands the operator what the page of rank 0 says, as that of `aks` does.
 """
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from clusters import embedded_cluster
+from faulty_ranks import FaultyRanks
+from finetune_trainer.config import Progress
 from helm_chart import needs_helm
-from launches import until
+from launches import free_port, launch, train_config, until
 from monitoring.windows import Windows
-from played_faults import FAULTS, NODES, PlayedJob
+from node_pages import ask, free_ports
+from operators import OperatorProcess, open_api, wait_until
 from prometheus import Prometheus, Target, needs_prometheus, scraped_by
-from served_pages import served
+from two_networks import LINK, Network, needs_networks, two_networks
 
 pytestmark = [pytest.mark.full, needs_prometheus, needs_helm]
 
@@ -30,75 +35,154 @@ OWN = {
     "slow-storage": "FineTuneCheckpointSlow",
     "slow-network": "FineTuneNetworkSlow",
 }
+OF_ONE_NODE = {
+    "well": ("none", "4"),
+    "slow-rank": ("slower", "4"),
+    "stuck-rank": ("asleep", "10"),
+    "data-starvation": ("starved", "4"),
+    "slow-storage": ("slow storage", "4"),
+}
+"""What one of four ranks does, and by how much its node shortens the times of its verdict."""
 
 
-def of_operator(jobs: dict[str, PlayedJob]) -> str:
-    """Return the operator's page: it leads, all jobs run, and it knows the suspects."""
-    lines = ["finetune_operator_leader 1"]
-    for name, job in jobs.items():
-        of_job = f'namespace="team",finetunejob="{name}"'
-        lines.append(f'finetune_job_status_phase{{{of_job},phase="Running"}} 1')
-        lines += [f"finetune_job_suspect{{{of_job},{one}" for one in job.suspects]
-    return "\n".join(lines) + "\n"
+@dataclass
+class Job:
+    """The pages of a job by the names of its nodes, rank 0's node first."""
+
+    pages: dict[str, str]
+    suspected: set[int] = field(default_factory=set)
+
+    def progress(self) -> str | None:
+        """Return what rank 0's page says; None while it says nothing."""
+        try:
+            answer = ask(f"http://{next(iter(self.pages.values()))}/metrics", "GET", "/progress")
+        except (ConnectionRefusedError, TimeoutError):
+            return None
+        if answer.status != 200:
+            return None
+        self.suspected |= {one.rank for one in Progress.model_validate_json(answer.text).suspects}
+        return answer.text
+
+    def targets(self, name: str, namespace: str) -> list[Target]:
+        return [
+            Target(
+                f"{name}-{node}",
+                page,
+                {
+                    "namespace": namespace,
+                    "__meta_kubernetes_pod_label_finetune_dev_job": name,
+                    "__meta_kubernetes_pod_node_name": node,
+                },
+                scraped_by("PodMonitor"),
+            )
+            for node, page in self.pages.items()
+        ]
 
 
 @contextmanager
-def scraped(folder: Path, jobs: dict[str, PlayedJob]) -> Iterator[Prometheus]:
-    pages = {
-        f"/{name}/{node}": partial(job.page, node)
-        for name, job in jobs.items()
-        for node in range(len(NODES))
-    }
-    with served({**pages, "/metrics": partial(of_operator, jobs)}) as address:
-        pods = scraped_by("PodMonitor")
-        targets = [
-            Target(
-                f"{name}-{node}",
-                address,
-                {
-                    "namespace": "team",
-                    "__meta_kubernetes_pod_label_finetune_dev_job": name,
-                    "__meta_kubernetes_pod_node_name": NODES[node],
-                },
-                {**pods, "path": f"/{name}/{node}"},
+def one_node(folder: Path, name: str) -> Iterator[Job]:
+    fault, speed = OF_ONE_NODE[name]
+    ranks = FaultyRanks(folder / name, 4, fault, 3, FINETUNE_WATCH_SPEED=speed, FAULT_STEP="60")
+    try:
+        yield Job({"node-a": ranks.url.removeprefix("http://").removesuffix("/metrics")})
+    finally:
+        ranks.close()
+
+
+@contextmanager
+def over_a_network(folder: Path, networks: tuple[Network, Network]) -> Iterator[Job]:
+    """Run a rank in each of two networks, which add up 4 MB in each step."""
+    store, port = free_port(), free_ports(1)
+    launches = []
+    try:
+        for node, network in enumerate(networks):
+            own = folder / f"node-{node}"
+            own.mkdir()
+            config = train_config(
+                own,
+                run_dir=str(folder / "run"),
+                world={"nnodes": 2, "nproc_per_node": 1},
+                telemetry={"metrics_port": port, "metrics_host": "0.0.0.0"},
             )
-            for name in jobs
-            for node in range(len(NODES))
-        ]
-        targets.append(Target("operator", address, endpoint=scraped_by("ServiceMonitor")))
-        with Prometheus(folder, targets, WINDOWS) as prometheus:
-            yield prometheus
+            environ = {
+                "FINETUNE_NODE_RANK": str(node),
+                "FINETUNE_NODE_NAME": f"node-{node}",
+                "FINETUNE_RDZV_ENDPOINT": f"{networks[0].address}:{store}",
+                "GLOO_SOCKET_IFNAME": LINK,
+                "FAULT": "none",
+                "FAULT_FLOATS": "1000000",
+            }
+            launches.append(launch(config, "faulty_ranks:work", environ, network.run_by))
+        yield Job({f"node-{n}": f"{one.outside}:{port}" for n, one in enumerate(networks)})
+    finally:
+        for one in launches:
+            one.process.kill()
+            one.wait()
 
 
+@needs_networks
 def test_each_fault_lights_its_own_alert_and_no_other(tmp_path: Path) -> None:
-    jobs = {name: PlayedJob(name) for name in FAULTS}
-    lit: dict[str, set[str]] = {name: set() for name in jobs}
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        cluster = enter(embedded_cluster(tmp_path))
+        api = enter(open_api(cluster.kubeconfig))
+        namespace = enter(api.namespace("team"))
+        operator = enter(OperatorProcess(cluster.kubeconfig, namespace))
+        networks = enter(two_networks())
+        jobs = {name: enter(one_node(tmp_path, name)) for name in OF_ONE_NODE}
+        jobs["slow-network"] = enter(over_a_network(tmp_path, networks))
+        port = operator.wait_for("started")["health_port"]
+        operator.wait_for("synced")
+        for name in jobs:
+            api.apply(namespace, name)
+        wait_until(lambda: len(api.attempts(namespace)) == len(jobs), 30)
 
-    with scraped(tmp_path, jobs) as prometheus:
+        def hand_over(name: str, job: Job) -> bool:
+            """Give the operator what the page says."""
+            said = job.progress()
+            if said is not None:
+                api.play(namespace, f"{name}-1", phase="Running", ready="1", progress=said)
+            return said is not None
+
+        for name, job in jobs.items():
+            until(partial(hand_over, name, job), 120)
+        (tmp_path / "prometheus").mkdir()
+        targets = [one for name, job in jobs.items() for one in job.targets(name, namespace)]
+        ops = Target("operator", f"127.0.0.1:{port}", {}, scraped_by("ServiceMonitor"))
+        prometheus = enter(Prometheus(tmp_path / "prometheus", [*targets, ops], WINDOWS))
+        lit: dict[str, set[str]] = {name: set() for name in ("", *jobs)}
+        told: dict[str, str] = {}
 
         def look() -> None:
+            for name, job in jobs.items():
+                hand_over(name, job)
             for one in prometheus.firing():
-                lit[one.get("finetunejob", "")].add(one["alertname"])
+                job_name = one.labels.get("finetunejob", "")
+                lit[job_name].add(one.labels["alertname"])
+                told.setdefault(job_name, one.text)
 
-        def has_been_well(since: float) -> bool:
+        def is_over(end: float) -> bool:
             look()
-            return time.time() - since > 3 * WINDOWS.rate
-
-        until(partial(has_been_well, time.time()), 120)
-        assert lit == {name: set() for name in jobs}
-        for job in jobs.values():
-            job.break_down()
+            return time.time() > end
 
         def is_told() -> bool:
             look()
-            return all(OWN[name] in lit[name] for name in jobs)
+            return all(OWN[name] in lit[name] for name in OWN)
 
-        until(is_told, 240)
-        texts = prometheus.told()
+        until(partial(is_over, time.time() + 2 * WINDOWS.rate), 120)
+        for network in networks:
+            network.limit("100mbit")
+        try:
+            until(is_told, 180)
+        except TimeoutError:
+            pytest.fail(
+                f"{lit}; suspected: { {name: one.suspected for name, one in jobs.items()} }"
+            )
         # As long again as the alert that waits longest.
-        until(partial(has_been_well, time.time() + WINDOWS.long - 2 * WINDOWS.rate), 120)
+        until(partial(is_over, time.time() + WINDOWS.long), 120)
 
-    assert lit == {name: {alert} for name, alert in OWN.items()}
-    assert any("Rank 3 on node node-1 of job team/slow-rank" in one for one in texts)
-    assert any("Rank 3 on node node-1 of job team/stuck-rank" in one for one in texts)
-    assert any("That is rank 3 on node node-1." in one for one in texts)
+    assert lit == {"": set(), "well": set(), **{name: {alert} for name, alert in OWN.items()}}
+    for name in ("slow-rank", "stuck-rank"):
+        assert f"Rank 3 on node node-a of job {namespace}/{name}" in told[name]
+    for name in ("data-starvation", "slow-storage"):
+        assert "rank 3 on node node-a." in told[name]
