@@ -74,7 +74,8 @@ def test_the_watch_sees_an_item_and_a_branch():
 
 # Where the host looks at what a step computed, it has arrived: `LateNumbers` waits for it by event.
 _WITHOUT_WAITING = set(TimedPhase) - {
-    TimedPhase.H2D,  # searches on the CPU, before anything is moved
+    TimedPhase.DATA_WAIT,
+    TimedPhase.H2D,  # it searches on the CPU, before anything is moved
     TimedPhase.CHECKPOINT_BLOCKING,
     TimedPhase.EVAL,
     TimedPhase.LOGGING,

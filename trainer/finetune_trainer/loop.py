@@ -132,7 +132,8 @@ def step_report(plan: DataPlan, step: int, rate: float, work: StepWork, lap: Lap
 def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) -> Tensor:
     """Run one micro-batch forward and backward; return its summed loss, detached."""
     phases = run.telemetry.phases
-    phases.enter(TimedPhase.H2D)
+    if run.world.device.type == "cuda":
+        phases.enter(TimedPhase.H2D)
     inputs = loss_inputs(batch, run.world.device)
     phases.enter(TimedPhase.FORWARD)
     loss_sum = run.strategy.forward(inputs, is_last=is_last)

@@ -240,7 +240,10 @@ PHASE_SECONDS = Metric(
     "seconds",
     "Wall time of the rank by what it went into, from its start to its end, the phase that runs "
     "included; starting and exporting are other.",
-    (RANK, Label("phase", tuple(phase.value for phase in TimedPhase))),
+    (
+        RANK,
+        Label("phase", tuple(phase.value for phase in TimedPhase), of_gpu=(TimedPhase.H2D.value,)),
+    ),
 )
 NON_FINITE = Metric(
     "finetune_train_nonfinite_total",

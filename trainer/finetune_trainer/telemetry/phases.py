@@ -155,7 +155,7 @@ class PhaseClock:
         owed = self._owed
         if owed is None or owed[phase] >= 0:
             return phase
-        most = max(owed, key=lambda one: owed[one])
+        most = max(owed, key=owed.__getitem__)
         return most if owed[most] > 0 else phase
 
     def _take_over(self) -> tuple[TimedPhase, float]:
