@@ -1,28 +1,47 @@
-"""Every metric of a training node, declared once: `Metric`.
+"""Every metric of a training node, declared once.
 
 Its page, `docs/reference/metrics.md` and whatever asks Prometheus for it follow from here.
 Job, namespace, pod and node are no labels of a page: the scrape configuration adds them.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
-from itertools import product
 
+from finetune_trainer.config.collective_metrics import (
+    COLLECTIVE_OPS,
+    COMM_BUS_BYTES,
+    COMM_BYTES,
+    COMM_CALLS,
+    COMM_COMPLETED,
+    COMM_ENQUEUED,
+    COMM_EXPOSED,
+    COMM_SAMPLED,
+    COMM_SECONDS,
+    GROUPS,
+    MOST_KINDS,
+    SIZE_CLASSES,
+)
+from finetune_trainer.config.metric import RANK, Label, Metric, MetricType, Needs, combinations
 
-class MetricType(StrEnum):
-    """What Prometheus takes it for."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-class Needs(StrEnum):
-    """What must be there for a metric to have a value."""
-
-    NOTHING = "nothing"
-    GPU = "a GPU"
-    NCCL = "NCCL"
+__all__ = [  # what is declared elsewhere and found here
+    "COLLECTIVE_OPS",
+    "COMM_BUS_BYTES",
+    "COMM_BYTES",
+    "COMM_CALLS",
+    "COMM_COMPLETED",
+    "COMM_ENQUEUED",
+    "COMM_EXPOSED",
+    "COMM_SAMPLED",
+    "COMM_SECONDS",
+    "GROUPS",
+    "MOST_KINDS",
+    "RANK",
+    "SIZE_CLASSES",
+    "Label",
+    "Metric",
+    "MetricType",
+    "Needs",
+    "combinations",
+]
 
 
 class TimedPhase(StrEnum):
@@ -38,72 +57,6 @@ class TimedPhase(StrEnum):
     EVAL = "eval"
     LOGGING = "logging"
     OTHER = "other"
-
-
-@dataclass(frozen=True)
-class Label:
-    """A label of a metric.
-
-    Attributes:
-        values: all that it can have; none where only the run knows them, such as a version.
-        of_gpu: those of them that need a GPU.
-    """
-
-    name: str
-    values: tuple[str, ...] = ()
-    of_gpu: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric.
-
-    Attributes:
-        name: as on the page; a counter's ends with `_total`.
-        unit: of its values, in the plural; the word of what is counted, for a counter of things.
-        labels: those of the page, in its order.
-        buckets: upper bounds of a histogram, rising, without the last, infinite one.
-        is_of_rank_zero: rank 0 alone knows it; else each rank has its own.
-        most_series: of a rank, where the run decides which there are; each then appears with its
-            first value, a counter as well. None: all combinations of labels are there.
-        is_unknown_at_first: a counter that is there only once there is something to count.
-    """
-
-    name: str
-    type: MetricType
-    unit: str
-    help: str
-    labels: tuple[Label, ...]
-    buckets: tuple[float, ...] = ()
-    needs: Needs = Needs.NOTHING
-    is_of_rank_zero: bool = False
-    most_series: int | None = None
-    is_unknown_at_first: bool = False
-
-    @property
-    def starts_absent(self) -> bool:
-        """Whether it is not there before its value is known; else it begins at 0."""
-        is_gauge = self.type is MetricType.GAUGE
-        is_known_late = self.is_sparse or self.is_unknown_at_first
-        return is_gauge or is_known_late or self.needs is not Needs.NOTHING
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The names of its labels, in the page's order."""
-        return tuple(label.name for label in self.labels)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the run decides which series there are."""
-        return self.most_series is not None
-
-
-RANK = Label("rank")
-
-
-def combinations(labels: tuple[Label, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return each combination of the labels' values; none where a label's values are not known."""
-    return tuple(product(*(label.values for label in labels)))
 
 
 _STEP_BUCKETS = tuple(round(0.05 * 1.5**k, 4) for k in range(20))
@@ -314,87 +267,6 @@ CHECKPOINT_INTERVAL = _of_rank_zero(
     "Time from one checkpoint to the next where time decides; absent where steps do.",
 )
 ATTEMPT = _of_rank_zero("restart_attempt", "attempts", "Number of this attempt, from 1.")
-
-COLLECTIVE_OPS = (
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-)
-GROUPS = ("dp", "shard", "replica", "control", "checkpoint")
-SIZE_CLASSES = ("small", "medium", "large")
-MOST_KINDS = 14
-"""Combinations of operation, group and size class that a rank counts; no strategy has more."""
-
-
-def _of_collectives(name: str, unit: str, help: str) -> Metric:
-    labels = (
-        RANK,
-        Label("op", COLLECTIVE_OPS),
-        Label("group", GROUPS),
-        Label("size", SIZE_CLASSES),
-    )
-    return Metric(
-        f"finetune_comm_{name}_total",
-        MetricType.COUNTER,
-        unit,
-        help,
-        labels,
-        most_series=MOST_KINDS,
-    )
-
-
-def _sequence(name: str, help: str) -> Metric:
-    labels = (RANK, Label("group", GROUPS))
-    return Metric(
-        f"finetune_comm_{name}",
-        MetricType.GAUGE,
-        "collectives",
-        help,
-        labels,
-        most_series=len(GROUPS),
-    )
-
-
-COMM_CALLS = _of_collectives(
-    "collectives", "collectives", "Collectives, by the operation that was asked for."
-)
-COMM_BYTES = _of_collectives(
-    "bytes", "bytes", "Size of their data: the whole tensor, of which a rank may hold a share."
-)
-COMM_BUS_BYTES = _of_collectives(
-    "bus_bytes",
-    "bytes",
-    "Bytes that the links of one rank carry at best for those that are in the seconds; divided by "
-    "these it is the bus bandwidth.",
-)
-COMM_SECONDS = _of_collectives(
-    "duration_seconds",
-    "seconds",
-    "Time from their start to their end, waiting for other ranks included, where it is known.",
-)
-COMM_EXPOSED = _of_collectives(
-    "exposed_seconds",
-    "seconds",
-    "Time in which the rank could do nothing but wait for them, where it is known.",
-)
-COMM_ENQUEUED = _sequence(
-    "last_enqueued_seq", "Number of the newest collective that the rank has begun."
-)
-COMM_COMPLETED = _sequence(
-    "last_completed_seq", "Number of the newest collective that the rank knows to be over."
-)
-COMM_SAMPLED = Metric(
-    "finetune_comm_sampled_ratio",
-    MetricType.GAUGE,
-    "ratio",
-    "Share of this process's collectives that are in the counters of bytes, and of seconds.",
-    (RANK, Label("of", ("bytes", "seconds"))),
-)
 
 OF_TRAINING_NODE = (
     INFO,
