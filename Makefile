@@ -21,7 +21,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -95,6 +95,10 @@ crd: install  ## Generate crds/, the chart's files and docs/reference from the c
 
 dashboards: install  ## Generate the chart's rules, alerts and dashboards from charts/monitoring
 	$(BIN)/python charts/monitoring/generate.py
+
+# It needs prometheus and helm on the PATH.
+pictures: install  ## Draw the pictures of docs/how-to/monitoring.md from answers of a Prometheus (3 min)
+	PYTHONPATH=tests:charts $(OFFLINE) $(BIN)/python tests/pictures.py
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py

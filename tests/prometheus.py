@@ -148,6 +148,16 @@ class Prometheus:
             return [({}, float(result[1]))]
         return [(one["metric"], float(one["value"][1])) for one in result]
 
+    def ask_range(
+        self, expr: str, begin: float, end: float
+    ) -> list[tuple[Labels, list[tuple[float, float]]]]:
+        """Return the series of an answer with a point for each second between two times."""
+        between = {"start": f"{begin}", "end": f"{end}", "step": "1"}
+        return [
+            (one["metric"], [(time, float(value)) for time, value in one["values"]])
+            for one in self._get("query_range", {"query": expr, **between})["result"]
+        ]
+
     def firing(self) -> list[Alert]:
         """Return the alerts that fire."""
         return [

@@ -154,6 +154,7 @@ def _time() -> Row:
                 "Share of the time with resources in which new steps were made.",
                 "percentunit",
                 (Query(f"finetunejob:goodput:ratio{{{_OF}}}", "goodput"),),
+                width=6,
             ),
             Panel(
                 "Checkpoints",
@@ -166,6 +167,7 @@ def _time() -> Row:
                         "{{kind}}",
                     ),
                 ),
+                width=6,
             ),
             Panel(
                 "Size of a checkpoint",
@@ -178,6 +180,7 @@ def _time() -> Row:
                         "size",
                     ),
                 ),
+                width=6,
             ),
             Panel(
                 "Age of the newest checkpoint",
@@ -190,6 +193,7 @@ def _time() -> Row:
                         "age",
                     ),
                 ),
+                width=6,
             ),
         ),
     )
@@ -243,14 +247,14 @@ def _ranks() -> Row:
                 "Its age, by rank.",
                 "s",
                 (Query(f"finetune_train_last_seen_age_seconds{{{_OF}}}", _BY_RANK),),
-                width=12,
+                width=8,
             ),
             Panel(
                 "Memory of the processes",
                 "Resident, by rank.",
                 "bytes",
                 (Query(f'finetune_train_memory_bytes{{{_OF},kind="host_rss"}}', _BY_RANK),),
-                width=12,
+                width=8,
             ),
         ),
     )

@@ -5,11 +5,7 @@ wrong, are asked in `test_prometheus_of_recorded_series`.
 """
 
 import math
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +14,13 @@ import pytest
 from clusters import embedded_cluster
 from finetune_trainer.config.metrics import Needs
 from helm_chart import needs_helm
-from launches import clean_environment, train_config, until
+from launches import until
 from monitoring.board import Query
 from monitoring.boards import boards
 from monitoring.windows import Windows
-from node_pages import free_ports
 from operators import Api, OperatorProcess, open_api, wait_until
 from prometheus import Prometheus, Target, filled, needs_prometheus, scraped_by
-from tiny_run import write_inputs
+from trained_page import training
 
 pytestmark = [pytest.mark.full, needs_prometheus, needs_helm]
 
@@ -82,38 +77,6 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedOperato
         api.apply(namespace, JOB)
         made.train(JOB)
         yield made
-
-
-@contextmanager
-def training(folder: Path) -> Iterator[str]:
-    """Train with two ranks until the end of the block; yield the address of their page."""
-    write_inputs(folder, hidden_size=256)  # so that some of its messages have more than 1 MiB
-    port = free_ports(1)
-    config = train_config(
-        folder,
-        model={"path": str(folder / "model")},
-        data={
-            "train": {"path": str(folder / "train.jsonl")},
-            "eval": {"path": str(folder / "eval.jsonl")},
-            "max_seq_len": 64,
-        },
-        training={"max_steps": 100_000, "eval_every_steps": 5},
-        checkpoint={"every_seconds": 2},
-        telemetry={"metrics_port": port},
-    )
-    (folder / "config.json").write_text(config.to_json())
-    run = subprocess.Popen(
-        [sys.executable, "-m", "finetune_trainer", str(folder / "config.json")],
-        env=clean_environment(),
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        yield f"127.0.0.1:{port}"
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(60) == 75
-    finally:
-        run.kill()
-        run.wait()
 
 
 def test_every_panel_of_a_healthy_run_answers(operator: PlayedOperator, tmp_path: Path) -> None:
