@@ -10,7 +10,7 @@ import pytest
 from finetune_trainer.config.metrics import PHASE_SECONDS, TimedPhase
 from finetune_trainer.telemetry import Lap
 from finetune_trainer.telemetry.node.ranks import NodeRanks
-from finetune_trainer.telemetry.phases import PhaseClock, read_phases
+from finetune_trainer.telemetry.phases import PhaseClock, read_phases, running_phase
 from finetune_trainer.telemetry.processes import TICK_SECONDS, seconds_since_start
 from finetune_trainer.telemetry.slots import Block, layout_of_node
 from launches import until
@@ -26,8 +26,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = time.monotonic()
-        self._block = Block.private()
-        self.clock = PhaseClock(self._block, lambda: self.now)
+        self.block = Block.private()
+        self.clock = PhaseClock(self.block, lambda: self.now)
         self._began = self.now - self._sum()
         self._before = self._read()
 
@@ -49,7 +49,7 @@ class Bench:
         return phases
 
     def _read(self) -> Phases:
-        return read_phases(self._block.snapshot(), self.now)
+        return read_phases(self.block.snapshot(), self.now)
 
     def _sum(self) -> float:
         return sum(self._read().values())
@@ -118,6 +118,22 @@ def test_time_that_was_of_another_phase_is_made_up_for_and_no_counter_falls(benc
         seen = bench.check(seen)
     told = {"forward": 15, "backward": 15, "comm_exposed": 20, "logging": 5}
     assert bench.gained() == pytest.approx(told, abs=1)  # a step takes 1.1
+
+
+def test_a_rank_that_is_stuck_in_a_phase_is_seen_in_it_whatever_is_owed(bench: Bench) -> None:
+    bench.wait(5, BACKWARD)
+    bench.clock.enter(LOGGING)
+    bench.clock.move(BACKWARD, WAITING, 3)
+    bench.wait(100, BACKWARD)
+    numbers = bench.block.snapshot()
+    assert running_phase(numbers) == (BACKWARD, bench.now - 100)
+    assert bench.gained() == pytest.approx({"backward": 102, "comm_exposed": 3})
+    bench.wait(1, FORWARD)
+    told = {"backward": 102, "comm_exposed": 3, "forward": 1}
+    assert bench.gained() == pytest.approx(told)
+    bench.clock.stop()
+    assert running_phase(bench.block.snapshot()) is None
+    assert bench.gained() == pytest.approx(told)
 
 
 class Device:

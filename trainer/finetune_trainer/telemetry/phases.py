@@ -3,14 +3,14 @@
 The loop says what it does now; the page of the node adds the phase that runs, up to the moment it
 is asked. So the phases of a rank sum to its wall time at any moment, also while it is stuck.
 
-Five numbers of the block say which phase runs, since when, and what the phase before it came to.
+Six numbers of the block say which phase runs, since when, and what the phase before it came to.
 They are written beside those in use, and one more switch counted makes them valid: a reader that
 saw the same count before and after has not seen half of a switch, and a rank that is stopped in the
 middle of one leaves the numbers as they were.
 
 Some time is known to be of another phase only when it has passed: what the device did, what DDP
-waited for. A counter cannot take it back; the clock instead counts the next such time for the
-phase that was given too little.
+waited for. A counter cannot take it back; instead the next such time counts, so long as it was too
+much, for the phase that was given too little.
 """
 
 import time
@@ -26,8 +26,9 @@ from finetune_trainer.telemetry.slots import Block, Word, layout_of_node
 _PHASES = tuple(TimedPhase)
 _PLACES = tuple(layout_of_node().place(PHASE_SECONDS, phase.value) for phase in _PHASES)
 _NUMBERS = {phase: (index + 1, _PLACES[index]) for index, phase in enumerate(_PHASES)}
-_RECORDS = (int(Word.EVEN_RUNNING), int(Word.ODD_RUNNING))  # the first of four numbers each
+_RECORDS = (int(Word.EVEN_RUNNING), int(Word.ODD_RUNNING))  # the first of six numbers each
 _SWITCHES = int(Word.PHASE_SWITCHES)
+_TOO_LITTLE = 1e-6  # seconds that are not worth paying back
 
 Marks = Sequence[tuple[TimedPhase, float, Any]]
 """What the host entered, when, and the device's mark of it."""
@@ -60,36 +61,37 @@ class PhaseClock:
         self._owed: dict[TimedPhase, float] | None = None
         self._has_stopped = False
         self._switches = int(self._numbers[Word.PHASE_SWITCHES])
-        self._shown, self._since = self._take_over()
+        self._first: TimedPhase | None = None  # what the phase that runs counts for, until then
+        self._until = 0.0
+        self._since = self._take_over()
 
     def enter(self, phase: TimedPhase) -> TimedPhase:
         """Be in `phase` from now on, and return the phase before.
 
         This comes several times a step, where it must cost next to nothing: hence it is one piece.
         """
-        now, before, shown = self._clock(), self._phase, phase
-        self._phase = phase
+        now, before, first = self._clock(), self._phase, 0
         if self._device is not None:
             self._marks.append((phase, now, self._device.mark()))
-        if self._owed is not None:
-            seconds = now - self._since
-            self._owed[before] += seconds
-            self._owed[self._shown] -= seconds
-            shown = self._most_owed(phase)
         if self._has_stopped:
             return before
+        if self._owed is not None:
+            self._pay_back(now)
+            first = self._borrow(phase, now)
         numbers = self._numbers
-        left, place = _NUMBERS[self._shown]
+        left, place = _NUMBERS[before]
         total = numbers[place] + (now - self._since)
         self._switches = switches = self._switches + 1
         at = _RECORDS[switches & 1]
-        numbers[at] = _NUMBERS[shown][0]
+        numbers[at] = _NUMBERS[phase][0]
         numbers[at + 1] = now
-        numbers[at + 2] = left
-        numbers[at + 3] = total
+        numbers[at + 2] = first
+        numbers[at + 3] = self._until
+        numbers[at + 4] = left
+        numbers[at + 5] = total
         numbers[_SWITCHES] = switches
         numbers[place] = total
-        self._shown, self._since = shown, now
+        self._phase, self._since = phase, now
         return before
 
     @property
@@ -142,7 +144,9 @@ class PhaseClock:
         """End the last phase; what comes later is not counted."""
         if not self._has_stopped:
             self._has_stopped = True
-            self._write(_NUMBERS[self._shown][0], self._since, 0, self._clock())
+            now = self._clock()
+            self._pay_back(now)
+            self._write(_NUMBERS[self._phase][0], self._since, 0, now)
 
     def _correct(self, wrong: dict[TimedPhase, float]) -> None:
         if self._owed is None:
@@ -150,22 +154,44 @@ class PhaseClock:
         for phase, seconds in wrong.items():
             self._owed[phase] += seconds
 
-    def _most_owed(self, phase: TimedPhase) -> TimedPhase:
-        """Return the phase to count for during `phase`: itself, unless it was given too much."""
-        owed = self._owed
-        if owed is None or owed[phase] >= 0:
-            return phase
-        most = max(owed, key=owed.__getitem__)
-        return most if owed[most] > 0 else phase
+    def _borrow(self, phase: TimedPhase, now: float) -> int:
+        """Let the first seconds of `phase` count for what is owed most, if it was given too much.
 
-    def _take_over(self) -> tuple[TimedPhase, float]:
+        Return the number of that phase; 0 where `phase` counts for itself.
+        """
+        owed = self._owed
+        if owed is None or owed[phase] > -_TOO_LITTLE:
+            return 0
+        most = max(owed, key=owed.__getitem__)
+        if owed[most] < _TOO_LITTLE:
+            return 0
+        self._first, self._until = most, now + min(owed[most], -owed[phase])
+        return _NUMBERS[most][0]
+
+    def _pay_back(self, now: float) -> None:
+        """Count what the phase that runs has had for another until `now`."""
+        first, self._first = self._first, None
+        if first is None or self._owed is None:
+            return
+        until = min(now, self._until)
+        self._owed[first] -= until - self._since
+        self._owed[self._phase] += until - self._since
+        self._write(_NUMBERS[first][0], self._since, _NUMBERS[self._phase][0], until)
+        self._since = until
+
+    def _take_over(self) -> float:
+        """Begin in `other`; return when that was."""
         numbers, started = self._numbers, self._clock() - seconds_since_start()
-        was_running, since, left, left_seconds = _record(numbers)
+        was_running, since, first, until, left, left_seconds = _record(numbers)
         if left:
             numbers[_PLACES[int(left) - 1]] = left_seconds
         began = max(started + (TICK_SECONDS if was_running else 0.0), since)
+        if first:
+            until = min(began, until)
+            self._write(int(first), since, int(was_running), until)
+            since = until
         self._write(int(was_running), since, _NUMBERS[TimedPhase.OTHER][0], began)
-        return TimedPhase.OTHER, began
+        return began
 
     def _write(self, left: int, since: float, running: int, now: float) -> None:
         """Count from `since` to `now` for `left`, and let `running` run; 0 is no phase."""
@@ -174,11 +200,12 @@ class PhaseClock:
         at = _RECORDS[self._switches % 2]
         numbers[at] = running
         numbers[at + 1] = now
-        numbers[at + 2] = left
+        numbers[at + 2] = 0
+        numbers[at + 4] = left
         if left:
             place = _PLACES[left - 1]
             total = numbers[place] + (now - since)
-            numbers[at + 3] = total
+            numbers[at + 5] = total
             numbers[Word.PHASE_SWITCHES] = self._switches
             numbers[place] = total
         else:
@@ -191,23 +218,28 @@ def read_phases(numbers: Sequence[float], now: float | None) -> dict[TimedPhase,
     None leaves out what no switch has counted yet.
     """
     seconds = {phase: numbers[place] for phase, place in zip(_PHASES, _PLACES, strict=True)}
-    running, since, left, left_seconds = _record(numbers)
+    running, since, first, until, left, left_seconds = _record(numbers)
     if left:
         seconds[_PHASES[int(left) - 1]] = left_seconds
     if running and now is not None:
-        seconds[_PHASES[int(running) - 1]] += max(0.0, now - since)
+        now = max(now, since)
+        if first:
+            seconds[_PHASES[int(first) - 1]] += min(now, until) - since
+            since = min(now, until)
+        seconds[_PHASES[int(running) - 1]] += now - since
     return seconds
 
 
 def running_phase(numbers: Sequence[float]) -> tuple[TimedPhase, float] | None:
-    """Return the phase that runs in `Block.snapshot`, and since when; None where none does.
+    """Return the phase that a rank is in, by `Block.snapshot`, and since when; None after its end.
 
     The time is of the machine's monotonic clock.
     """
-    running, since, _, _ = _record(numbers)
+    running, since, *_ = _record(numbers)
     return (_PHASES[int(running) - 1], since) if running else None
 
 
-def _record(numbers: Sequence[float]) -> tuple[float, float, float, float]:
+def _record(numbers: Sequence[float]) -> Sequence[float]:
+    """Return what is valid: running, since, first, until, left, and seconds of that."""
     at = _RECORDS[int(numbers[Word.PHASE_SWITCHES]) % 2]
-    return numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3]
+    return numbers[at : at + 6]

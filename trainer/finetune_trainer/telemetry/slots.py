@@ -45,22 +45,26 @@ class Word(IntEnum):
     PHASE_SWITCHES = 5  # how often the rank's phase was switched; its last bit names what is valid
     EVEN_RUNNING = 6  # the phase that runs, counted from 1; 0 is none
     EVEN_SINCE = 7  # seconds of the machine's monotonic clock
-    EVEN_LEFT = 8  # the phase before it, counted from 1; 0 is none
-    EVEN_LEFT_SECONDS = 9  # what that came to
-    ODD_RUNNING = 10
-    ODD_SINCE = 11
-    ODD_LEFT = 12
-    ODD_LEFT_SECONDS = 13
-    WITNESS_PID = 14  # the process that writes its stacks when it gets SIGUSR2; see `witness`
+    EVEN_FIRST = 8  # the phase that its first seconds count for; 0 is itself
+    EVEN_UNTIL = 9  # seconds of that clock
+    EVEN_LEFT = 10  # the phase before it, counted from 1; 0 is none
+    EVEN_LEFT_SECONDS = 11  # what that came to
+    ODD_RUNNING = 12
+    ODD_SINCE = 13
+    ODD_FIRST = 14
+    ODD_UNTIL = 15
+    ODD_LEFT = 16
+    ODD_LEFT_SECONDS = 17
+    WITNESS_PID = 18  # the process that writes its stacks when it gets SIGUSR2; see `witness`
     # The end of the newest step; see `boundary`. Read in this order it is whole where the first
     # and the last are the same.
-    BOUNDARIES_WRITTEN = 15
-    BOUNDARY_AT = 16
-    BOUNDARY_WAITING = 17
-    BOUNDARY_DATA = 18
-    BOUNDARY_CHECKPOINT = 19
-    BOUNDARY_APART = 20
-    BOUNDARIES_BEGUN = 21
+    BOUNDARIES_WRITTEN = 19
+    BOUNDARY_AT = 20
+    BOUNDARY_WAITING = 21
+    BOUNDARY_DATA = 22
+    BOUNDARY_CHECKPOINT = 23
+    BOUNDARY_APART = 24
+    BOUNDARIES_BEGUN = 25
 
 
 _PHASE_WORDS = slice(Word.PHASE_SWITCHES, Word.ODD_LEFT_SECONDS + 1)
