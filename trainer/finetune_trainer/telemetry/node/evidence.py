@@ -19,7 +19,7 @@ from finetune_trainer.telemetry.slots import Word
 from finetune_trainer.telemetry.witness import STACKS_SIGNAL, recorder_socket, stacks_file
 
 STALLS_KEPT = 3
-_SECONDS_FOR_STACKS = 3.0
+_SECONDS_FOR_STACKS = 10.0
 _SECONDS_OF_QUIET = 0.3  # after which stacks are taken to be whole
 _POLL_SECONDS = 0.05
 _MAX_STACKS_BYTES = 1 << 20
@@ -58,12 +58,12 @@ class Evidence:
         target.mkdir(parents=True, exist_ok=True)
         for one in ranks:
             text = _state(one).encode() + self._stacks(one.rank, before[one.rank])
-            (target / f"rank-{one.rank}.stacks.txt").write_bytes(text)
+            _put(target / f"rank-{one.rank}.stacks.txt", text)
         for one in ranks:
             dump = ask_recorder(self._folder / recorder_socket(one.rank))
             if dump is not None:
-                packed = gzip.compress(dump)
-                (target / f"rank-{one.rank}.collectives.json.gz").write_bytes(packed)
+                path = target / f"rank-{one.rank}.collectives.json.gz"
+                _put(path, gzip.compress(dump))
 
     def _wait_for_stacks(self, before: Mapping[int, int], asked: list[int]) -> None:
         """Return when all who were asked have written, and write no more; not all may."""
@@ -91,6 +91,13 @@ class Evidence:
                 return file.read(_MAX_STACKS_BYTES) or b"it has written no stacks\n"
         except FileNotFoundError:
             return b"it cannot be asked for stacks\n"
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a file that nobody sees before it is whole."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)
 
 
 def _ask_for_stacks(rank: RankNow) -> bool:
