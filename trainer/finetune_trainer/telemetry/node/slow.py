@@ -5,9 +5,11 @@ others wait for it in collectives. Busy is all of a step but that waiting.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from math import log
+from statistics import fmean, median
 
 from finetune_trainer.config import SuspectCause
 from finetune_trainer.telemetry.boundary import Boundary
@@ -17,6 +19,9 @@ _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _SIGMAS = 4.0
 _MIN_OTHERS_OF_SPREAD = 3
 _MOST_APART = 0.1
+_WINDOWS_OF_NOISE = 12
+_LEAST_WINDOWS_OF_NOISE = 4
+_SIGMAS_OF_NOISE = 3.0
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,9 @@ class SlowPace:
     Attributes:
         window_seconds: shortest time over which ranks are compared.
         min_steps: fewest steps over which they are, as nodes are not looked at in one moment.
-        windows: how many in a row a rank is slow in before it is named, and well before it is not.
+        windows: how many in a row a rank is slow in before it is named.
         slow: lowest score of a slow rank.
-        well: highest score of one that is well again.
+        well: highest mean score, over as many windows, of one that is well again.
         min_share: of its wall time that a slow rank is busy for longer than the others.
     """
 
@@ -90,12 +95,13 @@ class _Record:
     Attributes:
         excesses: seconds a step above the others, by cause, of windows in which it was slow.
         scores: of the same windows.
+        newest: scores of the newest windows, whatever it was in them.
     """
 
     since: float = 0.0
     excesses: tuple[Mapping[SuspectCause, float], ...] = ()
     scores: tuple[float, ...] = ()
-    num_well: int = 0
+    newest: tuple[float, ...] = ()
     is_named: bool = False
 
 
@@ -107,6 +113,7 @@ class SlowRanks:
         self._began = 0.0
         self._first: Mapping[int, Seen] = {}
         self._records: dict[int, _Record] = {}
+        self._history: deque[Mapping[int, float]] = deque(maxlen=_WINDOWS_OF_NOISE)
         self.scores: Mapping[int, float] = {}
         """Of the newest window, by rank."""
 
@@ -131,6 +138,7 @@ class SlowRanks:
     def forget(self) -> None:
         """Begin anew, as the run does something else now."""
         self._first, self._records, self.scores = {}, {}, {}
+        self._history.clear()
 
     def _begin(self, now: float, seen: Mapping[int, Seen]) -> None:
         self._began = now
@@ -150,10 +158,11 @@ class SlowRanks:
             return  # ranks wait for each other in an evaluation, too, which is not told apart
         busy = _Medians({rank: use.busy for rank, use in uses.items()})
         self.scores = {
-            rank: use.busy / median
+            rank: use.busy / typical
             for rank, use in uses.items()
-            if (median := busy.of_others(rank)) > 0
+            if (typical := busy.of_others(rank)) > 0 and use.busy > 0
         }
+        self._history.append(self.scores)
         for rank, score in self.scores.items():
             self._note(rank, score, uses, busy)
 
@@ -165,15 +174,35 @@ class SlowRanks:
             and excess >= pace.min_share * use.wall
             and excess > _SIGMAS * busy.spread_of_others(rank)
         )
-        record.num_well = record.num_well + 1 if score <= pace.well else 0
+        record.newest = (*record.newest, score)[-pace.windows :]
         if is_slow:
             if not record.excesses:
                 record.since = self._began
             record.excesses = (*record.excesses, _excess(rank, uses))[-pace.windows :]
             record.scores = (*record.scores, score)[-pace.windows :]
-            record.is_named = record.is_named or len(record.scores) == pace.windows
-        elif not record.is_named or record.num_well >= pace.windows:
-            self._records[rank] = _Record()
+            is_long = len(record.scores) == pace.windows
+            record.is_named = record.is_named or (is_long and self._is_no_noise(record.scores))
+        elif (
+            not record.is_named
+            or fmean(record.newest) <= pace.well
+            or not self._is_no_noise(record.newest)
+        ):
+            self._records[rank] = _Record(newest=record.newest)
+
+    def _is_no_noise(self, scores: Sequence[float]) -> bool:
+        """Say whether scores are higher than the ranks' scores vary from window to window.
+
+        Where ranks share too few processors, or their rows differ in length, now this one is slow
+        and now that one. A rank that is slow all the time does not vary.
+        """
+        if len(self._history) < _LEAST_WINDOWS_OF_NOISE:
+            return False
+        apart = []
+        for rank in self._history[-1]:
+            values = [log(one[rank]) for one in self._history if rank in one]
+            middle = median(values)
+            apart += [abs(value - middle) for value in values]
+        return fmean(map(log, scores)) > _SIGMAS_OF_NOISE * _MAD_TO_SIGMA * median(apart)
 
     def _slow(self, rank: int) -> Slow:
         record = self._records[rank]
