@@ -131,7 +131,7 @@ def _owner(made: Object) -> str:
 
 
 _VARYING = {"uid", "url", "startTime", "endTime", "completionTime", "lastTransitionTime"}
-_VARYING |= {"lastUpdateTime", "stopDeadline", "name", "artifacts"}
+_VARYING |= {"lastUpdateTime", "stopDeadline", "ledger", "name", "artifacts"}
 
 
 def _timeless(value: Any) -> Any:
