@@ -12,7 +12,7 @@ VOTE = """
 import json, sys, time
 from pathlib import Path
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.control import Agreement
+from finetune_trainer.control import Agreement, leave
 from finetune_trainer.world import gather_objects, open_world
 config = TrainConfig.read(Path(sys.argv[1]))
 plans = json.loads(sys.argv[2])
@@ -32,6 +32,7 @@ with open_world(config) as world:
     at_once = [agreement.any(world.rank == 1), agreement.any(False)]
     told = gather_objects(world.control_group, f"from rank {world.rank}")
 print(json.dumps([seen, between, at_once, told]))
+leave(0)
 """
 
 
