@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import azureml_load
 import dev_share
+import metrics_cost
 import pytest
 import silent_backend
 import times_by_file
@@ -28,6 +30,8 @@ def row(text: str, name: str) -> list[str]:
         ("operator", page),
         ("dev", dev_share.page),
         ("silent-backend", silent_backend.page),
+        ("azureml", azureml_load.page),
+        ("metrics", metrics_cost.page),
         ("tests", times_by_file.page),
     ],
 )
