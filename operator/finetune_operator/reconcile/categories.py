@@ -11,7 +11,6 @@ from finetune_operator.reconcile.conditions import (
     is_true,
     parse_rfc3339,
 )
-from finetune_trainer.config import Phase
 
 
 class Category(StrEnum):
@@ -29,21 +28,6 @@ class Category(StrEnum):
     RESTARTING = "restarting"
     SUSPENDED = "suspended"
     OTHER = "other"
-
-
-WORDS = {
-    Phase.STARTING: "starting",
-    Phase.TOKENIZING: "starting",
-    Phase.LOADING: "starting",
-    Phase.EVALUATING: "evaluation",
-    Phase.ANSWERING: "evaluation",
-    Phase.TRAINING: "training",
-    Phase.SAVING: "checkpoint",
-    Phase.STOPPING: "checkpoint",
-    Phase.EXPORTING: "exporting",
-    Phase.DONE: "other",
-}
-"""What a phase of rank 0 counts as in its own account, `finetune_trainer.config.TimeSpent`."""
 
 
 def category_of(status: FineTuneJobStatus) -> Category | None:

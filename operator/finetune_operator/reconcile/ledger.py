@@ -13,7 +13,6 @@ from datetime import datetime, timedelta
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.categories import (
-    WORDS,
     Category,
     category_of,
     follows_suspension,
@@ -26,7 +25,7 @@ from finetune_operator.reconcile.conditions import (
     is_true,
     parse_rfc3339,
 )
-from finetune_trainer.config import FailureClass, Phase, Progress
+from finetune_trainer.config import SPENT_AS, FailureClass, Phase, Progress
 
 _MILLISECOND, _SECOND = timedelta(milliseconds=1), timedelta(seconds=1)
 _OF_WORD = {
@@ -228,7 +227,7 @@ def _is_of_another_process(old: Heard, new: Heard) -> bool:
 def _difference(old: Heard, new: Heard, left: int) -> dict[str, int]:
     """Return what a process has spent between two reports."""
     if old.spent is None or new.spent is None:
-        return {WORDS[old.phase]: left}
+        return {SPENT_AS[old.phase]: left}
     return {word: max(0, spent - old.spent.get(word, 0)) for word, spent in new.spent.items()}
 
 
@@ -272,7 +271,7 @@ def _with_milestones(
             lived = sum(seconds for _, seconds in said.spent)
             since = max(0.0, lived - said.first_step_seconds)
         ledger = replace(ledger, first_step=max(0, told - round(since * 1000)))
-    if ledger.lost_at is not None and WORDS[said.phase] != "starting":
+    if ledger.lost_at is not None and SPENT_AS[said.phase] != "starting":
         trained = sum(spent for word, spent in delta.items() if word != "starting")
         recovery = max(0, told - trained - ledger.lost_at)
         ledger = replace(ledger, lost_at=None, recovery=recovery, recoveries=ledger.recoveries + 1)
@@ -281,7 +280,7 @@ def _with_milestones(
 
 def _running(heard: Heard, highest: int, *, is_restart: bool) -> Category:
     """Return what goes on after a report."""
-    word = WORDS[heard.phase]
+    word = SPENT_AS[heard.phase]
     if word == "training":
         return Category.RECOMPUTED if heard.step < highest else Category.PRODUCTIVE
     return _start(is_restart=is_restart) if word == "starting" else _OF_WORD[word]

@@ -102,6 +102,21 @@ class TimeSpent(ContractModel):
     other: float = 0.0
 
 
+SPENT_AS = {
+    Phase.STARTING: "starting",
+    Phase.TOKENIZING: "starting",
+    Phase.LOADING: "starting",
+    Phase.EVALUATING: "evaluation",
+    Phase.ANSWERING: "evaluation",
+    Phase.TRAINING: "training",
+    Phase.SAVING: "checkpoint",
+    Phase.STOPPING: "checkpoint",
+    Phase.EXPORTING: "exporting",
+    Phase.DONE: "other",
+}
+"""What the time of a phase counts as in `TimeSpent`; what steps waited for is taken out."""
+
+
 class SuspectCause(StrEnum):
     """What a rank does while the others wait for it."""
 

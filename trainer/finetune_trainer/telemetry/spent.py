@@ -1,20 +1,7 @@
 """`SpentTime`: where the wall time of rank 0's process went, for `Progress.spent`."""
 
-from finetune_trainer.config import Phase, TimeSpent
+from finetune_trainer.config import SPENT_AS, Phase, TimeSpent
 from finetune_trainer.telemetry.step import StepReport
-
-_OF_PHASE = {
-    Phase.STARTING: "starting",
-    Phase.TOKENIZING: "starting",
-    Phase.LOADING: "starting",
-    Phase.EVALUATING: "evaluation",
-    Phase.ANSWERING: "evaluation",
-    Phase.TRAINING: "training",
-    Phase.SAVING: "checkpoint",
-    Phase.STOPPING: "checkpoint",
-    Phase.EXPORTING: "exporting",
-    Phase.DONE: "other",
-}
 
 
 class SpentTime:
@@ -26,14 +13,14 @@ class SpentTime:
     def __init__(self, since: float) -> None:
         """Begin in `Phase.STARTING`, at `since` seconds since the epoch."""
         self._since = since
-        self._word = _OF_PHASE[Phase.STARTING]
+        self._word = SPENT_AS[Phase.STARTING]
         self._seconds = dict.fromkeys(TimeSpent.model_fields, 0.0)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
 
     def turn(self, phase: Phase, now: float) -> None:
         """Be in this phase from now on."""
         self._seconds[self._word] += max(0.0, now - self._since)
-        self._since, self._word = now, _OF_PHASE[phase]
+        self._since, self._word = now, SPENT_AS[phase]
 
     def step(self, report: StepReport) -> None:
         """Take what a step waited for out of the time that it trained."""
