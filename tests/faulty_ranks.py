@@ -23,10 +23,11 @@ from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import Agreement, StopSignal
 from finetune_trainer.errors import Preempted
 from finetune_trainer.launch.worker import run_rank
-from finetune_trainer.telemetry import StepReport, Telemetry
+from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
 from launches import free_port, train_config, until
 from node_pages import ask, free_ports
+from rank_entries import report
 from warm_processes import forkserver
 
 STEP_SECONDS = 0.2
@@ -56,7 +57,7 @@ def work(
         phases.enter(TimedPhase.COMM_EXPOSED)
         world.sum(torch.ones(num_floats))
         phases.enter(TimedPhase.LOGGING)
-        telemetry.step(_report(step, time.monotonic() - began))
+        telemetry.step(report(step, time.monotonic() - began))
         phases.enter(TimedPhase.OTHER)
         if agreement.exchange(stop.requested).stop:
             agreement.settle()
@@ -90,20 +91,6 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 HELD_UP = {"starved": TimedPhase.DATA_WAIT, "slow storage": TimedPhase.CHECKPOINT_BLOCKING}
 """What a rank waits for in each step, for half as long as it computes."""
-
-
-def _report(step: int, seconds: float) -> StepReport:
-    return StepReport(
-        step=step,
-        epoch=step / 100,
-        loss=1.0,
-        grad_norm=1.0,
-        learning_rate=1e-3,
-        tokens=10,
-        samples=1,
-        rank_tokens=5,
-        seconds=seconds,
-    )
 
 
 class FaultyRanks:

@@ -84,7 +84,7 @@ def train(
         step += 1
         time.sleep(STEP_SECONDS)
         world.sum(torch.ones(1))
-        telemetry.step(_report(step))
+        telemetry.step(report(step))
         if step == 1:
             (Path(config.run_dir) / f"pid-{world.rank}").write_text(str(os.getpid()))
         if agreement.exchange(stop.requested).stop:
@@ -112,7 +112,8 @@ def leave_late(
         raise
 
 
-def _report(step: int) -> StepReport:
+def report(step: int, seconds: float = STEP_SECONDS) -> StepReport:
+    """Return what a rank reports of a step."""
     return StepReport(
         step=step,
         epoch=step / 100,
@@ -122,7 +123,7 @@ def _report(step: int) -> StepReport:
         tokens=10,
         samples=1,
         rank_tokens=5,
-        seconds=STEP_SECONDS,
+        seconds=seconds,
     )
 
 
