@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from finetune_operator.api.crd import crd_files
+from finetune_operator.api.crd import crd_files, custom_resource_definition, profile_definition
+from finetune_operator.api.crd_revision import unrecorded
 from finetune_operator.kernel.settings import Settings
 
 CHART = Path(__file__).parent / "finetune-operator"
@@ -22,6 +23,10 @@ _KEPT = ("description", "type", "items", "enum", "minimum", "maximum", "exclusiv
 
 def main() -> int:
     """Write the files, or with `--check` name those that differ; return the exit code."""
+    definitions = (custom_resource_definition(), profile_definition())
+    if raised := [text for one in definitions if (text := unrecorded(one))]:
+        print("\n".join(raised))
+        return 1
     wanted = {CHART / "files" / name: text for name, text in crd_files().items()}
     wanted[SCHEMA] = values_schema(SCHEMA.read_text(encoding="utf-8"))
     stale = [file for file, text in wanted.items() if _text_of(file) != text]

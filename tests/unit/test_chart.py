@@ -122,7 +122,7 @@ def test_definitions_are_those_of_the_code_and_outlive_the_release() -> None:
     wanted = {}
     for text in crd_files().values():
         made = yaml.safe_load(text)
-        made["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
+        made["metadata"]["annotations"]["helm.sh/resource-policy"] = "keep"
         wanted[made["metadata"]["name"]] = made
 
     found = of_kind(rendered(crds={"install": True}), "CustomResourceDefinition")

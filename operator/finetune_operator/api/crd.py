@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from finetune_operator import __version__
+from finetune_operator.api.crd_revision import REVISION_ANNOTATION, revision
 from finetune_operator.api.openapi import DETAIL, Schema, field_schema, with_rules
 from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1 import (
@@ -129,10 +131,18 @@ def _version(schema: Schema, columns: tuple[dict[str, Any], ...]) -> dict[str, A
 
 def _definition(names: dict[str, Any], scope: str, version: dict[str, Any]) -> dict[str, Any]:
     kind, plural = names["kind"], names["plural"]
+    name = f"{plural}.{GROUP}"
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{GROUP}"},
+        "metadata": {
+            "name": name,
+            "labels": {
+                "app.kubernetes.io/part-of": "finetune-operator",
+                "app.kubernetes.io/version": __version__,
+            },
+            "annotations": {REVISION_ANNOTATION: str(revision(name))},
+        },
         "spec": {
             "group": GROUP,
             "scope": scope,
