@@ -37,7 +37,7 @@ from finetune_trainer.export import check_replaceable, export
 from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
 from finetune_trainer.gpu import find_gpu
-from finetune_trainer.importing import uncollected
+from finetune_trainer.importing import exempt_what_is_there, uncollected
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import settle_family
@@ -156,6 +156,7 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
     if agreement.any(stop.requested):
         raise preempted(stop)
     is_trained = run.patience.is_over or first_step == run.plan.total_steps
+    exempt_what_is_there()
     last_step = first_step if is_trained else train(run, first_step)
     _finish_saving(run)
     message = _choose_weights(run, last_step)

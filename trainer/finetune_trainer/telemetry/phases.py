@@ -45,7 +45,11 @@ class DeviceClock(Protocol):
 
 
 class PhaseClock:
-    """The clock of one rank; only its main thread may use it, but for `stop`."""
+    """The clock of one rank; only its main thread may use it, but for `stop`.
+
+    Attributes:
+        phase: the phase that this rank is in; `enter` sets it.
+    """
 
     def __init__(self, block: Block, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin in `other`, with the start of this process.
@@ -55,10 +59,11 @@ class PhaseClock:
         """
         self._numbers = block.numbers
         self._clock = clock
-        self._phase = TimedPhase.OTHER
+        self.phase = TimedPhase.OTHER
         self._device: DeviceClock | None = None
         self._marks: list[tuple[TimedPhase, float, Any]] = []
-        self._owed: dict[TimedPhase, float] | None = None
+        self._owed = dict.fromkeys(_PHASES, 0.0)
+        self._overpaid: set[TimedPhase] = set()  # were given more than `_TOO_LITTLE` too much
         self._has_stopped = False
         self._switches = int(self._numbers[Word.PHASE_SWITCHES])
         self._first: TimedPhase | None = None  # what the phase that runs counts for, until then
@@ -70,13 +75,14 @@ class PhaseClock:
 
         This comes several times a step, where it must cost next to nothing: hence it is one piece.
         """
-        now, before, first = self._clock(), self._phase, 0
+        now, before, first = self._clock(), self.phase, 0
         if self._device is not None:
             self._marks.append((phase, now, self._device.mark()))
         if self._has_stopped:
             return before
-        if self._owed is not None:
+        if self._first is not None:
             self._pay_back(now)
+        if phase in self._overpaid:
             first = self._borrow(phase, now)
         numbers = self._numbers
         left, place = _NUMBERS[before]
@@ -91,13 +97,8 @@ class PhaseClock:
         numbers[at + 5] = total
         numbers[_SWITCHES] = switches
         numbers[place] = total
-        self._phase, self._since = phase, now
+        self.phase, self._since = phase, now
         return before
-
-    @property
-    def phase(self) -> TimedPhase:
-        """The phase that this rank is in."""
-        return self._phase
 
     @contextmanager
     def within(self, phase: TimedPhase) -> Iterator[None]:
@@ -124,7 +125,7 @@ class PhaseClock:
         """Go by what `device` does from now on; None goes by the host again."""
         self._device, self._marks = device, []
         if device is not None:
-            self._marks = [(self._phase, self._clock(), device.mark())]
+            self._marks = [(self.phase, self._clock(), device.mark())]
 
     def take_marks(self) -> Marks:
         """Return the marks up to now, for `count`; nothing where the host's time counts."""
@@ -146,22 +147,25 @@ class PhaseClock:
             self._has_stopped = True
             now = self._clock()
             self._pay_back(now)
-            self._write(_NUMBERS[self._phase][0], self._since, 0, now)
+            self._write(_NUMBERS[self.phase][0], self._since, 0, now)
 
     def _correct(self, wrong: dict[TimedPhase, float]) -> None:
-        if self._owed is None:
-            self._owed = dict.fromkeys(_PHASES, 0.0)
         for phase, seconds in wrong.items():
-            self._owed[phase] += seconds
+            self._owe(phase, seconds)
+
+    def _owe(self, phase: TimedPhase, seconds: float) -> None:
+        owed = self._owed[phase] = self._owed[phase] + seconds
+        if owed < -_TOO_LITTLE:
+            self._overpaid.add(phase)
+        else:
+            self._overpaid.discard(phase)
 
     def _borrow(self, phase: TimedPhase, now: float) -> int:
-        """Let the first seconds of `phase` count for what is owed most, if it was given too much.
+        """Let the first seconds of `phase`, which was given too much, count for what is owed most.
 
         Return the number of that phase; 0 where `phase` counts for itself.
         """
         owed = self._owed
-        if owed is None or owed[phase] > -_TOO_LITTLE:
-            return 0
         most = max(owed, key=owed.__getitem__)
         if owed[most] < _TOO_LITTLE:
             return 0
@@ -171,12 +175,12 @@ class PhaseClock:
     def _pay_back(self, now: float) -> None:
         """Count what the phase that runs has had for another until `now`."""
         first, self._first = self._first, None
-        if first is None or self._owed is None:
+        if first is None:
             return
         until = min(now, self._until)
-        self._owed[first] -= until - self._since
-        self._owed[self._phase] += until - self._since
-        self._write(_NUMBERS[first][0], self._since, _NUMBERS[self._phase][0], until)
+        self._owe(first, self._since - until)
+        self._owe(self.phase, until - self._since)
+        self._write(_NUMBERS[first][0], self._since, _NUMBERS[self.phase][0], until)
         self._since = until
 
     def _take_over(self) -> float:

@@ -37,7 +37,7 @@ from finetune_trainer.telemetry.step import StepReport, Throughput
 
 TENSORBOARD_FOLDER = "tensorboard"
 _WARNINGS_KEPT = 20
-_SECONDS_BETWEEN_STEPS = 1.0  # in progress.json
+_SECONDS_BETWEEN_STEPS = 2.0  # in progress.json
 _SECONDS_UNTOLD = 0.5  # at most, of steps
 # What a user did not ask to wait for before the first step, so it does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
