@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kubernetes.aio.client import Configuration
-from kubernetes.aio.config import load_kube_config
 
 from clusters import embedded_cluster
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.job_events import ListenOptions
 from finetune_operator.kernel.kopf_events import KopfThread
 from finetune_operator.kube.config import ClusterAccess, load_access
+from finetune_operator.kube.kubeconfig import read_login
 from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource
 from gates import Gate
 from operators import Api, OperatorProcess, wait_until
@@ -48,9 +47,7 @@ async def most_silent(events: KopfThread, seconds: float) -> float:
 @pytest.mark.full
 def test_an_idle_watch_is_asked_for_all_the_time_and_one_that_hangs_has_ended(api: Api) -> None:
     async def work(namespace: str) -> tuple[float, float]:
-        configuration = Configuration()
-        loader = await load_kube_config(api.kubeconfig, client_configuration=configuration)
-        access = StickingAccess(configuration, loader)
+        access = StickingAccess(read_login(api.kubeconfig))
         options = ListenOptions((namespace,), Backoff(0.1, 0.5), 1.0, watch_seconds=1)
         events = KopfThread(access, options, lambda kind, made: None)
         events.start()

@@ -4,11 +4,10 @@ import asyncio
 import json
 from types import TracebackType
 
-from kubernetes.aio.client import Configuration
-
 from finetune_operator.kube.client import ClientOptions, KubeClient
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.http import HttpClient
+from finetune_operator.kube.login import Login
 from finetune_operator.kube.resources import CONFIG_MAPS, PODS, Object
 
 LIMIT = 4
@@ -33,7 +32,7 @@ class HoldingServer:
     async def __aenter__(self) -> KubeClient:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
-        access = ClusterAccess(Configuration(host=f"http://127.0.0.1:{port}"))
+        access = ClusterAccess(Login(f"http://127.0.0.1:{port}"))
         self._client = HttpClient(access, ClientOptions(connections=LIMIT))
         return await self._client.__aenter__()
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from kubernetes.aio.client import Configuration
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import Informer
@@ -16,6 +15,7 @@ from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.login import Login
 from finetune_operator.kube.resources import CONFIG_MAPS, Object
 from finetune_operator.kube.watch import Watch
 
@@ -46,8 +46,8 @@ class CuttingServer:
     async def __aenter__(self) -> KubeClient:
         self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
-        configuration = Configuration(host=f"http://127.0.0.1:{port}")
-        self._client = HttpClient(ClusterAccess(configuration))
+        login = Login(f"http://127.0.0.1:{port}")
+        self._client = HttpClient(ClusterAccess(login))
         return await self._client.__aenter__()
 
     async def __aexit__(self, *_: object) -> None:

@@ -5,28 +5,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kubernetes.aio.client import Configuration
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import Informer
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.config import ClusterAccess
+from finetune_operator.kube.credentials import TokenFile
 from finetune_operator.kube.errors import UnauthorizedError
 from finetune_operator.kube.http import HttpClient
+from finetune_operator.kube.login import Login
 from finetune_operator.kube.resources import CONFIG_MAPS
 from finetune_operator.kube.watch import Watch
 
 
+class CountedFile(TokenFile):
+    """A token file that is never there; tells of each try to read it."""
+
+    def __init__(self, file: Path, on_read: Callable[[], None]) -> None:
+        super().__init__(file)
+        self._on_read = on_read
+
+    async def renew(self) -> None:
+        self._on_read()
+        await super().renew()
+
+
 def by_file(token: Path, on_read: Callable[[], None]) -> HttpClient:
     """Return a client that reads its token before each request, as a service account's does."""
-
-    def read(configuration: Configuration) -> None:
-        on_read()
-        configuration.api_key["BearerToken"] = f"Bearer {token.read_text()}"
-
-    configuration = Configuration(host="http://127.0.0.1:9")  # nobody is asked
-    configuration.refresh_api_key_hook = read
-    return HttpClient(ClusterAccess(configuration))
+    login = Login("http://127.0.0.1:9", CountedFile(token, on_read))  # nobody is asked
+    return HttpClient(ClusterAccess(login))
 
 
 def test_a_token_that_cannot_be_read_is_told_and_ends_no_watch(tmp_path: Path) -> None:

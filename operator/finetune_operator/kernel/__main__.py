@@ -6,6 +6,7 @@ killed only at the end of its grace. So they come before the imports, which take
 
 import os
 import signal
+import sys
 from types import FrameType
 
 
@@ -13,8 +14,14 @@ def main() -> None:
     """Run the operator until SIGTERM or SIGINT; exit code 1 if it cannot start."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    from finetune_operator.kernel.run import main as run
+    try:
+        from finetune_operator.kernel.run import main as run
+    except ModuleNotFoundError as error:
+        from finetune_operator.extras import sentence
 
+        if (said := sentence("finetune-operator", error)) is None:
+            raise
+        sys.exit(said)
     run()
 
 

@@ -1,7 +1,7 @@
-"""Which cluster, and as whom: kubeconfig or service account, read by kubernetes.aio.
+"""Which cluster, and as whom: $KUBECONFIG, a pod's service account, or ~/.kube/config.
 
-kubernetes.aio supports every way to log in (exec plugins, OIDC, tokens renewed on disk). Requests
-do not go through its generated classes, which cost several times as much.
+Requests do not go through the classes of the package kubernetes, which cost several times as much;
+it is needed only where a kubeconfig logs in by an auth-provider (docs/decisions/0067).
 """
 
 import os
@@ -9,49 +9,58 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from finetune_operator.kube.credentials import TokenFile
 from finetune_operator.kube.errors import KubeConfigError, UnauthorizedError
+from finetune_operator.kube.kubeconfig import read_login
+from finetune_operator.kube.login import Login
 
-if TYPE_CHECKING:
-    from kubernetes.aio.client import Configuration
-
-_TOKEN_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_DEFAULT = "~/.kube/config"
 
 
 class ClusterAccess:
     """The API server's address and the credentials; made by `load_access`."""
 
-    def __init__(self, configuration: "Configuration", loader: Any = None) -> None:
-        self._configuration = configuration
-        self._loader = loader
+    def __init__(self, login: Login) -> None:
+        self._login = login
 
     @property
     def host(self) -> str:
         """`https://HOST:PORT`, without a slash at its end."""
-        return str(self._configuration.host).rstrip("/")
+        return self._login.host
 
     @property
     def server_name(self) -> str | None:
         """Name the server's certificate must have, where it is not the host's."""
-        return self._configuration.tls_server_name or None
+        return self._login.server_name
 
     @property
     def proxy(self) -> str | None:
         """Proxy to send requests through."""
-        return self._configuration.proxy or None
+        return self._login.proxy
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the TLS context: how to verify the server, and the client's certificate."""
-        config = self._configuration
-        context = ssl.create_default_context(
-            cafile=config.ssl_ca_cert or None, cadata=config.ca_cert_data or None
-        )
-        if config.cert_file:
-            context.load_cert_chain(config.cert_file, keyfile=config.key_file)
-        if not config.verify_ssl:
+        """Return the TLS context: how to verify the server, and the client's certificate.
+
+        Raises:
+            KubeConfigError: a certificate cannot be read.
+        """
+        ca = self._login.ca
+        try:
+            context = ssl.create_default_context(
+                cafile=ca if isinstance(ca, Path) else None,
+                cadata=ca if isinstance(ca, str) else None,
+            )
+        except OSError as error:  # an SSLError is one
+            named = f" {ca}" if isinstance(ca, Path) else ""
+            raise KubeConfigError(
+                f"the certificate authority{named} of the kubeconfig cannot be used ({error}); get "
+                "a new kubeconfig"
+            ) from error
+        if (certificate := self._login.credentials.certificate) is not None:
+            certificate.load_into(context)
+        if not self._login.verifies:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         return context
@@ -65,20 +74,17 @@ class ClusterAccess:
             UnauthorizedError: there is no token now.
         """
         with _login_failures():
-            token = await self._configuration.get_api_key_with_prefix(
-                "BearerToken", alias="authorization"
-            )
-        return {"Authorization": token} if token else {}
+            header = await self._login.credentials.header()
+        return {"Authorization": header} if header else {}
 
     async def renew(self) -> None:
-        """Log in again after a 401; for exec plugins and OIDC, whose tokens expire.
+        """Log in again after a 401, as tokens expire.
 
         Raises:
             UnauthorizedError: that failed.
         """
-        if self._loader is not None:
-            with _login_failures():
-                await self._loader.load_and_set(self._configuration)
+        with _login_failures():
+            await self._login.credentials.renew()
 
 
 @contextmanager
@@ -98,21 +104,29 @@ async def load_access(kubeconfig: str | None = None) -> ClusterAccess:
 
     Raises:
         KubeConfigError: there is none, or it cannot be read.
+        UnauthorizedError: the program or service by which it logs in fails.
     """
-    from kubernetes.aio.client import Configuration
-    from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
-
-    configuration = Configuration()
+    named = kubeconfig or os.environ.get("KUBECONFIG")
+    if not named and (_ACCOUNT / "token").is_file():
+        return ClusterAccess(_login_of_pod())
     try:
-        if kubeconfig is None and not os.environ.get("KUBECONFIG") and _TOKEN_FILE.is_file():
-            load_incluster_config(client_configuration=configuration)
-            return ClusterAccess(configuration)
-        loader = await load_kube_config(kubeconfig, client_configuration=configuration)
-        return ClusterAccess(configuration, loader)
-    except (ConfigException, OSError, yaml.YAMLError, AttributeError, TypeError) as error:
-        # The client fails with some of these on a file that holds no mapping.
-        named = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+        login = read_login(named or _DEFAULT)
+    except KubeConfigError as error:
         raise KubeConfigError(
-            f"no cluster can be reached through {named} ({error}); set KUBECONFIG to a kubeconfig "
-            "that kubectl works with"
+            f"no cluster can be reached through {named or _DEFAULT} ({error}); set KUBECONFIG to a "
+            "kubeconfig that kubectl works with"
         ) from error
+    with _login_failures():
+        await login.credentials.log_in()
+    return ClusterAccess(login)
+
+
+def _login_of_pod() -> Login:
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{one}") for one in ("HOST", "PORT"))
+    if not host or not port:
+        raise KubeConfigError(
+            f"{_ACCOUNT} holds a token, and KUBERNETES_SERVICE_HOST and _PORT do not say where the "
+            "API server is; set them, or KUBECONFIG"
+        )
+    place = f"[{host}]" if ":" in host else host
+    return Login(f"https://{place}:{port}", TokenFile(_ACCOUNT / "token"), _ACCOUNT / "ca.crt")

@@ -1,0 +1,171 @@
+"""A kubeconfig, or several that are read as one, as kubectl does; `config.py` calls it."""
+
+import base64
+import binascii
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finetune_operator.kube.auth_provider import AuthProvider
+from finetune_operator.kube.credentials import ExecCommand, ExecPlugin, TokenFile
+from finetune_operator.kube.errors import KubeConfigError
+from finetune_operator.kube.login import Certificate, Credentials, Fixed, Login
+
+
+class _Part(BaseModel):
+    # Others may add fields of their own; numbers stand for strings, as in other readers.
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+
+class _Cluster(_Part):
+    server: str
+    ca: str = Field("", alias="certificate-authority")
+    ca_data: str = Field("", alias="certificate-authority-data")
+    insecure: bool = Field(False, alias="insecure-skip-tls-verify")
+    server_name: str = Field("", alias="tls-server-name")
+    proxy: str = Field("", alias="proxy-url")
+
+
+class _Variable(_Part):
+    name: str
+    value: str = ""
+
+
+class _Exec(_Part):
+    api_version: str = Field(alias="apiVersion")
+    command: str
+    args: list[str] | None = None
+    env: list[_Variable] | None = None
+    hint: str = Field("", alias="installHint")
+    tells_cluster: bool = Field(False, alias="provideClusterInfo")
+    interactive: str = Field("IfAvailable", alias="interactiveMode")
+
+
+class _User(_Part):
+    token: str = ""
+    token_file: str = Field("", alias="tokenFile")
+    certificate: str = Field("", alias="client-certificate")
+    certificate_data: str = Field("", alias="client-certificate-data")
+    key: str = Field("", alias="client-key")
+    key_data: str = Field("", alias="client-key-data")
+    username: str = ""
+    password: str = ""
+    plugin: _Exec | None = Field(None, alias="exec")
+    provider: dict[str, Any] | None = Field(None, alias="auth-provider")
+
+
+class _Context(_Part):
+    cluster: str
+    user: str = ""
+
+
+_Found = TypeVar("_Found", bound=_Part)
+
+
+def read_login(paths: str) -> Login:
+    """Return what the current context of a kubeconfig says.
+
+    Args:
+        paths: One file, or several as in $KUBECONFIG; of a name that stands in several the first
+            counts. Those that do not exist are left out.
+
+    Raises:
+        KubeConfigError: it cannot be read, or names what it does not hold.
+    """
+    files = [Path(one).expanduser() for one in paths.split(os.pathsep) if one]
+    found = [(file, _content(file)) for file in files if file.exists()]
+    if not found:
+        raise KubeConfigError(f"there is no kubeconfig {paths}")
+    current = next((one["current-context"] for _, one in found if one.get("current-context")), None)
+    if current is None:
+        raise KubeConfigError(
+            f"{paths} has no current-context; choose one: kubectl config use-context NAME"
+        )
+    context, _ = _named(found, "context", str(current), _Context)
+    cluster, beside = _named(found, "cluster", context.cluster, _Cluster)
+    user, its = _named(found, "user", context.user, _User) if context.user else (_User(), beside)
+    if cluster.proxy and not cluster.proxy.startswith(("http://", "https://")):
+        raise KubeConfigError(
+            f"cluster {context.cluster} has the proxy-url {cluster.proxy}; only http and https work"
+        )
+    return Login(
+        cluster.server.rstrip("/"),
+        _credentials(user, its, cluster, paths),
+        _file_or_text(cluster.ca, cluster.ca_data, beside),
+        not cluster.insecure,
+        cluster.server_name or None,
+        cluster.proxy or None,
+    )
+
+
+def _content(file: Path) -> dict[str, Any]:
+    try:
+        made = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or "it is no YAML"
+        raise KubeConfigError(f"{file} cannot be read ({why})") from error
+    if not isinstance(made, dict):
+        raise KubeConfigError(f"{file} holds no kubeconfig")
+    return made
+
+
+def _named(
+    found: list[tuple[Path, dict[str, Any]]], kind: str, name: str, model: type[_Found]
+) -> tuple[_Found, Path]:
+    """Return the part of that name, and the folder of its file."""
+    for file, content in found:
+        for one in content.get(f"{kind}s") or ():
+            if isinstance(one, dict) and str(one.get("name")) == name:
+                try:
+                    return model.model_validate(one.get(kind) or {}), file.parent
+                except ValidationError as error:
+                    # Never what it holds, which may be a password.
+                    where = ".".join(map(str, error.errors()[0]["loc"]))
+                    said = error.errors()[0]["msg"]
+                    message = f"{file}: {where} of {kind} {name}: {said[0].lower()}{said[1:]}"
+                    raise KubeConfigError(message) from None
+    raise KubeConfigError(f"{found[0][0]} has no {kind} {name}, which its current context names")
+
+
+def _credentials(user: _User, folder: Path, cluster: _Cluster, paths: str) -> Credentials:
+    if user.provider is not None:
+        return AuthProvider(str(user.provider.get("name")), paths)
+    shown = _file_or_text(user.certificate, user.certificate_data, folder)
+    key = _file_or_text(user.key, user.key_data, folder)
+    certificate = Certificate(shown, key) if shown is not None else None
+    if user.token_file:
+        return TokenFile(folder / user.token_file, certificate)
+    if user.token:
+        return Fixed(f"Bearer {user.token}", certificate)
+    if user.plugin is not None:
+        return ExecPlugin(_command(user.plugin, folder, cluster), certificate)
+    if user.username and user.password:
+        both = f"{user.username}:{user.password}".encode()
+        return Fixed(f"Basic {base64.b64encode(both).decode()}", certificate)
+    return Fixed(None, certificate)
+
+
+def _command(plugin: _Exec, folder: Path, cluster: _Cluster) -> ExecCommand:
+    told = cluster.model_dump(by_alias=True, exclude_defaults=True, exclude={"ca"})
+    return ExecCommand(
+        plugin.api_version,
+        plugin.command,
+        tuple(plugin.args or ()),
+        {one.name: one.value for one in plugin.env or ()},
+        plugin.hint,
+        folder,
+        told if plugin.tells_cluster else None,
+        plugin.interactive,
+    )
+
+
+def _file_or_text(file: str, data: str, folder: Path) -> Path | str | None:
+    if data:
+        try:
+            return base64.b64decode(data, validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError) as error:
+            raise KubeConfigError("a certificate or key in the kubeconfig is no base64") from error
+    return (folder / file) if file else None
