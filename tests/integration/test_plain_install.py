@@ -5,10 +5,12 @@ What it is for without a trainer works; what needs more says in one sentence whi
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aks_cases import JOB, profile
+from builders import manifest
 from finetune_operator.backends.aks.names import LOG_TAIL_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS
 from operators import Api, OperatorProcess, wait_until
@@ -93,6 +95,23 @@ def test_what_lacks_a_package_names_the_extra(
     assert done.stderr.strip().endswith(said)
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("command", ["run", "preview"])
+def test_this_machine_does_not_begin_what_it_cannot_train(
+    plain: PlainInstall, tmp_path: Path, command: str
+) -> None:
+    source: dict[str, Any] = {"model": {"source": "hf://a/b"}, "dataset": {"source": "hf://a/c"}}
+    (tmp_path / "job.yaml").write_text(
+        json.dumps(manifest(**source, backend={"type": "local"}, topology={"gpusPerNode": 0}))
+    )
+
+    done = plain.ftctl(command, "job.yaml", cwd=tmp_path)
+
+    [said] = done.stderr.splitlines()
+    assert "cannot train without torch, transformers" in said
+    assert said.endswith('pip install "finetune-operator[trainer]"')
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["job.yaml"]
 
 
 def test_logs_of_a_cluster_are_read(api: Api, plain: PlainInstall) -> None:

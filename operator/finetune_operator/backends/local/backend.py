@@ -88,9 +88,10 @@ class LocalBackend(Backend):
         return checks.unsupported(job, self._context.manifest_dir)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List missing inputs, folders that cannot be written, and missing GPUs."""
+        """List missing inputs, folders that cannot be written, and missing GPUs and libraries."""
         base, environ = self._context.manifest_dir, self._context.environ
-        return checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
+        found = checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
+        return [*(checks.missing_libraries() if self._command == TRAINER else ()), *found]
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the run directory, and the folders that the job names."""

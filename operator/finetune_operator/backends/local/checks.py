@@ -7,6 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from finetune_operator.api.paths import show_count, show_path
@@ -17,8 +18,12 @@ from finetune_operator.backends.local import layout
 from finetune_operator.backends.local.layout import BadUriError
 from finetune_operator.backends.local.overlaps import overlaps
 from finetune_operator.backends.local.render import visible_gpus
+from finetune_operator.extras import DISTRIBUTION
 from finetune_operator.planner import uris
 from finetune_trainer.config import DATA_SUFFIXES, data_suffix, is_data_file
+
+_LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors", "psutil")
+_INSTALL = f'pip install "{DISTRIBUTION}[trainer]"'
 
 _NO_EFFECT = (
     unset("model.tokenSecretRef", "remove it, and set HF_TOKEN"),
@@ -55,6 +60,15 @@ def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
             layout.file_path(uri, manifest_dir)
         except BadUriError as error:
             yield Problem(path, str(error))
+
+
+def missing_libraries() -> list[Problem]:
+    """Return what is to be installed before this machine can train; imports nothing of it."""
+    lacking = [name for name in _LIBRARIES if find_spec(name) is None]
+    if not lacking:
+        return []
+    text = f"this machine cannot train without {', '.join(lacking)}; {_INSTALL}"
+    return [Problem("", text)]
 
 
 def missing(
