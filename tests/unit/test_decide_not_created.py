@@ -106,11 +106,14 @@ def test_a_job_that_is_resumed_says_why_its_attempt_cannot_go_on() -> None:
     life.wait(60)
     life.see(NOT_YET)
     assert life.status == suspended
+    assert life.condition("Ready") == ("True", "SuspendedByUser")
     life.suspend(False)
     life.see(NOT_YET)
     assert life.said("Suspended") == (
         "resumed, but attempt 1 cannot go on yet: pods of another attempt run"
     )
+    told = [life.condition(kind)[0] for kind in ("Suspended", "Ready", "Reconciling")]
+    assert told == ["True", "False", "True"]
 
 
 def test_nothing_is_said_of_a_job_without_an_open_attempt() -> None:

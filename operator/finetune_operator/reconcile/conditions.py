@@ -67,6 +67,7 @@ class Stage(StrEnum):
     SUSPENDING = "Suspending"
     ENDING = "Ending"  # being stopped because a deadline has passed
     SUSPENDED = "Suspended"
+    RESUMING = "Resuming"  # suspended no more, and its next attempt cannot be created yet
     COMPLETE = "Complete"
     FAILED = "Failed"
     REFUSED = "Refused"  # no attempt can be made of it, until somebody fixes the cause
@@ -112,8 +113,18 @@ _TABLE: Mapping[Stage, _Row] = {
             _T.RESOURCES_READY: False,
             _T.RUNNING: False,
             _T.SUSPENDED: True,
-            _T.READY: False,
+            _T.READY: True,  # as its spec asks for: who waits for a suspended job has waited enough
             _T.RECONCILING: False,
+        },
+    ),
+    Stage.RESUMING: _Row(
+        JobPhase.SUSPENDED,
+        {
+            _T.RESOURCES_READY: False,
+            _T.RUNNING: False,
+            _T.SUSPENDED: True,
+            _T.READY: False,
+            _T.RECONCILING: True,
         },
     ),
     Stage.COMPLETE: _Row(

@@ -328,7 +328,7 @@ def _not_created(
         return unchanged
     if was_suspended:
         text = f"resumed, but attempt {attempt.number} cannot go on yet: {failed.message}"
-        return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
+        return view.conclude(status, Situation(Stage.RESUMING, Reason.SUSPENDED_BY_USER, text))
     if view.spec.suspend:
         text = f"waiting until nothing of attempt {attempt.number} can run: {failed.message}"
         return view.conclude(status, Situation(Stage.SUSPENDING, Reason.SUSPENDING, text))
