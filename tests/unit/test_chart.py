@@ -12,7 +12,8 @@ from pydantic.alias_generators import to_camel, to_snake
 
 import permissions
 from finetune_operator import __version__
-from finetune_operator.api.crd import crd_files
+from finetune_operator.api.crd import KEPT, crd_files
+from finetune_operator.api.crd_revision import REVISION_ANNOTATION
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks.network import OPERATOR_LABELS
 from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
@@ -119,16 +120,20 @@ def test_defaults_need_an_image_and_nothing_else() -> None:
 
 @needs_helm
 def test_definitions_are_those_of_the_code_and_outlive_the_release() -> None:
-    wanted = {}
-    for text in crd_files().values():
-        made = yaml.safe_load(text)
-        made["metadata"]["annotations"]["helm.sh/resource-policy"] = "keep"
-        wanted[made["metadata"]["name"]] = made
+    wanted = [yaml.safe_load(text) for text in crd_files().values()]
 
     found = of_kind(rendered(crds={"install": True}), "CustomResourceDefinition")
 
-    assert {one["metadata"]["name"]: one for one in found} == wanted
+    assert found == wanted
+    assert all(one["metadata"]["annotations"].items() >= KEPT.items() for one in found)
     assert of_kind(rendered(), "CustomResourceDefinition") == []
+
+
+@needs_helm
+def test_definitions_go_with_the_release_where_that_is_asked_for() -> None:
+    found = of_kind(rendered(crds={"install": True, "keep": False}), "CustomResourceDefinition")
+
+    assert [list(one["metadata"]["annotations"]) for one in found] == [[REVISION_ANNOTATION]] * 2
 
 
 @needs_helm

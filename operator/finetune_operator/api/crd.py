@@ -56,6 +56,13 @@ PROFILE_COLUMNS = (
     _column("Age", ".metadata.creationTimestamp", "date"),
 )
 
+KEPT = {
+    "helm.sh/resource-policy": "keep",
+    "argocd.argoproj.io/sync-options": "Prune=false",
+    "kustomize.toolkit.fluxcd.io/prune": "disabled",
+}
+"""Annotations by which no tool deletes a CRD, and with it every job, as it is no longer listed."""
+
 _NAME: Schema = {"type": "string", "maxLength": 253}  # a bound on the cost of the rule about it
 
 
@@ -141,7 +148,7 @@ def _definition(names: dict[str, Any], scope: str, version: dict[str, Any]) -> d
                 "app.kubernetes.io/part-of": "finetune-operator",
                 "app.kubernetes.io/version": __version__,
             },
-            "annotations": {REVISION_ANNOTATION: str(revision(name))},
+            "annotations": {REVISION_ANNOTATION: str(revision(name)), **KEPT},
         },
         "spec": {
             "group": GROUP,
