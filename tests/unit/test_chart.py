@@ -21,7 +21,6 @@ from finetune_operator.kernel.settings import PREFIX, Settings, read_settings
 from helm_chart import CHART, Json, helm, needs_helm, of_kind, rendered
 
 ROOT = Path(__file__).parents[2]
-PROFILES = "finetune.dev/v1alpha1/FineTuneProfile"
 
 
 def pod_of(objects: list[Json]) -> Json:
@@ -285,13 +284,11 @@ def test_process_that_may_not_have_a_twin_is_replaced_only_when_it_is_gone() -> 
 
 
 @needs_helm
-def test_example_profile_is_made_where_the_kind_is_known() -> None:
+def test_example_profile_renders_before_its_kind_is_known() -> None:
     spec = {"image": "registry.test/trainer:1", "allow": {"maxNodes": 4096}}
     example = {"create": True, "name": "gpu", "spec": spec}
 
-    (profile,) = of_kind(
-        rendered("--api-versions", PROFILES, exampleProfile=example), "FineTuneProfile"
-    )
+    (profile,) = of_kind(rendered(exampleProfile=example), "FineTuneProfile")
 
     assert (profile["metadata"]["name"], profile["spec"]) == ("gpu", spec)
 
@@ -322,11 +319,6 @@ def test_example_profile_is_made_where_the_kind_is_known() -> None:
             {"settings": {"leaseNamespace": "elsewhere"}},
             "leaseNamespace",
             id="a lease that would misname the operator's namespace",
-        ),
-        pytest.param(
-            {"exampleProfile": {"create": True}},
-            "the cluster does not know FineTuneProfiles yet",
-            id="a profile before its kind",
         ),
     ],
 )

@@ -76,7 +76,8 @@ labelValueLengthLimit: 1023
 {{- if and .Values.monitoring.rules.create (eq .Values.monitoring.group "azmonitoring.coreos.com") -}}
 {{- fail "monitoring.rules.create is true, but AKS's managed Prometheus has no PrometheusRule; set it to false, and deploy files/azure-rules.json of the chart with az deployment group create" -}}
 {{- end -}}
-{{- if and .Values.exampleProfile.create (not (.Capabilities.APIVersions.Has "finetune.dev/v1alpha1/FineTuneProfile")) -}}
+{{- /* helm itself cannot create both at once. What only renders can be applied in order, and sees no namespaces. */ -}}
+{{- if and .Values.exampleProfile.create (not (.Capabilities.APIVersions.Has "finetune.dev/v1alpha1/FineTuneProfile")) (lookup "v1" "Namespace" "" "default") -}}
 {{- fail "exampleProfile.create is true, but the cluster does not know FineTuneProfiles yet; install without it, then set it by helm upgrade" -}}
 {{- end -}}
 {{- end -}}
