@@ -81,6 +81,7 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	@cat crds/*.yaml > $(VENV)/crds.yaml; $(BIN)/ftctl crd | diff -u $(VENV)/crds.yaml - || \
 	  { echo "crds/ is out of date; run: make crd"; exit 1; }
 	@$(BIN)/python charts/generate.py --check
+	@$(BIN)/python charts/install_manifest.py --check
 	@$(BIN)/python docs/reference/generate.py --check
 	@$(BIN)/python charts/monitoring/generate.py --check
 
@@ -88,9 +89,10 @@ format: install  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-crd: install  ## Generate crds/, the chart's files and docs/reference from the code
+crd: install  ## Generate crds/, the chart's files, install.yaml (by helm) and docs/reference
 	$(BIN)/ftctl crd --write crds
 	$(BIN)/python charts/generate.py
+	$(BIN)/python charts/install_manifest.py
 	$(BIN)/python docs/reference/generate.py
 
 dashboards: install  ## Generate the chart's rules, alerts and dashboards from charts/monitoring
