@@ -144,6 +144,7 @@ CASES: Mapping[str, Case] = {
             "runtimeClassName": "nvidia",
             "schedulerName": "other",
             "imagePullSecrets": ["shared-registry"],
+            "imagePullPolicy": "Always",
             "env": {"HF_HUB_OFFLINE": "1"},
             "command": ["/opt/venv/bin/python", "-m", "finetune_trainer"],
             "cacheDirectory": "/cache/models",

@@ -14,7 +14,7 @@ REVISION_ANNOTATION = f"{GROUP}/schema-revision"
 
 REVISIONS: dict[str, tuple[str, ...]] = {
     "finetunejobs.finetune.dev": ("5631438be5f0f0e9",),
-    "finetuneprofiles.finetune.dev": ("362787d33b140532",),
+    "finetuneprofiles.finetune.dev": ("362787d33b140532", "6f98f3cd2cb98ef1"),
 }
 """The digests of all schemas that a CRD has had, oldest first: the revision is their number.
 

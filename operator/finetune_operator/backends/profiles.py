@@ -26,10 +26,10 @@ PROFILES = Watch(FINE_TUNE_PROFILES, selector=None)
 """What a backend watches whose jobs name a profile."""
 
 USED_BY_AKS = frozenset({
-    "image", "command", "init", "env", "image_pull_secrets", "service_account_name",
-    "workload_identity", "priority_class_name", "runtime_class_name", "scheduler_name", "nodes",
-    "resources", "volumes", "cache_directory", "security", "network", "rank_zero_name",
-    "gpu_metrics",
+    "image", "command", "init", "env", "image_pull_secrets", "image_pull_policy",
+    "service_account_name", "workload_identity", "priority_class_name", "runtime_class_name",
+    "scheduler_name", "nodes", "resources", "volumes", "cache_directory", "security", "network",
+    "rank_zero_name", "gpu_metrics",
     "allow.service_accounts", "allow.secrets", "allow.claims", "allow.volumes", "allow.images",
     "allow.priority_classes", "allow.env", "allow.metadata", "allow.max_resources",
     "allow.scheduling",

@@ -143,6 +143,14 @@ class RankZeroName(StrEnum):
     SERVICE = "service"
 
 
+class ImagePullPolicy(StrEnum):
+    """When a node asks the registry for an image, as in a PodSpec."""
+
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
 class GpuMetrics(StrEnum):
     """Where metrics of GPUs come from."""
 
@@ -170,6 +178,10 @@ class FineTuneProfileSpec(ApiModel):
     """Environment variables of every pod."""
     image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = Field([])
     """Secrets of the job's namespace to pull the image with."""
+    image_pull_policy: ImagePullPolicy | None = None
+    """When nodes ask the registry for it: IfNotPresent takes an image that is there, Always asks at
+    every start, Never takes only those that were put on the nodes. Absent means Always for the tag
+    latest and for no tag, else IfNotPresent."""
     service_account_name: Name | None = None
     """Service account of the pods; absent means the namespace's default."""
     workload_identity: bool = False

@@ -130,6 +130,8 @@ def _container(inputs: PodInputs) -> Json:
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _mounts(inputs),
     }
+    if profile.image_pull_policy:
+        container["imagePullPolicy"] = str(profile.image_pull_policy)
     if (hang := job.spec.deadlines.hang_seconds) is not None:
         container["livenessProbe"] = _heartbeat(inputs.run_dir, hang)
     return container
