@@ -1,6 +1,6 @@
-"""Write what of the chart follows from the code: CRDs, schema of the settings.
+"""Write what of the chart follows from elsewhere: CRDs, schema of the settings, table of values.
 
-`make crd` runs it after a change of the models or of the settings;
+`make crd` runs it after a change of the models, the settings or values.yaml;
 `python charts/generate.py --check` only tells what is out of date.
 """
 
@@ -14,11 +14,14 @@ from pydantic.alias_generators import to_camel
 from finetune_operator.api.crd import crd_files, custom_resource_definition, profile_definition
 from finetune_operator.api.crd_revision import unrecorded
 from finetune_operator.kernel.settings import Settings
+from values_table import table
 
 CHART = Path(__file__).parent / "finetune-operator"
 SCHEMA = CHART / "values.schema.json"
+README = CHART / "README.md"
+_VALUES = "## Values\n"
 _NO_VALUES = frozenset({"lease_namespace"})  # what the chart itself knows
-_KEPT = ("description", "type", "items", "enum", "minimum", "maximum", "exclusiveMinimum")
+_KEPT = ("description", "type", "items", "minimum", "maximum", "exclusiveMinimum")
 
 
 def main() -> int:
@@ -29,6 +32,7 @@ def main() -> int:
         return 1
     wanted = {CHART / "files" / name: text for name, text in crd_files().items()}
     wanted[SCHEMA] = values_schema(SCHEMA.read_text(encoding="utf-8"))
+    wanted[README] = readme(README.read_text(encoding="utf-8"))
     stale = [file for file, text in wanted.items() if _text_of(file) != text]
     if "--check" in sys.argv[1:]:
         for file in stale:
@@ -45,6 +49,11 @@ def values_schema(old: str) -> str:
     schema = json.loads(old)
     schema["properties"]["settings"] = settings_schema()
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def readme(old: str) -> str:
+    """Return the chart's README with the values as they are, which come last in it."""
+    return old.partition(_VALUES)[0] + f"{_VALUES}\n{table((CHART / 'values.yaml').read_text())}"
 
 
 def settings_schema() -> dict[str, Any]:
@@ -72,6 +81,8 @@ def _one(found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
         if choice["type"] != "null":  # "" says the same in values, and survives every merge
             found = {**found, **choice}
     kept = {key: found[key] for key in _KEPT if key in found}
+    if words := found.get("enum"):  # templates/_checks.tpl refuses others, in a sentence of ours
+        kept["examples"] = words
     return {**kept, "description": found["description"].replace(", by commas", "")}
 
 

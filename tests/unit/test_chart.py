@@ -21,6 +21,9 @@ from finetune_operator.kernel.settings import PREFIX, Settings, read_settings
 from helm_chart import CHART, Json, helm, needs_helm, of_kind, rendered
 
 ROOT = Path(__file__).parents[2]
+AS_IN_A_POD = {"resources", "podSecurityContext", "securityContext", "affinity"}
+"""Values whose fields, of which few are set, are those of Kubernetes."""
+NAME_LABEL = "app.kubernetes.io/name"
 
 
 def pod_of(objects: list[Json]) -> Json:
@@ -90,7 +93,7 @@ def test_schema_names_every_value_and_refuses_others() -> None:
         assert set(values) == set(described["properties"]) - {"global"}, path
         for name, value in values.items():
             below = resolved(described["properties"][name])
-            if "properties" in below and name != "resources":  # its two maps may be absent
+            if "properties" in below and name not in AS_IN_A_POD:
                 compare(value, below, f"{path}.{name}")
 
     def resolved(described: Json) -> Json:
@@ -113,7 +116,7 @@ def test_profile_that_the_installation_page_shows_is_one() -> None:
 def test_defaults_need_an_image_and_nothing_else() -> None:
     answer = helm(values={"image": {}})
 
-    assert "image.repository is empty; name the image that holds finetune-operator" in answer.stderr
+    assert "image.repository is empty, and only a released chart knows its image" in answer.stderr
     assert rendered()
 
 
@@ -178,7 +181,7 @@ def test_every_setting_reaches_the_process() -> None:
         "renew_deadline_seconds": 22,
         "renew_seconds": 11,
         "identity": "me",
-        "health_host": "127.0.0.1",
+        "health_host": "::",
         "health_port": 9000,
         "stuck_seconds": 77,
         "log_format": "json",
@@ -197,7 +200,7 @@ def test_every_setting_reaches_the_process() -> None:
 
 @needs_helm
 def test_pods_need_no_rights_on_their_node_and_are_let_in_by_jobs() -> None:
-    objects = rendered(podLabels={"app.kubernetes.io/name": "other", "team": "a"})
+    objects = rendered(podLabels={"team": "a"})
 
     pod = pod_of(objects)
     (container,) = pod["spec"]["containers"]
@@ -210,6 +213,7 @@ def test_pods_need_no_rights_on_their_node_and_are_let_in_by_jobs() -> None:
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container["securityContext"] == {
+        "runAsNonRoot": True,
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
@@ -254,13 +258,14 @@ def test_service_policy_and_budget_select_the_pods_of_the_deployment() -> None:
     (service,) = of_kind(objects, "Service")
     (budget,) = of_kind(objects, "PodDisruptionBudget")
     (policy,) = of_kind(objects, "NetworkPolicy")
+    its_test = {"podSelector": {"matchLabels": own | {NAME_LABEL: "finetune-operator-test"}}}
     assert deployment["spec"]["replicas"] == 2
     assert deployment["spec"]["selector"] == {"matchLabels": own}
     assert service["spec"]["selector"] == own
     assert budget["spec"] == {"maxUnavailable": 1, "selector": {"matchLabels": own}}
     assert policy["spec"]["podSelector"] == {"matchLabels": own}
     assert policy["spec"]["ingress"] == [
-        {"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": "health"}]}
+        {"from": [{"podSelector": {}}, its_test], "ports": [{"protocol": "TCP", "port": "health"}]}
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -18,12 +19,27 @@ def test_settings_are_read_by_their_names_and_others_variables_are_not() -> None
             "FINETUNE_OPERATOR_NAMESPACES": "team-a, team-b",
             "FINETUNE_OPERATOR_WORKERS": "4",
             "FINETUNE_OPERATOR_LOG_FORMAT": "json",
+            "FINETUNE_OPERATOR_LOG_LEVEL": "debug",
+            "FINETUNE_OPERATOR_LEASE_NAME": "team.leader",
             "FINETUNE_OPERATOR_KUBECONFIG": "",
             "HOME": "/root",
         }
     )
     assert made.namespaces == ("team-a", "team-b")
     assert (made.workers, made.log_format, made.kubeconfig) == (4, "json", None)
+    assert (made.log_level, made.lease_name) == ("DEBUG", "team.leader")
+
+
+def test_process_with_a_setting_that_cannot_be_used_ends_with_one_sentence() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "finetune_operator.kernel"],
+        env={**os.environ, "FINETUNE_OPERATOR_LOG_LEVEL": "LOUD"},
+        capture_output=True,
+        text=True,
+    )
+
+    sentence = "'LOUD': input should be 'DEBUG', 'INFO', 'WARNING' or 'ERROR'\n"
+    assert (ended.returncode, ended.stderr) == (1, f"FINETUNE_OPERATOR_LOG_LEVEL {sentence}")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +49,14 @@ def test_settings_are_read_by_their_names_and_others_variables_are_not() -> None
         pytest.param("WORKERS", "many", "valid integer", id="no number"),
         pytest.param("RESYNC_SECONDS", "0", "greater than 0", id="out of bounds"),
         pytest.param("RENEW_DEADLINE_SECONDS", "20", "longer than the one before", id="order"),
+        pytest.param("RETRY_SECONDS", "60", "no shorter than the first", id="order of retries"),
+        pytest.param("LOG_LEVEL", "LOUD", "'LOUD': input should be 'DEBUG'", id="no level"),
+        pytest.param("LOG_FORMAT", "xml", "'text' or 'json'", id="no format"),
+        pytest.param("NAMESPACES", "a,team_A", "'team_A': is no name of a namesp", id="no label"),
+        pytest.param("NAMESPACES", "a" * 64, "up to 63", id="too long"),
+        pytest.param("LEASE_NAME", "Bad_Name", "is no name of a Lease", id="no name"),
+        pytest.param("LEASE_NAME", "a..b", "is no name of a Lease", id="no name between dots"),
+        pytest.param("LEASE_NAMESPACE", "a.b", "is no name of a namespace", id="a dot too many"),
     ],
 )
 def test_what_cannot_be_used_is_named(name: str, value: str, said: str) -> None:
@@ -83,8 +107,8 @@ def test_of_a_request_that_kopf_makes_again_and_again_only_the_first_failure_is_
     code = """
 import logging, sys
 from finetune_operator.kernel.logs import set_up
-from finetune_operator.kernel.settings import LogFormat
-set_up(LogFormat.TEXT, "INFO", logging.StreamHandler(sys.stdout))
+from finetune_operator.kernel.settings import LogFormat, LogLevel
+set_up(LogFormat.TEXT, LogLevel.INFO, logging.StreamHandler(sys.stdout))
 import kopf
 from kopf._cogs.clients.watching import logger
 for number in (1, 2, 10):

@@ -1,9 +1,12 @@
 {{/* Name of everything in the namespace, and the start of names in the cluster. */}}
 {{- define "finetune-operator.name" -}}
-{{- if contains .Chart.Name .Release.Name -}}
+{{- $own := .Values.nameOverride | default .Chart.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride }}
+{{- else if contains $own .Release.Name -}}
 {{ .Release.Name | trunc 50 | trimSuffix "-" }}
 {{- else -}}
-{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" }}
+{{ printf "%s-%s" .Release.Name $own | trunc 50 | trimSuffix "-" }}
 {{- end -}}
 {{- end -}}
 
@@ -26,11 +29,20 @@ app.kubernetes.io/name: finetune-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{/* Another name: neither Service, policy nor budget of the operator is to take its test for it. */}}
+{{- define "finetune-operator.testSelector" -}}
+app.kubernetes.io/name: finetune-operator-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
 {{- define "finetune-operator.labels" -}}
 {{ include "finetune-operator.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "finetune-operator.monitorLabels" -}}
@@ -49,6 +61,52 @@ labelValueLengthLimit: 1023
 {{- end -}}
 {{- end -}}
 
+{{/* Of a container: what it runs from, which is the same for the operator and its test. */}}
+{{- define "finetune-operator.image" -}}
+{{- with .Values.image -}}
+{{- $tagged := printf "%s:%s" .repository (.tag | default $.Chart.AppVersion) -}}
+image: {{ .digest | empty | ternary $tagged (printf "%s@%s" .repository .digest) | quote }}
+imagePullPolicy: {{ .pullPolicy }}
+{{- end -}}
+{{- end -}}
+
+{{/* Of a pod: on which nodes it may run, and as whom. */}}
+{{- define "finetune-operator.place" -}}
+serviceAccountName: {{ include "finetune-operator.serviceAccount" . }}
+# A Service called finetune-operator would add variables that look like settings.
+enableServiceLinks: false
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* By default over nodes and zones where it can; a rollout counts its own pods alone. */}}
+{{- define "finetune-operator.spread" -}}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "finetune-operator.selector" . | fromYaml)) -}}
+{{- $default := list -}}
+{{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" -}}
+{{- $default = append $default (dict "topologyKey" . "maxSkew" 1 "whenUnsatisfiable" "ScheduleAnyway" "matchLabelKeys" (list "pod-template-hash")) -}}
+{{- end -}}
+{{- $made := list -}}
+{{- range .Values.topologySpreadConstraints | default $default -}}
+{{- $made = append $made (merge (deepCopy .) $own) -}}
+{{- end -}}
+{{- toYaml $made -}}
+{{- end -}}
+
 {{/* True, or empty: whether a second process at a time would do harm. */}}
 {{- define "finetune-operator.isAlone" -}}
 {{- if or (not .Values.settings.leaderElection) .Values.settings.identity -}}true{{- end -}}
@@ -64,9 +122,7 @@ labelValueLengthLimit: 1023
 {{/* Refuse values that each are right and together do harm. */}}
 {{- define "finetune-operator.check" -}}
 {{- $settings := .Values.settings -}}
-{{- if not .Values.image.repository -}}
-{{- fail "image.repository is empty; name the image that holds finetune-operator" -}}
-{{- end -}}
+{{- include "finetune-operator.check.each" . -}}
 {{- if and (include "finetune-operator.isAlone" .) (gt (int .Values.replicas) 1) -}}
 {{- fail (printf "replicas is %d, but settings.leaderElection is false or settings.identity is set, so that several would lead at once; set replicas to 1" (int .Values.replicas)) -}}
 {{- end -}}

@@ -45,10 +45,10 @@ def dev(
     # Imported here: kopf takes half a second, which --help need not wait.
     from finetune_operator.cli.dev_server import serve
     from finetune_operator.kernel.logs import set_up
-    from finetune_operator.kernel.settings import LogFormat
+    from finetune_operator.kernel.settings import LogFormat, LogLevel
 
     served = DevFolder(folder or Path())
     if not served.base.is_dir():
         raise typer.BadParameter(f"{folder} is no folder")
-    set_up(LogFormat.TEXT, "INFO")
+    set_up(LogFormat.TEXT, LogLevel.INFO)
     asyncio.run(serve(served, port))

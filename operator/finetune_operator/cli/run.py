@@ -35,7 +35,7 @@ from finetune_operator.cli.target import (
 from finetune_operator.cli.unread_output import until_unread
 from finetune_operator.cli.view import View, duration, view_of
 from finetune_operator.kernel.logs import LogFile, set_up
-from finetune_operator.kernel.settings import LogFormat
+from finetune_operator.kernel.settings import LogFormat, LogLevel
 
 
 def run(
@@ -89,13 +89,13 @@ async def _follow(
 
     stop.listen()
     if fresh and folder.path.exists():  # what ends its attempt writes into its log
-        set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
+        set_up(LogFormat.TEXT, LogLevel.INFO, LogFile(folder.log))
     try:
         opened = await open_job(target.job, folder, context, stop=stop, say=say, fresh=fresh)
     except LeftRunningError as error:
         say(f"{error}\nGo on with it: {again}\nEnd it and start anew: {again} --fresh")
         raise typer.Exit(EXIT_STOPPED) from error
-    set_up(LogFormat.TEXT, "INFO", LogFile(folder.log))
+    set_up(LogFormat.TEXT, LogLevel.INFO, LogFile(folder.log))
     if opened.note:
         say(opened.note)
     last = view_of(opened.job, None)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from finetune_operator.kernel.settings import LogFormat
+from finetune_operator.kernel.settings import LogFormat, LogLevel
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _LEVELS = {
@@ -19,7 +19,7 @@ _LEVELS = {
 _KOPFS_REQUESTS = "kopf._cogs.clients.watching"
 
 
-def set_up(log_format: LogFormat, level: str, handler: logging.Handler | None = None) -> None:
+def set_up(log_format: LogFormat, level: LogLevel, handler: logging.Handler | None = None) -> None:
     """Send all logging to one place in one form; kopf and aiohttp speak of trouble only.
 
     Args:
@@ -29,7 +29,7 @@ def set_up(log_format: LogFormat, level: str, handler: logging.Handler | None = 
     """
     handler = handler or logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if log_format is LogFormat.JSON else TextLine())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=str(level), handlers=[handler], force=True)
     for name, least in _LEVELS.items():
         logging.getLogger(name).setLevel(least)
     logging.getLogger(_KOPFS_REQUESTS).addFilter(_is_first_failure)

@@ -5,18 +5,28 @@ that a misspelt one is not silently without effect.
 """
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from finetune_operator.errors import FineTuneError
 
 PREFIX = "FINETUNE_OPERATOR_"
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 class SettingsError(FineTuneError):
@@ -28,6 +38,33 @@ class LogFormat(StrEnum):
 
     TEXT = "text"
     JSON = "json"
+
+
+class LogLevel(StrEnum):
+    """The least that is said in the log."""
+
+    DEBUG = "DEBUG"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+
+
+def _in_capitals(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+def _as_namespace(value: str) -> str:
+    """Refuse what Kubernetes could not call a namespace (a DNS label, RFC 1123)."""
+    if len(value) > 63 or not _LABEL.fullmatch(value):
+        raise ValueError("is no name of a namespace; use up to 63 of a-z, 0-9 and - between them")
+    return value
+
+
+def _as_object_name(value: str) -> str:
+    """Refuse what Kubernetes could not call a Lease (a DNS subdomain, RFC 1123)."""
+    if len(value) > 253 or not all(map(_LABEL.fullmatch, value.split("."))):
+        raise ValueError("is no name of a Lease; use a-z, 0-9, and - or . between them")
+    return value
 
 
 def _listed(value: Any) -> Any:
@@ -45,6 +82,8 @@ def _own_namespace() -> str:
 
 
 Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+NamespaceName = Annotated[str, AfterValidator(_as_namespace)]
+Namespaces = Annotated[tuple[NamespaceName, ...], BeforeValidator(_listed)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -56,7 +95,9 @@ class Settings(BaseModel):
     kubeconfig: str | None = Field(
         None, description="Kubeconfig; by default $KUBECONFIG or the pod's service account."
     )
-    namespaces: Words = Field((), description="Namespaces served, by commas; empty serves all.")
+    namespaces: Namespaces = Field(
+        (), description="Namespaces served, by commas; empty serves all."
+    )
     backends: Words = Field(
         (),
         description="Backends besides those of installed packages, as NAME=MODULE:CLASS, by "
@@ -79,8 +120,10 @@ class Settings(BaseModel):
     leader_election: bool = Field(
         True, description="Wait for a Lease; false only where there can be one process."
     )
-    lease_name: str = Field("finetune-operator", description="Lease that the leader holds.")
-    lease_namespace: str = Field(
+    lease_name: Annotated[str, AfterValidator(_as_object_name)] = Field(
+        "finetune-operator", description="Lease that the leader holds."
+    )
+    lease_namespace: NamespaceName = Field(
         default_factory=_own_namespace, description="Its namespace; by default the pod's."
     )
     lease_seconds: Seconds = Field(
@@ -101,15 +144,26 @@ class Settings(BaseModel):
         300.0, description="A job or watch that stood still for so long makes /healthz fail."
     )
     log_format: LogFormat = Field(LogFormat.TEXT, description="text or json.")
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    log_level: Annotated[LogLevel, BeforeValidator(_in_capitals)] = Field(
+        LogLevel.INFO, description="DEBUG, INFO, WARNING or ERROR."
+    )
 
     @model_validator(mode="after")
     def _deadlines_are_in_order(self) -> Self:
         if not self.renew_seconds < self.renew_deadline_seconds < self.lease_seconds:
             raise ValueError(
-                "renew_seconds, renew_deadline_seconds and lease_seconds must each be longer than "
-                f"the one before, and are {self.renew_seconds:g}, "
-                f"{self.renew_deadline_seconds:g} and {self.lease_seconds:g}"
+                f"{PREFIX}RENEW_SECONDS, {PREFIX}RENEW_DEADLINE_SECONDS and {PREFIX}LEASE_SECONDS "
+                f"are {self.renew_seconds:g}, {self.renew_deadline_seconds:g} and "
+                f"{self.lease_seconds:g}; make each longer than the one before, such as 2, 10, 15"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _longest_wait_is_no_shorter_than_the_first(self) -> Self:
+        if self.retry_seconds > self.max_retry_seconds:
+            raise ValueError(
+                f"{PREFIX}RETRY_SECONDS is {self.retry_seconds:g} and {PREFIX}MAX_RETRY_SECONDS "
+                f"{self.max_retry_seconds:g}; make the second no shorter than the first"
             )
         return self
 

@@ -1,0 +1,45 @@
+"""Ask a release whether it works; `helm test` runs it with the address of its Service."""
+
+import json
+import sys
+import time
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+SECONDS = 60  # a new leader is there as soon as the old one's Lease has expired
+
+
+def main(address: str, seconds: float = SECONDS) -> int:
+    """Wait for a replica that leads; return 0, or 1 with what was found instead."""
+    end, said = time.monotonic() + seconds, ""
+    while True:
+        found = look(address)  # each time the Service may choose another replica
+        if found != said:
+            said = found
+            print(found, flush=True)
+        if found.startswith("works"):
+            return 0
+        if time.monotonic() > end:
+            return 1
+        time.sleep(0.5)
+
+
+def look(address: str) -> str:
+    """Return a sentence about one replica, which begins with `works` where all is well."""
+    try:
+        with urlopen(f"{address}/readyz", timeout=5) as answer:
+            state = json.load(answer)
+        with urlopen(f"{address}/metrics", timeout=5) as answer:
+            metrics = answer.read().decode()
+    except HTTPError as error:
+        return f"a replica is not Ready: {error.read().decode(errors='replace')}"
+    except (URLError, OSError, ValueError) as error:
+        return f"{address} does not answer ({error}); see: kubectl get pods"
+    if not state["leading"]:
+        return "a replica is Ready and waits for the Lease"
+    families = sum(line.startswith("# TYPE finetune_") for line in metrics.splitlines())
+    return f"works: a replica is Ready and leads, its queue is {state['queue']}, {families} metrics"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
