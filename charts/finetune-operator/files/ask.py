@@ -38,8 +38,10 @@ def look(address: str) -> str:
     if not state["leading"]:
         return "a replica is Ready and waits for the Lease"
     families = sum(line.startswith("# TYPE finetune_") for line in metrics.splitlines())
+    if not families:
+        return "a replica is Ready and leads, but its metrics are not the operator's"
     return f"works: a replica is Ready and leads, its queue is {state['queue']}, {families} metrics"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], *map(float, sys.argv[2:])))
