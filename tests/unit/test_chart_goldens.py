@@ -8,11 +8,14 @@ import yaml
 
 import kubernetes_schemas
 from chart_goldens import GOLDENS, VALUES, golden, objects
-from helm_chart import CHART, Json, needs_helm, of_kind, run_helm, template
+from helm_chart import CHART, Json, made_of, needs_helm, of_kind, run_helm, template
 
 pytestmark = needs_helm
 OWN = (".coreos.com/v1", "finetune.dev/v1alpha1")
 """Ends of the API versions that only a definition makes known."""
+
+
+COMMON_LABELS = {"cost-center": "research", "example.com/team": "platform"}.items()
 
 
 def oldest_minor() -> str:
@@ -76,6 +79,23 @@ def test_every_supported_kubernetes_knows_every_field() -> None:
 
 
 @kubernetes_schemas.needs_schemas
+def test_every_supported_kubernetes_knows_every_field_of_the_definitions() -> None:
+    definitions = made_of("--show-only", "templates/crds.yaml", *("--values", str(VALUES["named"])))
+
+    assert len(definitions) == 2
+    found = {
+        f"{minor} {made['metadata']['name']}: {fault}"
+        for made in definitions
+        for minor in kubernetes_schemas.minors(oldest_minor())
+        for fault in kubernetes_schemas.faults(made, minor)
+    }
+    assert found == set()
+    for made in definitions:
+        assert made["metadata"]["labels"].items() >= COMMON_LABELS
+        assert made["metadata"]["labels"]["app.kubernetes.io/part-of"] == "finetune-operator"
+
+
+@kubernetes_schemas.needs_schemas
 def test_field_that_only_newer_versions_know_would_be_found() -> None:
     pod = deepcopy(next(one for one in distinct() if one["kind"] == "Pod"))
     pod["spec"]["hostnameOverride"] = "new-in-1-34"
@@ -127,10 +147,8 @@ def test_service_of_a_release_selects_neither_its_test_nor_another_release() -> 
 
 
 def test_common_labels_are_on_every_object_and_pod() -> None:
-    wanted = {"cost-center": "research", "example.com/team": "platform"}.items()
-
     for made in objects("named").values():
-        assert wanted <= made["metadata"]["labels"].items()
+        assert made["metadata"]["labels"].items() >= COMMON_LABELS
         if made["kind"] == "Deployment":
-            assert wanted <= made["spec"]["template"]["metadata"]["labels"].items()
-            assert not wanted <= made["spec"]["selector"]["matchLabels"].items()
+            assert made["spec"]["template"]["metadata"]["labels"].items() >= COMMON_LABELS
+            assert not made["spec"]["selector"]["matchLabels"].items() >= COMMON_LABELS
