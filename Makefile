@@ -22,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures recording quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -110,6 +110,9 @@ dashboards: install  ## Generate the chart's rules, alerts and dashboards from c
 # It needs prometheus and helm on the PATH.
 pictures: install  ## Draw the pictures of docs/how-to/monitoring.md from answers of a Prometheus (3 min)
 	PYTHONPATH=tests:charts $(OFFLINE) $(BIN)/python tests/pictures.py
+
+recording: install quickstart-assets  ## Record the picture of README.md from a real run (3 min)
+	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/recording.py
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py
