@@ -209,6 +209,20 @@ def test_its_process_is_small_has_no_torch_and_hears_no_signal_to_stop(page: Nod
     assert not [one.path for one in process.memory_maps() if "/torch/" in one.path]
 
 
+def test_a_page_that_is_killed_comes_back_with_what_it_knew(page: NodePage, tmp_path: Path) -> None:
+    telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=Shared(page, 0))
+    telemetry.step(step(1))
+    telemetry.step(step(2))
+    telemetry.close()
+    before = scrape(page.url)
+    (process,) = page_processes(os.getpid())
+    process.kill()
+    after = scrape(page.url)  # whoever asks meanwhile waits for the next process
+    assert [one.pid for one in page_processes(os.getpid())] != [process.pid]
+    steps = ("finetune_train_steps_total", "0")
+    assert after[steps] == before[steps] == 2
+
+
 # Reports a step, and tells when on this machine's monotonic clock that was.
 BE_A_RANK = """
 import ctypes, sys, time

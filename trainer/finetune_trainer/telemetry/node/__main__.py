@@ -1,4 +1,4 @@
-"""The process: `python -m finetune_trainer.telemetry.node FOLDER FIRST_RANK NUM_RANKS FD WHAT`.
+"""The process: `python -m finetune_trainer.telemetry.node FOLDER FIRST_RANK NUM_RANKS WHAT FD`.
 
 FD is a socket that listens, WHAT is `gpus` where it shall read those, and else `ranks`. It lives as
 long as its standard input is open: the other end is held by whoever started it, and is closed by
@@ -23,7 +23,7 @@ from finetune_trainer.telemetry.shared import tell_warning
 
 def main() -> None:
     """Serve until whoever started this is gone, and take the folder along."""
-    folder, first_rank, num_ranks, listener, what = sys.argv[1:]
+    folder, first_rank, num_ranks, what, listener = sys.argv[1:]
     for number in first_signal.NUMBERS:
         signal.signal(number, signal.SIG_IGN)
     ranks = NodeRanks(Path(folder), range(int(first_rank), int(first_rank) + int(num_ranks)))

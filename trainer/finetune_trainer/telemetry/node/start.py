@@ -7,18 +7,18 @@ nobody takes a port meanwhile that was found free.
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 from finetune_trainer.config import ENV_NODE_NAME, TelemetryConfig, TrainConfig
 from finetune_trainer.files import remove_tree
+from finetune_trainer.telemetry.node.process import PageProcess
 from finetune_trainer.telemetry.node.watch import ENV_WATCH_SPEED, WATCH_FILE, WatchConfig
-from finetune_trainer.telemetry.shared import NodePage
+from finetune_trainer.telemetry.shared import NodePage, tell_warning
 
 _MEMORY = Path("/dev/shm")
 _PORTS_TRIED = 20
@@ -48,6 +48,7 @@ def node_page(
     *,
     reads_gpus: bool = False,
     watch: WatchConfig | None = None,
+    is_kept: bool = True,
 ) -> Iterator[NodePage]:
     """Serve the page of `num_ranks` ranks, from `first_rank` on, while the block runs.
 
@@ -56,15 +57,17 @@ def node_page(
     Its process also ends when this one is killed. Where there can be no page, the one that is
     returned has a warning, and no folder; with port 0 there is none. `folder` is where the ranks
     leave what it shows, made if it is missing; None makes a new one. Without `watch` nobody finds
-    who holds the run back.
+    who holds the run back. `is_kept` starts its process again when that ends, from a thread.
     """
     none = NodePage(first_rank=first_rank)
     page, process = _serve(config, none, num_ranks, folder, reads_gpus=reads_gpus, watch=watch)
+    if process is not None and is_kept:
+        process.keep()
     try:
         yield page
     finally:
         if process is not None and page.folder is not None:
-            _end(process)
+            process.end()
             remove_tree(Path(page.folder))
 
 
@@ -85,6 +88,7 @@ def page_without_supervisor(
             folder,
             reads_gpus=config.reads_gpus,
             watch=watch_config(config, config.world.world_size // local_world_size),
+            is_kept=False,  # a rank has no thread for its page
         )
     none = NodePage(first_rank=first_rank)
     if config.telemetry.metrics_port == 0:
@@ -104,26 +108,27 @@ def _serve(
     *,
     reads_gpus: bool,
     watch: WatchConfig | None,
-) -> "tuple[NodePage, subprocess.Popen[bytes] | None]":
+) -> tuple[NodePage, PageProcess | None]:
     """Start the process of a page; where there can be none, return `none` with the reason."""
     if config.metrics_port == 0:
         return none, None
     listener, warning = _listen(config.metrics_host, config.metrics_port)
     if listener is None:
         return none.model_copy(update={"warning": warning}), None
-    with listener:
-        try:
-            folder = _make(folder)
-            if watch is not None:
-                (folder / WATCH_FILE).write_text(watch.to_json())
-            words = (str(folder), none.first_rank, num_ranks, listener.fileno())
-            process = _start((*words, "gpus" if reads_gpus else "ranks"), listener)
-        except OSError as error:
-            sentence = f"the page of this node cannot be served ({error}); no metrics are served"
-            return none.model_copy(update={"warning": sentence}), None
-        found = {"folder": str(folder), "url": _url(listener), "warning": warning}
-        if watch is not None and none.first_rank == 0:
-            found["word"] = watch.word
+    try:
+        folder = _make(folder)
+        if watch is not None:
+            (folder / WATCH_FILE).write_text(watch.to_json())
+        what = "gpus" if reads_gpus else "ranks"
+        words = (str(folder), str(none.first_rank), str(num_ranks), what)
+        process = PageProcess(words, listener, partial(_warn, folder))
+    except OSError as error:
+        listener.close()
+        sentence = f"the page of this node cannot be served ({error}); no metrics are served"
+        return none.model_copy(update={"warning": sentence}), None
+    found = {"folder": str(folder), "url": _url(listener), "warning": warning}
+    if watch is not None and none.first_rank == 0:
+        found["word"] = watch.word
     return none.model_copy(update=found), process
 
 
@@ -189,19 +194,6 @@ def _url(listener: socket.socket) -> str:
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/metrics"
 
 
-def _start(words: tuple[str | int, ...], listener: socket.socket) -> "subprocess.Popen[bytes]":
-    module = "finetune_trainer.telemetry.node"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *map(str, words)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[listener.fileno()],
-        start_new_session=True,  # Ctrl-C is for the supervisor alone
-    )
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()  # it has nothing to finish
-    process.wait()
-    assert process.stdin is not None, "it was started with a pipe"
-    process.stdin.close()
+def _warn(folder: Path, sentence: str) -> None:
+    with suppress(OSError):  # there is no room, and so no page that could miss it
+        tell_warning(folder, sentence)
