@@ -24,6 +24,7 @@ from finetune_operator.kube.errors import AlreadyExistsError, ConflictError, Not
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
+    CRDS,
     EVENTS,
     FINE_TUNE_JOBS,
     FINE_TUNE_PROFILES,
@@ -35,9 +36,6 @@ from finetune_operator.kube.resources import (
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 KUBECONFIG = os.environ.get("FINETUNE_TEST_KUBECONFIG")
-CRDS = Resource(
-    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
-)
 
 
 def wait_until(check: Callable[[], T | None], seconds: float, what: str = "") -> T:
@@ -276,12 +274,13 @@ class OperatorProcess:
                 return {"code": error.code, **json.load(error)}
 
     def calls(self, *verbs: str) -> dict[str, int]:
-        """Return the requests so far of these verbs, Leases apart."""
+        """Return the requests so far of these verbs, Leases and questions about rights apart."""
         counts = self.health()["calls"].items()
         return {
             kind: count
             for kind, count in counts
-            if kind.split()[0] in verbs and "leases" not in kind
+            if kind.split()[0] in verbs
+            and not any(one in kind for one in ("leases", "selfsubject"))
         }
 
     def send(self, number: signal.Signals) -> None:

@@ -21,6 +21,7 @@ class Permission:
     resource: Resource
     verbs: tuple[str, ...]
     subresource: str = ""
+    names: tuple[str, ...] = ()
 
     def to_rule(self) -> Object:
         """Return the rule of a Role or ClusterRole."""
@@ -28,6 +29,7 @@ class Permission:
         return {
             "apiGroups": [self.resource.group],
             "resources": [f"{plural}/{self.subresource}" if self.subresource else plural],
+            **({"resourceNames": list(self.names)} if self.names else {}),
             "verbs": list(self.verbs),
         }
 
@@ -35,10 +37,12 @@ class Permission:
 def _read(rule: Object) -> Permission:
     (group,), (name,) = rule["apiGroups"], rule["resources"]
     plural, _, subresource = name.partition("/")
-    return Permission(_KINDS[group, plural], tuple(rule["verbs"]), subresource)
+    names = tuple(rule.get("resourceNames", ()))
+    return Permission(_KINDS[group, plural], tuple(rule["verbs"]), subresource, names)
 
 
 _RULES = yaml.safe_load((CHART / "files/permissions.yaml").read_text(encoding="utf-8"))
 WHERE_JOBS_ARE = tuple(_read(one) for one in _RULES["jobs"])
 CLUSTER_WIDE = tuple(_read(one) for one in _RULES["profiles"])
 FOR_THE_LEASE = tuple(_read(one) for one in _RULES["lease"])
+ABOUT_ITSELF = tuple(_read(one) for one in _RULES["own"])

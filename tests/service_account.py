@@ -22,18 +22,23 @@ _NAME = "operator"
 class Account:
     """An account of one namespace that may do what is granted there; make it with `open_account`.
 
+    Args:
+        cluster_wide: What it may do in the whole cluster.
+
     Attributes:
         kubeconfig: Of the cluster, as this account.
     """
 
-    def __init__(self, api: Api, namespace: str, folder: Path) -> None:
+    def __init__(
+        self, api: Api, namespace: str, folder: Path, cluster_wide: Iterable[Permission]
+    ) -> None:
         self._api = api
         self._namespace = namespace
         self.kubeconfig = folder / "account.yaml"
         made = {"metadata": {"name": _NAME}}
         api.run(api.client.create(_ACCOUNTS, made, namespace))
         # What cannot be asked for in a namespace: named after it, as it is nobody's child.
-        self._bind(_CLUSTER_ROLES, _CLUSTER_BINDINGS, namespace, CLUSTER_WIDE, None)
+        self._bind(_CLUSTER_ROLES, _CLUSTER_BINDINGS, namespace, cluster_wide, None)
         self._bind(_ROLES, _BINDINGS, _NAME, (), namespace)
         self._write_kubeconfig()
 
@@ -41,6 +46,11 @@ class Account:
         """Let the account do this in its namespace, and nothing else any more."""
         change = {"rules": [one.to_rule() for one in rights]}
         self._api.run(self._api.client.patch(_ROLES, _NAME, self._namespace, change))
+
+    def grant_everywhere(self, rights: Iterable[Permission]) -> None:
+        """Let the account do this in the whole cluster, and nothing else any more."""
+        change = {"rules": [one.to_rule() for one in rights]}
+        self._api.run(self._api.client.patch(_CLUSTER_ROLES, self._namespace, None, change))
 
     def grant_in(self, namespace: str, rights: Iterable[Permission]) -> None:
         """Let the account do this in another namespace too; it goes with that namespace."""
@@ -78,9 +88,14 @@ class Account:
 
 
 @contextmanager
-def open_account(api: Api, namespace: str, folder: Path) -> Iterator[Account]:
+def open_account(
+    api: Api,
+    namespace: str,
+    folder: Path,
+    cluster_wide: Iterable[Permission] = CLUSTER_WIDE,
+) -> Iterator[Account]:
     """Create an account without rights in the namespace; its kubeconfig lies in `folder`."""
-    made = Account(api, namespace, folder)
+    made = Account(api, namespace, folder, cluster_wide)
     try:
         yield made
     finally:

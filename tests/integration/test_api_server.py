@@ -12,6 +12,7 @@ from builders import manifest
 from finetune_operator.kube.errors import ApiError, ConflictError, ForbiddenError, InvalidError
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
+    CRDS,
     EVENTS,
     FINE_TUNE_JOBS,
     NAMESPACES,
@@ -19,7 +20,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from operators import CRDS, Api, wait_until
+from operators import Api, wait_until
 
 JSON = "application/json"
 MERGE = "application/merge-patch+json"

@@ -22,9 +22,9 @@ from finetune_operator.kube.errors import (
     NotFoundError,
     UnavailableError,
 )
-from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Object
+from finetune_operator.kube.resources import CONFIG_MAPS, CRDS, FINE_TUNE_JOBS, Object
 from gates import Gate
-from operators import CRDS, Api, OperatorProcess, wait_until
+from operators import Api, OperatorProcess, wait_until
 
 pytestmark = [
     pytest.mark.cluster,

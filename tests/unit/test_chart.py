@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 AS_IN_A_POD = {"resources", "podSecurityContext", "securityContext", "affinity"}
 """Values whose fields, of which few are set, are those of Kubernetes."""
 NAME_LABEL = "app.kubernetes.io/name"
+KNOWN_TO_THE_CHART = {"lease_namespace", "pod_name", "pod_uid"}
 
 
 def pod_of(objects: list[Json]) -> Json:
@@ -35,7 +36,8 @@ def pod_of(objects: list[Json]) -> Json:
 def settings_of(objects: list[Json]) -> Settings:
     """Read the container's environment as the operator does."""
     (container,) = pod_of(objects)["spec"]["containers"]
-    return read_settings({one["name"]: one["value"] for one in container["env"]})
+    given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    return read_settings(given)
 
 
 def rules_of(objects: list[Json], kind: str, namespace: str | None) -> list[Json]:
@@ -81,7 +83,7 @@ def test_every_setting_has_a_value_and_starts_as_the_code_would() -> None:
     values = {to_snake(name): value for name, value in default_values()["settings"].items()}
     given = {name: value for name, value in values.items() if value != ""}
 
-    assert values.keys() == Settings.model_fields.keys() - {"lease_namespace"}
+    assert values.keys() == Settings.model_fields.keys() - KNOWN_TO_THE_CHART
     assert values.keys() - given.keys() == {"kubeconfig", "identity"}
     assert Settings.model_validate(given) == Settings()
 
@@ -147,7 +149,8 @@ def test_operator_of_the_whole_cluster_has_the_rights_of_the_table_everywhere() 
     assert rules_of(objects, "ClusterRole", None) == profiles + jobs
     create, renew = (one.to_rule() for one in permissions.FOR_THE_LEASE)
     lease = [create, {**renew, "resourceNames": ["finetune-operator"]}]
-    assert rules_of(objects, "Role", "ops") == lease
+    own = [one.to_rule() for one in permissions.ABOUT_ITSELF]
+    assert rules_of(objects, "Role", "ops") == own + lease
 
 
 @needs_helm
@@ -187,7 +190,7 @@ def test_every_setting_reaches_the_process() -> None:
         "log_format": "json",
         "log_level": "DEBUG",
     }
-    assert other.keys() == Settings.model_fields.keys() - {"lease_namespace"}
+    assert other.keys() == Settings.model_fields.keys() - KNOWN_TO_THE_CHART
 
     objects = rendered(replicas=1, settings={to_camel(key): value for key, value in other.items()})
 
@@ -285,7 +288,8 @@ def test_process_that_may_not_have_a_twin_is_replaced_only_when_it_is_gone() -> 
 
     (deployment,) = of_kind(objects, "Deployment")
     assert deployment["spec"]["strategy"] == {"type": "Recreate"}
-    assert of_kind(objects, "Role") == []
+    own = [one.to_rule() for one in permissions.ABOUT_ITSELF]
+    assert rules_of(objects, "Role", "ops") == own
 
 
 @needs_helm

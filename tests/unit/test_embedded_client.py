@@ -9,7 +9,6 @@ from azureml_cases import SETTINGS
 from builders import manifest
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
 from finetune_operator.embedded.client import EmbeddedClient
-from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.store import Store
 from finetune_operator.kube.errors import (
     AlreadyExistsError,
@@ -20,6 +19,7 @@ from finetune_operator.kube.errors import (
     UnavailableError,
 )
 from finetune_operator.kube.resources import (
+    CRDS,
     FINE_TUNE_JOBS,
     FINE_TUNE_PROFILES,
     NAMESPACES,

@@ -10,7 +10,15 @@ from finetune_operator.backends.aks import kept
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.aks.submit import CHILD_KINDS
 from finetune_operator.kube import resources
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, LEASES, PODS, Resource
+from finetune_operator.kube.resources import (
+    ACCESS_REVIEWS,
+    EVENTS,
+    FINE_TUNE_JOBS,
+    LEASES,
+    PODS,
+    SELF_REVIEWS,
+    Resource,
+)
 from permissions import Permission
 
 PACKAGE = Path(finetune_operator.__file__).parent
@@ -34,6 +42,8 @@ VARIABLES = {
 }
 NOT_CALLED = {(FINE_TUNE_JOBS, "update", "finalizers")}
 """Asked for by an admission plugin when a child is created."""
+EVERYBODYS = {(ACCESS_REVIEWS, "create", ""), (SELF_REVIEWS, "create", "")}
+"""Given to every account by Kubernetes' own role system:basic-user."""
 
 Right = tuple[Resource, str, str]
 
@@ -84,13 +94,16 @@ def test_table_of_rights_is_what_kernel_and_backend_call_and_no_more() -> None:
     called = {right for path in SOURCES for right in calls_of(path)}
 
     granted = rights(permissions.WHERE_JOBS_ARE + permissions.CLUSTER_WIDE)
-    assert granted | rights(permissions.FOR_THE_LEASE) == called | NOT_CALLED
+    granted |= rights(permissions.FOR_THE_LEASE + permissions.ABOUT_ITSELF)
+    assert granted == (called | NOT_CALLED) - EVERYBODYS
+    assert called > EVERYBODYS
 
 
 def test_each_role_holds_what_lives_where_it_is_bound() -> None:
     assert all(one.resource.namespaced for one in permissions.WHERE_JOBS_ARE)
     assert not any(one.resource.namespaced for one in permissions.CLUSTER_WIDE)
     assert {one.resource for one in permissions.FOR_THE_LEASE} == {LEASES}
+    assert {one.resource for one in permissions.ABOUT_ITSELF} == {EVENTS}
 
 
 def test_a_call_that_no_right_covers_would_be_found(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.folder_backend import FolderBackend
 from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.embedded.client import EmbeddedClient
-from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.store import Store, timestamp
 from finetune_operator.errors import FineTuneError, TransientError
 from finetune_operator.kernel.job_events import FollowedJobs
@@ -25,7 +24,13 @@ from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import FINALIZER
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, NAMESPACES, Object
+from finetune_operator.kube.resources import (
+    CRDS,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    NAMESPACES,
+    Object,
+)
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_finished, is_settled
 

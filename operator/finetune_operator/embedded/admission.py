@@ -13,10 +13,10 @@ from finetune_operator.api.defaults import with_defaults
 from finetune_operator.api.metadata import check_metadata, is_dns_label, is_subdomain
 from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.structural import check_structure
-from finetune_operator.embedded.kinds import CRDS, Kind, accepted
+from finetune_operator.embedded.kinds import Kind, accepted
 from finetune_operator.embedded.status_errors import bad_request, conflict, invalid, unreadable
 from finetune_operator.embedded.store import timestamp
-from finetune_operator.kube.resources import NAMESPACES, Object, Resource
+from finetune_operator.kube.resources import CRDS, NAMESPACES, Object, Resource
 
 Admitted = tuple[Object, list[str]]
 

@@ -12,11 +12,8 @@ from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding
 from finetune_operator.embedded.status_errors import invalid
 from finetune_operator.kube import resources
-from finetune_operator.kube.resources import Object, Resource
+from finetune_operator.kube.resources import CRDS, Object, Resource
 
-CRDS = Resource(
-    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
-)
 _ITEM: Schema = {"x-kubernetes-preserve-unknown-fields": True}
 _ANY: Schema = {"x-kubernetes-preserve-unknown-fields": True, "items": _ITEM}
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}

@@ -17,14 +17,13 @@ from aiohttp import web
 
 from finetune_operator.embedded import discovery
 from finetune_operator.embedded.admission import admit_change, admit_new
-from finetune_operator.embedded.kinds import CRDS
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.tables import table
 from finetune_operator.embedded.verbs import VERBS, ApiRequest, parse_request
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.resources import NAMESPACES, Object, Resource
+from finetune_operator.kube.resources import CRDS, NAMESPACES, Object, Resource
 
 _BODY_BYTES = 3 * 2**20
 _VERBS = {

@@ -15,11 +15,11 @@ from typing import Literal
 
 import orjson
 
-from finetune_operator.embedded.kinds import CRDS, Kind, builtin_kinds, custom_kind
+from finetune_operator.embedded.kinds import Kind, builtin_kinds, custom_kind
 from finetune_operator.embedded.status_errors import expired
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key, key_of
-from finetune_operator.kube.resources import EVENTS, NAMESPACES, Object
+from finetune_operator.kube.resources import CRDS, EVENTS, NAMESPACES, Object
 
 log = logging.getLogger(__name__)
 

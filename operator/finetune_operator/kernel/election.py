@@ -8,11 +8,18 @@ another replica's clock says is never compared with ours, only whether its renew
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
+from finetune_operator.kube.errors import (
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+)
 from finetune_operator.kube.resources import LEASES, Object
 
 log = logging.getLogger(__name__)
@@ -41,18 +48,31 @@ class LeaseOptions:
 class Election:
     """Campaigns for one Lease; call its methods on one event loop.
 
+    Args:
+        client: Who asks.
+        options: The Lease.
+        on_forbidden: Called when the Lease is refused after it was not.
+
     Attributes:
         holder: Who held the Lease when it was last read.
+        forbidden: The API server's sentence while it refuses the Lease; else empty.
     """
 
-    def __init__(self, client: KubeClient, options: LeaseOptions) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        options: LeaseOptions,
+        on_forbidden: Callable[[], None] = lambda: None,
+    ) -> None:
         self._client = client
         self._options = options
+        self._on_forbidden = on_forbidden
         self._loop = asyncio.get_running_loop()
         self._leads_until = float("-inf")
         self._seen: tuple[str, str] | None = None  # holder and renewal of another, unchanged
         self._seen_at = 0.0  # ... since then
         self.holder = ""
+        self.forbidden = ""
 
     @property
     def is_leading(self) -> bool:
@@ -113,13 +133,24 @@ class Election:
         try:
             seconds = min(longest_seconds, self._options.renew_deadline_seconds / 2)
             async with asyncio.timeout(seconds):
-                return await self._take_or_renew()
+                wait = await self._take_or_renew()
         except (AlreadyExistsError, ConflictError):
-            return _STANDBY_SECONDS  # another replica was faster
+            wait = _STANDBY_SECONDS  # another replica was faster
+        except ForbiddenError as error:
+            self._forbid(str(error))
+            return _STANDBY_SECONDS
         except (ApiError, TimeoutError) as error:
             said = str(error) or "no answer in time"
             log.warning("the lease cannot be renewed", extra={"error": said})
             return _STANDBY_SECONDS
+        self.forbidden = ""
+        return wait
+
+    def _forbid(self, message: str) -> None:
+        if not self.forbidden:
+            log.warning("the lease is forbidden", extra={"error": message})
+            self._on_forbidden()
+        self.forbidden = message
 
     async def _take_or_renew(self) -> float | None:
         options = self._options

@@ -24,7 +24,9 @@ class Health:
 
     Attributes:
         is_leading: Whether it holds the Lease; a standby has no queue and no watches.
-        is_ready: It leads and has seen all that it may see, or it waits for the Lease.
+        is_ready: It is able to work, and leads and has seen all that it may see, or waits for the
+            Lease.
+        unable: What keeps it from being able, each a sentence with the command that mends it.
         queue: Keys that wait or are worked on.
         oldest_seconds: How long the oldest of them has not moved.
         held: Keys whose reports wait until the queue is empty.
@@ -39,6 +41,7 @@ class Health:
 
     is_leading: bool = False
     is_ready: bool = False
+    unable: tuple[str, ...] = ()
     queue: int = 0
     oldest_seconds: float = 0.0
     held: int = 0
@@ -139,6 +142,7 @@ def _answer(health: Health, complaints: list[str], *, is_good: bool) -> "web.Res
     body = {
         "leading": health.is_leading,
         "ready": health.is_ready,
+        "unable": list(health.unable),
         "queue": health.queue,
         "held": health.held,
         "backlog": health.backlog,

@@ -65,6 +65,7 @@ class LeaderTerm:
         listen: Makes a source of events of FineTuneJobs, which serves until it ends.
         now: The time, with a zone.
         counts: What the process counts, over its terms.
+        on_refused: Called when the API server begins to refuse FineTuneJobs.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class LeaderTerm:
         listen: Callable[[KubeClient, ListenOptions, OnEvent], JobEvents] = listen_by_kopf,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         counts: Counts | None = None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._counts = Counts() if counts is None else counts
@@ -104,6 +106,7 @@ class LeaderTerm:
             backoff=_WATCH_BACKOFF,
             wake=self._queue.add,
             on_served=self._listen_anew,
+            on_refused=on_refused,
         )
         self._informers = Informers(settings.namespaces, self._informer)
         self._events: JobEvents | None = None

@@ -35,6 +35,7 @@ class Resync:
         backoff: Waits between two tries.
         wake: Called with each job that was listed or is gone.
         on_served: Called when the API server has come to know the kind.
+        on_refused: Called when a list is refused that was not before, or the kind is unknown.
 
     Attributes:
         missed_events: Set it where events may have been lost.
@@ -51,6 +52,7 @@ class Resync:
         backoff: Backoff,
         wake: Callable[[Key], None],
         on_served: Callable[[], None],
+        on_refused: Callable[[], None],
     ) -> None:
         self.missed_events = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -62,6 +64,7 @@ class Resync:
         self._backoff = backoff
         self._wake = wake
         self._on_served = on_served
+        self._on_refused = on_refused
         self._forbidden: dict[Place, str] = {}
         self._absent = ""
         self._waiting: list[asyncio.Future[None]] = []
@@ -141,6 +144,8 @@ class Resync:
 
     async def _try_again(self, seconds: float, error: ApiError) -> None:
         is_absent = isinstance(error, NotFoundError)
+        if is_absent and not self._absent:
+            self._on_refused()
         if not (is_absent and self._absent):
             log.warning("FineTuneJobs cannot be listed", extra={"error": str(error)})
         self._absent = str(error) if is_absent else self._absent
@@ -153,6 +158,7 @@ class Resync:
         except ForbiddenError as error:
             if place not in self._forbidden:
                 log.warning("list forbidden", extra=_about(place, error=str(error)))
+                self._on_refused()
             self._forbidden[place] = str(error)
             return
         if self._forbidden.pop(place, None) is not None:

@@ -18,6 +18,7 @@ from typing import Any
 from finetune_operator import __version__
 from finetune_operator.backends.base import Backend
 from finetune_operator.errors import FineTuneError
+from finetune_operator.kernel.ability import Ability
 from finetune_operator.kernel.election import Election, LeaseOptions
 from finetune_operator.kernel.health import Health, HealthServer
 from finetune_operator.kernel.kopf_events import join_threads
@@ -86,11 +87,15 @@ async def operate(
     make_term = partial(
         LeaderTerm, settings=settings, backends=backends, folder=folder, counts=counts
     )
+    access = await load_access(settings.kubeconfig)
     process = _Process(settings, make_term, counts)
-    client = HttpClient(await load_access(settings.kubeconfig), process.client_options())
-    async with client, process.health_server() as health:
+    client = HttpClient(access, process.client_options())
+    # What a replica asks and tells of itself does not wait for the Lease.
+    own = HttpClient(access, replace(client.options, connections=4, seconds_to_write=None))
+    own.calls = client.calls
+    async with client, own, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
-        await process.campaign(client, stop)
+        await process.run(client, Ability(own, settings), stop)
     # With the Lease given back. A thread that outlives the interpreter's end could break it.
     await asyncio.to_thread(join_threads, _JOIN_SECONDS)
     log.info("ended")
@@ -100,11 +105,12 @@ class _Process:
     """What outlives a term: the election, and what the health pages show."""
 
     def __init__(
-        self, settings: Settings, make_term: Callable[[KubeClient], LeaderTerm], counts: Counts
+        self, settings: Settings, make_term: Callable[..., LeaderTerm], counts: Counts
     ) -> None:
         self._settings = settings
         self._make_term = make_term
         self._election: Election | None = None
+        self._ability: Ability | None = None
         self._term: LeaderTerm | None = None
         self._calls = CallCounts()
         self._counts = counts
@@ -128,23 +134,34 @@ class _Process:
             self._snapshot,
         )
 
-    async def campaign(self, client: KubeClient, stop: asyncio.Event) -> None:
-        """Lead as often and as long as the Lease allows."""
-        self._calls = client.calls
-        if not self._settings.leader_election:
-            await _first_of(self._lead(client), stop.wait())
-            return
-        election = self._election = Election(client, self._lease_options())
-        try:
-            while not stop.is_set():
-                await _first_of(election.acquire(), stop.wait())
-                if election.is_leading:
-                    await _first_of(self._lead(client), election.hold(), stop.wait())
-        finally:
-            await election.release()  # also by a fault of ours, so that a standby need not wait
+    async def run(self, client: KubeClient, ability: Ability, stop: asyncio.Event) -> None:
+        """Lead as often and as long as the Lease and the CRDs allow, until `stop` is set."""
+        self._calls, self._ability = client.calls, ability
+        campaign = self._campaign if self._settings.leader_election else self._work_alone
+        await _first_of(ability.run(), campaign(client, ability, stop))
 
-    async def _lead(self, client: KubeClient) -> None:
-        self._term = self._make_term(client)
+    async def _work_alone(self, client: KubeClient, ability: Ability, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            await _first_of(ability.until_current(), stop.wait())
+            if not stop.is_set():
+                await _first_of(self._lead(client, ability), ability.until_outdated(), stop.wait())
+
+    async def _campaign(self, client: KubeClient, ability: Ability, stop: asyncio.Event) -> None:
+        options = self._lease_options()
+        election = self._election = Election(client, options, ability.look_again)
+        while not stop.is_set():
+            try:
+                await _first_of(ability.until_current(), stop.wait())
+                if not stop.is_set():
+                    await _first_of(election.acquire(), ability.until_outdated(), stop.wait())
+                if election.is_leading:
+                    work = (self._lead(client, ability), election.hold())
+                    await _first_of(*work, ability.until_outdated(), stop.wait())
+            finally:
+                await election.release()  # also by a fault of ours, so that a standby need not wait
+
+    async def _lead(self, client: KubeClient, ability: Ability) -> None:
+        self._term = self._make_term(client, on_refused=ability.look_again)
         try:
             await self._term.run()
         finally:
@@ -167,9 +184,18 @@ class _Process:
     def _health(self) -> Health:
         # A standby is ready: it waits for the Lease, and a rollout must not wait for it.
         health = self._term.health() if self._term else Health(is_ready=True)
+        unable = self._complaints()
         counts = self._calls.by_kind.items()
         calls = {" ".join(map(str, kind)): count for kind, count in counts}
-        return replace(health, calls=calls)
+        is_ready = health.is_ready and self._ability is not None and not unable
+        return replace(health, calls=calls, unable=unable, is_ready=is_ready)
+
+    def _complaints(self) -> tuple[str, ...]:
+        """Return what keeps this replica from its work, whether or not it leads."""
+        found = self._ability.complaints if self._ability else ()
+        # Where the API server answers no questions about rights, the refusal itself has to do.
+        refused = self._election.forbidden if self._election else ""
+        return found or ((refused,) if refused else ())
 
     def _snapshot(self) -> Snapshot:
         shown = self._term.snapshot() if self._term else Snapshot(counts=self._counts.copy())

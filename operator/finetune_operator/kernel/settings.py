@@ -136,6 +136,8 @@ class Settings(BaseModel):
     identity: str = Field(
         default_factory=socket.gethostname, description="Name in the Lease; by default the host's."
     )
+    pod_name: str = Field("", description="Name of the process's pod, for Events about it.")
+    pod_uid: str = Field("", description="Its uid; empty posts none.")
     health_host: str = Field("0.0.0.0", description="Address of /healthz, /readyz and /metrics.")
     health_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         8080, description="Port of /healthz, /readyz and /metrics; 0 takes a free one."

@@ -1,0 +1,224 @@
+"""Whether this replica is able to do its work: what it may do, and what the cluster knows.
+
+Asked by every replica, as a standby that may not use the Lease would be no help later. Few
+requests: a round at the start, after a refusal and every so often; soon again while something is
+missing. An API server that does not answer changes nothing.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from finetune_operator.kernel.definitions import NAMES, look_at
+from finetune_operator.kernel.events import COMPONENT
+from finetune_operator.kernel.rights import Right, Rights, command_for
+from finetune_operator.kernel.settings import Settings
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
+from finetune_operator.kube.resources import (
+    CRDS,
+    EVENTS,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    LEASES,
+    Object,
+)
+
+log = logging.getLogger(__name__)
+
+_SOON_SECONDS = 3.0
+"""Time between two rounds while something is missing, or was never answered."""
+
+_REPEAT_SECONDS = 600.0
+"""What is still missing is told again, as Events are kept for an hour."""
+
+_UNKNOWN = "the API server has not answered yet what this replica may do"
+
+
+class Ability:
+    """Finds out what keeps this replica from its work, and tells it.
+
+    Args:
+        client: Who asks and posts Events about the own pod; it must not depend on the Lease.
+        settings: Settings of the process.
+
+    Attributes:
+        faults: What is missing, each a sentence with the command that mends it; None before the
+            first round was answered.
+        is_outdated: A CustomResourceDefinition is older than this operator, so it must not write.
+    """
+
+    def __init__(self, client: KubeClient, settings: Settings) -> None:
+        self.faults: tuple[str, ...] | None = None
+        self.is_outdated = False
+        self._client = client
+        self._settings = settings
+        self._rights = Rights(client)
+        self._asked = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._silence = ""
+        self._loop = asyncio.get_running_loop()
+        self._told_at = self._loop.time()
+
+    @property
+    def is_able(self) -> bool:
+        """Whether nothing is missing."""
+        return self.faults == ()
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What keeps this replica from being Ready."""
+        if self.faults is None:
+            return (f"{_UNKNOWN}{self._silence}",)
+        return self.faults
+
+    def look_again(self) -> None:
+        """Ask anew, as a request was refused."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Go on asking until cancelled."""
+        while True:
+            self._asked.clear()
+            await self._round()
+            wait = self._settings.resync_seconds * random.uniform(0.8, 1.0)
+            if self._silence or not self.is_able:
+                wait = min(wait, _SOON_SECONDS)
+            try:
+                async with asyncio.timeout(wait):
+                    await self._asked.wait()
+            except TimeoutError:
+                continue
+
+    async def until_current(self) -> None:
+        """Return once the CustomResourceDefinitions are known to be no older than the operator."""
+        await self._until(lambda: self.faults is not None and not self.is_outdated)
+
+    async def until_outdated(self) -> None:
+        """Return once they are older."""
+        await self._until(lambda: self.is_outdated)
+
+    async def _until(self, check: Callable[[], bool]) -> None:
+        while not check():
+            await self._changed.wait()
+
+    async def _round(self) -> None:
+        try:
+            found = await self._look()
+        except ApiError as error:
+            if not self._silence:
+                log.warning("rights cannot be asked for", extra={"error": str(error)})
+            self._silence = f" ({error})"
+            return
+        self._silence = ""
+        before, self.faults = self.faults, found
+        self._changed.set()
+        self._changed = asyncio.Event()
+        is_late = self._loop.time() - self._told_at > _REPEAT_SECONDS
+        if found != before or (found and is_late):
+            await self._tell(found)
+
+    async def _look(self) -> tuple[str, ...]:
+        definitions = await asyncio.gather(*(self._of_definition(name) for name in NAMES))
+        rights = await asyncio.gather(self._of_lease(), self._of_jobs(), self._of_profiles())
+        self.is_outdated = any(is_older for _, is_older in definitions)
+        said = [fault for fault, _ in definitions]
+        missing = [right for some in rights for right in some]
+        account = await self._rights.account() if missing else ""
+        said += [_sentence(account, right) for right in missing]
+        return tuple(filter(None, said))
+
+    async def _of_definition(self, name: str) -> tuple[str, bool]:
+        """Return what is wrong with a CRD, and whether it is older than this operator."""
+        try:
+            unfit = await look_at(self._client, name)
+        except ForbiddenError:
+            right = Right(CRDS, ("get",), name=name)
+            return _sentence(await self._rights.account(), right), False
+        return (
+            (f"{unfit.said}; mend it with: {unfit.cure}", unfit.is_older) if unfit else ("", False)
+        )
+
+    async def _of_lease(self) -> list[Right]:
+        settings = self._settings
+        if not settings.leader_election:
+            return []
+        name, namespace = settings.lease_name, settings.lease_namespace
+        use = await self._rights.missing(Right(LEASES, ("get", "update"), namespace, name))
+        make = await self._rights.missing(Right(LEASES, ("create",), namespace))
+        if use is None and make is not None and await self._has_lease():
+            make = None
+        return [one for one in (use, make) if one]
+
+    async def _has_lease(self) -> bool:
+        settings = self._settings
+        try:
+            await self._client.get(LEASES, settings.lease_name, settings.lease_namespace)
+        except NotFoundError:
+            return False
+        return True
+
+    async def _of_jobs(self) -> list[Right]:
+        """Return what is missing where nothing can be listed at all.
+
+        One namespace of several that refuses keeps no other from being served.
+        """
+        first = None
+        for place in self._settings.namespaces or (None,):
+            missing = await self._rights.missing(Right(FINE_TUNE_JOBS, ("list", "watch"), place))
+            if missing is None:
+                return []
+            first = first or missing
+        return [first] if first else []
+
+    async def _of_profiles(self) -> list[Right]:
+        missing = await self._rights.missing(Right(FINE_TUNE_PROFILES, ("list", "watch")))
+        return [missing] if missing else []
+
+    async def _tell(self, found: tuple[str, ...]) -> None:
+        self._told_at = self._loop.time()
+        if not found:
+            log.info("able to work")
+        for fault in found:
+            log.warning("not ready", extra={"fault": fault})
+            await self._post(fault)
+
+    async def _post(self, fault: str) -> None:
+        """Post an Event about the own pod, where `kubectl describe` shows it."""
+        settings = self._settings
+        if not settings.pod_uid:
+            return
+        try:
+            await self._client.create(EVENTS, _event(settings, fault), settings.lease_namespace)
+        except ApiError as error:
+            log.warning("event not posted", extra={"error": str(error)})
+
+
+def _sentence(account: str, right: Right) -> str:
+    return f"{account} may not {right}; mend it with: {command_for(right, account)}"
+
+
+def _event(settings: Settings, fault: str) -> Object:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "metadata": {"name": f"{settings.pod_name}.{time.time_ns():x}"},
+        "involvedObject": {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "name": settings.pod_name,
+            "namespace": settings.lease_namespace,
+            "uid": settings.pod_uid,
+        },
+        "type": "Warning",
+        "reason": "NotReady",
+        "message": fault[:1024],
+        "source": {"component": COMPONENT, "host": settings.identity},
+        "reportingComponent": COMPONENT,
+        "reportingInstance": settings.identity,
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }

@@ -1,0 +1,76 @@
+"""Whether the cluster's CustomResourceDefinitions are those that this operator needs, or newer.
+
+With older ones the API server would drop fields of the status that are written, in silence.
+"""
+
+from dataclasses import dataclass
+
+from finetune_operator import __version__
+from finetune_operator.api.crd_revision import REVISIONS, revision, revision_of
+from finetune_operator.api.v1alpha1 import VERSION
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.resources import CRDS, Object
+
+NAMES = tuple(REVISIONS)
+_HELM = "meta.helm.sh/release"
+_APPLY = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A CustomResourceDefinition that the operator cannot work with.
+
+    Attributes:
+        said: What is wrong with it.
+        cure: The command that mends it.
+        is_older: It is there, and older than this operator.
+    """
+
+    said: str
+    cure: str
+    is_older: bool = False
+
+
+async def look_at(client: KubeClient, name: str) -> Unfit | None:
+    """Return what is wrong with one CRD; None if nothing is.
+
+    Raises:
+        ForbiddenError: it may not be read.
+        ApiError: there was no answer.
+    """
+    try:
+        return judge(await client.get(CRDS, name))
+    except NotFoundError:
+        said = f"the cluster has no CustomResourceDefinition {name}"
+        return Unfit(f"{said}, which version {__version__} needs", _APPLY)
+
+
+def judge(definition: Object) -> Unfit | None:
+    """Return what is wrong with a CRD of the cluster; None if nothing is."""
+    name = definition["metadata"]["name"]
+    said = f"the CustomResourceDefinition {name}"
+    found, needed = revision_of(definition), revision(name)
+    if found < needed:
+        labels = definition["metadata"].get("labels") or {}
+        version = labels.get("app.kubernetes.io/version", "unknown")
+        older = f"{said} has revision {found} (version {version})"
+        needs = f"this operator (version {__version__}) needs revision {needed}"
+        return Unfit(f"{older}, and {needs}", _cure(definition), is_older=True)
+    if not any(one["name"] == VERSION and one["served"] for one in definition["spec"]["versions"]):
+        gone = f"{said} serves no {VERSION}, which this operator (version {__version__}) needs"
+        return Unfit(gone, _cure(definition))
+    conditions = (definition.get("status") or {}).get("conditions") or ()
+    if not any(one["type"] == "Established" and one["status"] == "True" for one in conditions):
+        why = "; ".join(one["message"] for one in conditions if one["status"] != "True")
+        return Unfit(f"{said} is not served ({why or 'not yet'})", f"kubectl describe crd {name}")
+    return None
+
+
+def _cure(definition: Object) -> str:
+    annotations = definition["metadata"].get("annotations") or {}
+    release, namespace = (annotations.get(f"{_HELM}-{part}") for part in ("name", "namespace"))
+    if not release:
+        return _APPLY
+    chart = "charts/finetune-operator"
+    return f"helm upgrade {release} {chart} --namespace {namespace} --reset-then-reuse-values"

@@ -1,0 +1,105 @@
+"""What this process's account may do, and the command that gives it what is missing.
+
+Every account may ask that about itself (`system:basic-user`). Where the API server does not answer
+such a question, a right counts as given: the requests that need it will tell.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.errors import ForbiddenError, NotFoundError
+from finetune_operator.kube.resources import ACCESS_REVIEWS, SELF_REVIEWS, Resource
+
+_ACCOUNT = "system:serviceaccount:"
+_NAMELESS = "finetune-operator"
+
+
+@dataclass(frozen=True)
+class Right:
+    """Verbs on one kind.
+
+    Attributes:
+        namespace: Where; None for the whole cluster.
+        name: The only object that is meant; empty for all.
+    """
+
+    resource: Resource
+    verbs: tuple[str, ...]
+    namespace: str | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        """`get and update leases.coordination.k8s.io x in namespace y`."""
+        what = f"{' and '.join(self.verbs)} {self.resource} {self.name}".rstrip()
+        if not self.resource.namespaced:
+            return what
+        return f"{what} in {f'namespace {self.namespace}' if self.namespace else 'all namespaces'}"
+
+
+class Rights:
+    """Asks what the account of this process may do.
+
+    Args:
+        client: Who asks; it must not depend on the Lease.
+    """
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+        self._account = ""
+
+    async def missing(self, right: Right) -> Right | None:
+        """Return what of a right is denied; None if nothing is.
+
+        Raises:
+            ApiError: there was no answer.
+        """
+        answers = await asyncio.gather(*(self._is_given(right, verb) for verb in right.verbs))
+        denied = tuple(verb for verb, given in zip(right.verbs, answers, strict=True) if not given)
+        return replace(right, verbs=denied) if denied else None
+
+    async def account(self) -> str:
+        """Return the account's name, as it stands in answers and bindings.
+
+        Raises:
+            ApiError: there was no answer.
+        """
+        if not self._account:
+            try:
+                made = await self._client.create(SELF_REVIEWS, {"metadata": {}})
+            except (ForbiddenError, NotFoundError):
+                return "the operator's account"
+            self._account = str(made["status"]["userInfo"]["username"])
+        return self._account
+
+    async def _is_given(self, right: Right, verb: str) -> bool:
+        asked = {
+            "group": right.resource.group,
+            "resource": right.resource.plural,
+            "verb": verb,
+            "namespace": right.namespace or "",
+            "name": right.name,
+        }
+        body = {"metadata": {}, "spec": {"resourceAttributes": asked}}
+        try:
+            made = await self._client.create(ACCESS_REVIEWS, body)
+        except (ForbiddenError, NotFoundError):
+            return True
+        return bool(made["status"]["allowed"])
+
+
+def command_for(right: Right, account: str) -> str:
+    """Return the command by which an administrator gives an account a right."""
+    kind = "role" if right.namespace else "clusterrole"
+    place = f" --namespace={right.namespace}" if right.namespace else ""
+    space, _, name = account.removeprefix(_ACCOUNT).partition(":")
+    is_service_account = account.startswith(_ACCOUNT)
+    owner = f"{space}-{name}" if is_service_account else _NAMELESS
+    who = f"--serviceaccount={space}:{name}" if is_service_account else f"--user='{account}'"
+    called = "-".join((owner, "may", *right.verbs, right.name or right.resource.plural))
+    only = f" --resource-name={right.name}" if right.name else ""
+    verbs = ",".join(right.verbs)
+    return (
+        f"kubectl create {kind} {called}{place} --verb={verbs} --resource={right.resource}{only}"
+        f" && kubectl create {kind}binding {called}{place} --{kind}={called} {who}"
+    )
