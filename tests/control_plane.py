@@ -12,6 +12,8 @@ import ssl
 import subprocess
 import threading
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +24,9 @@ from operators import Api, wait_until
 
 PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS")
 _TOKEN = "admin"
+GUEST = "guest"
+"""Name and token of a user without rights."""
+
 _START_SECONDS = 60.0
 
 
@@ -108,6 +113,16 @@ class ControlPlane:
             self._server.kill()
             self._server.wait()
 
+    @contextmanager
+    def frozen_server(self) -> Iterator[None]:
+        """Have the API server take connections, and answer nothing."""
+        assert self._server is not None
+        self._server.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._server.send_signal(signal.SIGCONT)
+
     def stop_etcd(self, seconds: float) -> threading.Timer:
         """Let etcd hang for so long; the timer, which is started, ends that."""
         assert self._etcd is not None
@@ -151,7 +166,8 @@ class ControlPlane:
         names = ["-addext", "subjectAltName=IP:127.0.0.1"]
         names += ["-keyout", str(key), "-out", str(certificate)]
         subprocess.run(["openssl", "req", *options, *names], check=True, capture_output=True)
-        (self._folder / "tokens.csv").write_text(f"{_TOKEN},admin,admin,system:masters\n")
+        tokens = f"{_TOKEN},admin,admin,system:masters\n{GUEST},{GUEST},{GUEST}\n"
+        (self._folder / "tokens.csv").write_text(tokens)
         server = {
             "server": f"https://127.0.0.1:{self._port}",
             "certificate-authority": str(certificate),

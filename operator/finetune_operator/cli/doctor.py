@@ -4,6 +4,7 @@ Reads package metadata and imports no library, so it is fast, and works also whe
 library is broken.
 """
 
+import asyncio
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +26,9 @@ from rich.text import Text
 
 from finetune_operator.backends import registry
 from finetune_operator.cli.doctor_azureml import examine_azureml
+from finetune_operator.cli.doctor_cluster import examine_cluster
 from finetune_operator.cli.findings import Finding, State
+from finetune_operator.cli.output import takes_unicode
 from finetune_operator.errors import BrokenBackendError
 from finetune_operator.extras import DISTRIBUTION
 
@@ -34,8 +38,26 @@ NEEDED_EXTRA = "trainer"
 GIB = 2**30
 
 
+class FindingsFormat(StrEnum):
+    """How findings are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    output: Annotated[
+        FindingsFormat, typer.Option("-o", "--output", help="text or json.")
+    ] = FindingsFormat.TEXT,
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="Ask the cluster that kubectl uses; only reads."),
+    ] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", help="For --cluster: where you want to make jobs."),
+    ] = None,
     azureml: Annotated[
         bool, typer.Option("--azureml", help="Ask Azure for what a profile names; only reads.")
     ] = False,
@@ -48,19 +70,37 @@ def doctor(
     With --azureml it asks instead whether Azure has the workspace, the computes, the environments
     and the datastores that the profiles of a file name, and lets you read them.
 
-    Exit code 1 when something is missing that a run needs, else 0.
+    With --cluster it asks a cluster: API server, CustomResourceDefinitions, the operator's replicas
+    and Lease, your rights, profiles, shared storage, GPU nodes, and the admission policy.
+
+    Exit code 1 when something is missing that a run needs, else 0; what could not be asked is shown
+    and does not count.
     """
     if profile is not None and not azureml:
         raise typer.BadParameter("--profile has no effect without --azureml; add that")
-    environ = os.environ
-    findings = examine_azureml(profile, environ) if azureml else examine(environ, Path.cwd())
-    if as_json:
-        shown = [{**asdict(one), "command": install_command([one])} for one in findings]
-        print(json.dumps(shown, indent=2))
+    if namespace is not None and not cluster:
+        raise typer.BadParameter("--namespace has no effect without --cluster; add that")
+    if azureml and cluster:
+        raise typer.BadParameter("--azureml and --cluster ask different things; leave out one")
+    if cluster:
+        findings = asyncio.run(examine_cluster(namespace))
+    elif azureml:
+        findings = examine_azureml(profile, os.environ)
+    else:
+        findings = examine(os.environ, Path.cwd())
+    if as_json or output is FindingsFormat.JSON:
+        shown = [_as_json(one) for one in findings]
+        print(json.dumps(shown, indent=2, ensure_ascii=not takes_unicode()))
     else:
         _print(findings)
     if any(finding.state is State.MISSING for finding in findings):
         raise typer.Exit(1)
+
+
+def _as_json(finding: Finding) -> dict[str, str]:
+    made: dict[str, str] = asdict(finding)
+    made["command"] = made.pop("remedy") or install_command([finding])
+    return made
 
 
 def examine(environ: Mapping[str, str], folder: Path) -> list[Finding]:
@@ -172,8 +212,14 @@ def _backends() -> list[Finding]:
 
 
 def _print(findings: list[Finding]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    marks = {State.OK: ("ok", "green"), State.ABSENT: ("-", "dim"), State.MISSING: ("no", "red")}
+    width = None if sys.stdout.isatty() else 200  # else columns are folded in files and logs
+    console = Console(soft_wrap=True, highlight=False, width=width)
+    marks = {
+        State.OK: ("ok", "green"),
+        State.ABSENT: ("-", "dim"),
+        State.MISSING: ("no", "red"),
+        State.UNKNOWN: ("?", "yellow"),
+    }
     for topic in dict.fromkeys(finding.topic for finding in findings):
         console.print(Text(topic, style="bold"))
         table = Table.grid(padding=(0, 2))
@@ -190,6 +236,11 @@ def _print(findings: list[Finding]) -> None:
         (State.ABSENT, "Not installed, and not needed for a run on this machine"),
     ):
         _print_commands(console, heading, [one for one in findings if one.state is state])
+    for state, heading in (
+        (State.MISSING, "What mends it"),
+        (State.ABSENT, "What only some need, and is not there"),
+    ):
+        _print_remedies(console, heading, [one for one in findings if one.state is state])
 
 
 def _print_commands(console: Console, heading: str, findings: list[Finding]) -> None:
@@ -199,3 +250,16 @@ def _print_commands(console: Console, heading: str, findings: list[Finding]) -> 
         console.print(Text(f"\n{heading}:", style="bold"))
     for topic in topics:
         console.print(Text(install_command([one for one in findings if one.topic == topic])))
+
+
+def _print_remedies(console: Console, heading: str, findings: list[Finding]) -> None:
+    """Print each command once, below what it mends."""
+    mended: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.remedy:
+            mended.setdefault(finding.remedy, []).append(f"{finding.topic}, {finding.name}")
+    if mended:
+        console.print(Text(f"\n{heading}:", style="bold"))
+    for remedy, names in mended.items():
+        console.print(Text(f"# {'; '.join(names)}", style="dim"))
+        console.print(Text(remedy))

@@ -1,4 +1,4 @@
-"""What `ftctl doctor` finds."""
+"""What `ftctl doctor` finds, here and in a cluster."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,6 +10,7 @@ class State(StrEnum):
     OK = "ok"
     ABSENT = "absent"  # and not needed
     MISSING = "missing"  # and needed
+    UNKNOWN = "unknown"  # as it could not be asked
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Finding:
         topic: Heading it is printed under.
         detail: Version, size or reason.
         requirement: What pip installs to get it; empty when there is nothing to install.
+        remedy: Command that mends it, where that is not pip; empty for none.
     """
 
     topic: str
@@ -27,3 +29,4 @@ class Finding:
     state: State
     detail: str = ""
     requirement: str = ""
+    remedy: str = ""

@@ -40,6 +40,11 @@ class ClusterAccess:
         """Proxy to send requests through."""
         return self._login.proxy
 
+    @property
+    def namespace(self) -> str:
+        """What is meant where no namespace is named."""
+        return self._login.namespace
+
     def ssl_context(self) -> ssl.SSLContext:
         """Return the TLS context: how to verify the server, and the client's certificate.
 

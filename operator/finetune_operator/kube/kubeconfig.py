@@ -60,6 +60,7 @@ class _User(_Part):
 class _Context(_Part):
     cluster: str
     user: str = ""
+    namespace: str = ""
 
 
 _Found = TypeVar("_Found", bound=_Part)
@@ -98,6 +99,7 @@ def read_login(paths: str) -> Login:
         not cluster.insecure,
         cluster.server_name or None,
         cluster.proxy or None,
+        context.namespace or "default",
     )
 
 

@@ -91,6 +91,7 @@ class Login:
         verifies: Whether that certificate is checked.
         server_name: Name in the server's certificate, where it is not the host's.
         proxy: URL of a proxy.
+        namespace: What is meant where none is named.
     """
 
     host: str
@@ -99,6 +100,7 @@ class Login:
     verifies: bool = True
     server_name: str | None = None
     proxy: str | None = None
+    namespace: str = "default"
 
 
 def _as_file(part: Path | str, folder: str) -> Path:

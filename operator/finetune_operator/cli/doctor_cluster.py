@@ -1,0 +1,86 @@
+"""`ftctl doctor --cluster`: what a cluster lacks for jobs, with the commands that mend it.
+
+It only reads, as whoever runs it, and ends within a minute whatever the API server does: each group
+of questions has a time limit, and what could not be asked is among the findings.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from finetune_operator import __version__
+from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.doctor_api import check_crds, check_version
+from finetune_operator.cli.doctor_places import (
+    check_gpus,
+    check_policy,
+    check_profiles,
+    check_storage,
+)
+from finetune_operator.cli.doctor_replicas import check_operator
+from finetune_operator.cli.doctor_rights import check_rights
+from finetune_operator.cli.findings import Finding
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.client import ClientOptions
+from finetune_operator.kube.config import ClusterAccess, load_access
+from finetune_operator.kube.errors import ApiError
+from finetune_operator.kube.http import HttpClient
+
+REQUEST_SECONDS = 5.0
+GROUP_SECONDS = 20.0
+LOGIN_SECONDS = 30.0
+
+Check = Callable[[Asking], Awaitable[None]]
+
+CHECKS: dict[str, Check] = {
+    "CustomResourceDefinitions": check_crds,
+    "operator": check_operator,
+    "your rights": check_rights,
+    "profiles": check_profiles,
+    "storage": check_storage,
+    "GPU nodes": check_gpus,
+    "admission policy": check_policy,
+}
+
+
+async def examine_cluster(namespace: str | None) -> list[Finding]:
+    """Return a finding for each thing that is asked of the cluster that kubectl uses.
+
+    Args:
+        namespace: Where the caller wants to make jobs; None takes the kubeconfig's.
+
+    Raises:
+        FineTuneError: no cluster is configured, or there is no way to log in.
+    """
+    try:
+        async with asyncio.timeout(LOGIN_SECONDS):
+            access = await load_access()
+    except TimeoutError as error:
+        raise FineTuneError(
+            f"logging in took more than {LOGIN_SECONDS:g} s; try: kubectl auth whoami"
+        ) from error
+    options = ClientOptions(
+        request_seconds=REQUEST_SECONDS, user_agent=f"ftctl-doctor/{__version__}"
+    )
+    async with HttpClient(access, options) as client:
+        return await _ask_all(client, access, namespace or access.namespace)
+
+
+async def _ask_all(client: HttpClient, access: ClusterAccess, namespace: str) -> list[Finding]:
+    first = Asking(client, namespace)
+    if not await check_version(first, access.host):
+        for topic in CHECKS:
+            first.unknown(topic, "", "not asked, as the API server does not answer")
+        return first.findings
+    groups = [_within_limit(Asking(client, namespace), topic, one) for topic, one in CHECKS.items()]
+    return [*first.findings, *(one for group in await asyncio.gather(*groups) for one in group)]
+
+
+async def _within_limit(asking: Asking, topic: str, check: Check) -> list[Finding]:
+    try:
+        async with asyncio.timeout(GROUP_SECONDS):
+            await check(asking)
+    except TimeoutError:
+        asking.unknown(topic, "the rest", f"was not told within {GROUP_SECONDS:g} s")
+    except ApiError as error:
+        asking.unknown(topic, "the rest", str(error))
+    return asking.findings

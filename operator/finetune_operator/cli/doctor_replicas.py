@@ -1,0 +1,218 @@
+"""`ftctl doctor --cluster`: the operator's Deployments, who leads, and what it serves."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from finetune_operator import __version__
+from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.top_rows import count_in, told_in
+from finetune_operator.kube.errors import ForbiddenError, NotFoundError
+from finetune_operator.kube.resources import LEASES, PODS, Object, Resource
+
+CHART = "charts/finetune-operator"
+INSTALL = (
+    f"helm install finetune-operator {CHART} -n finetune-operator --create-namespace "
+    "--set image.repository=IMAGE"
+)
+SELECTOR = "app.kubernetes.io/name=finetune-operator"
+_DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+_TOPIC = "operator"
+_HOME = "finetune-operator"  # namespace in the documentation
+_RENEWAL_SECONDS = 4.0  # a leader renews every two
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """One Deployment of the operator, as far as it can be read.
+
+    Attributes:
+        namespaces: Those it serves; empty for all.
+        lease: Name of the Lease that its leader holds; empty where it holds none.
+    """
+
+    namespace: str
+    name: str
+    release: str
+    version: str
+    wanted: int
+    ready: int
+    namespaces: tuple[str, ...]
+    lease: str
+    labels: dict[str, str]
+
+    @property
+    def title(self) -> str:
+        """NAMESPACE/NAME."""
+        return f"{self.namespace}/{self.name}"
+
+    def serves(self, namespace: str) -> bool:
+        """Say whether jobs of a namespace are its own."""
+        return not self.namespaces or namespace in self.namespaces
+
+
+async def check_operator(asking: Asking) -> None:
+    """Note each Deployment's replicas and Lease, and whether exactly one serves the namespace."""
+    found = await _deployments(asking)
+    if found is None:
+        return
+    operators = [_read(one) for one in found]
+    if not operators:
+        asking.wrong(_TOPIC, "Deployment", "no operator is in the cluster", INSTALL)
+        return
+    for one in operators:
+        await _check_replicas(asking, one)
+        if one.lease:
+            await _check_lease(asking, one)
+    _check_served(asking, operators)
+
+
+async def _deployments(asking: Asking) -> list[Object] | None:
+    """Return those of all namespaces, or of those that the caller may read; None for neither."""
+    try:
+        every = await asking.client.list(_DEPLOYMENTS, label_selector=SELECTOR)
+        return every.items
+    except ForbiddenError:
+        text = f"you may not list those of all namespaces; asked in {_HOME} and {asking.namespace}"
+        asking.unknown(_TOPIC, "Deployments", text)
+    found: list[Object] = []
+    was_told = False
+    for namespace in dict.fromkeys((_HOME, asking.namespace)):
+        listed = await asking.list(
+            _TOPIC, f"Deployments of {namespace}", _DEPLOYMENTS, namespace, label_selector=SELECTOR
+        )
+        was_told = was_told or listed is not None
+        found += listed or ()
+    return found if found or was_told else None
+
+
+def _read(deployment: Object) -> Deployed:
+    metadata, pod = deployment["metadata"], told_in(deployment, "spec", "template")
+    (container, *_) = told_in(pod, "spec", "containers")
+    given = {one["name"]: str(one.get("value", "")) for one in container.get("env") or ()}
+    settings = {
+        name.removeprefix("FINETUNE_OPERATOR_"): value
+        for name, value in given.items()
+        if name.startswith("FINETUNE_OPERATOR_")
+    }
+    elects = settings.get("LEADER_ELECTION", "true").lower() == "true"
+    labels = metadata.get("labels") or {}
+    return Deployed(
+        metadata["namespace"],
+        metadata["name"],
+        told_in(metadata, "annotations", "meta.helm.sh/release-name") or "",
+        labels.get("app.kubernetes.io/version", ""),
+        count_in(deployment, "spec", "replicas") or 0,
+        count_in(deployment, "status", "readyReplicas") or 0,
+        tuple(one.strip() for one in settings.get("NAMESPACES", "").split(",") if one.strip()),
+        settings.get("LEASE_NAME", "finetune-operator") if elects else "",
+        told_in(deployment, "spec", "selector", "matchLabels") or {},
+    )
+
+
+async def _check_replicas(asking: Asking, one: Deployed) -> None:
+    version = f"version {one.version or 'unknown'}"
+    if one.version != __version__:
+        version += f" (this ftctl is {__version__})"
+    text = f"{one.ready} of {one.wanted} replicas ready, {version}"
+    if one.wanted == 0:
+        remedy = f"kubectl -n {one.namespace} scale deployment/{one.name} --replicas=2"
+        asking.wrong(_TOPIC, one.title, text, remedy)
+    elif one.ready < one.wanted:
+        why = await _why_not_ready(asking, one)
+        remedy = f"kubectl -n {one.namespace} describe pods -l {_selector(one)}"
+        asking.wrong(_TOPIC, one.title, f"{text}{why}", remedy)
+    else:
+        asking.ok(_TOPIC, one.title, text)
+
+
+async def _why_not_ready(asking: Asking, one: Deployed) -> str:
+    pods = await asking.list(
+        _TOPIC, f"pods of {one.title}", PODS, one.namespace, label_selector=_selector(one)
+    )
+    if pods == []:
+        return "; it has no pods: see its ReplicaSets' Events for what refuses them"
+    for pod in pods or ():
+        for state in told_in(pod, "status", "containerStatuses") or ():
+            waiting = told_in(state, "state", "waiting") or {}
+            ended = told_in(state, "lastState", "terminated") or {}
+            said = [waiting.get("reason"), waiting.get("message"), ended.get("message")]
+            if words := ": ".join(str(word).strip() for word in said if word):
+                return f"; {words}"
+        for told in told_in(pod, "status", "conditions") or ():
+            if told["type"] == "PodScheduled" and told["status"] == "False":
+                return f"; {told.get('message', 'it is not scheduled')}"
+    return ""
+
+
+async def _check_lease(asking: Asking, one: Deployed) -> None:
+    name = f"Lease {one.namespace}/{one.lease}"
+    remedy = f"kubectl -n {one.namespace} logs deployment/{one.name} --tail=20"
+    try:
+        lease = await asking.ask(_TOPIC, name, asking.client.get(LEASES, one.lease, one.namespace))
+        if lease is not None and not _is_fresh(lease):
+            lease = await _renewed(asking, one, lease) or lease
+    except NotFoundError:
+        asking.wrong(_TOPIC, name, "is not there: no replica has ever led", remedy)
+        return
+    if lease is None:
+        return
+    holder = told_in(lease, "spec", "holderIdentity")
+    if not holder:
+        asking.wrong(_TOPIC, name, "is held by nobody", remedy)
+    elif _is_fresh(lease):
+        asking.ok(_TOPIC, name, f"is held by {holder}")
+    else:
+        last = told_in(lease, "spec", "renewTime")
+        asking.wrong(_TOPIC, name, f"was not renewed by {holder} since {last}", remedy)
+
+
+async def _renewed(asking: Asking, one: Deployed, lease: Object) -> Object | None:
+    """Return the Lease once it is renewed: clocks differ, and so a late one may be alive."""
+    loop = asyncio.get_running_loop()
+    end, before = loop.time() + _RENEWAL_SECONDS, told_in(lease, "spec", "renewTime")
+    while loop.time() < end:
+        await asyncio.sleep(_LOOK_SECONDS)
+        found = await asking.client.get(LEASES, one.lease, one.namespace)
+        if told_in(found, "spec", "renewTime") != before:
+            now = datetime.now(UTC).isoformat()
+            return {**found, "spec": {**found["spec"], "renewTime": now}}
+    return None
+
+
+def _is_fresh(lease: Object) -> bool:
+    told, lasts = (
+        told_in(lease, "spec", "renewTime"),
+        count_in(lease, "spec", "leaseDurationSeconds"),
+    )
+    if not told or not lasts:
+        return False
+    return abs(datetime.now(UTC) - datetime.fromisoformat(told)) < timedelta(seconds=lasts)
+
+
+def _check_served(asking: Asking, operators: Sequence[Deployed]) -> None:
+    namespace = asking.namespace
+    serving = [one for one in operators if one.serves(namespace)]
+    name = f"namespace {namespace}"
+    if len(serving) == 1:
+        asking.ok(_TOPIC, name, f"is served by {serving[0].title}")
+    elif not serving:
+        one = operators[0]
+        listed = ",".join([*one.namespaces, namespace])
+        remedy = (
+            f"helm upgrade {one.release or one.name} {CHART} -n {one.namespace} --reuse-values "
+            f"--set 'settings.namespaces={{{listed}}}'"
+        )
+        text = f"is served by no operator; {one.title} serves {', '.join(one.namespaces)}"
+        asking.wrong(_TOPIC, name, text, remedy)
+    else:
+        *_, last = serving
+        remedy = f"helm uninstall {last.release or last.name} -n {last.namespace}"
+        titles = " and ".join(one.title for one in serving)
+        asking.wrong(_TOPIC, name, f"is served by {titles}, which undo each other's work", remedy)
+
+
+def _selector(one: Deployed) -> str:
+    return ",".join(f"{key}={value}" for key, value in one.labels.items())
