@@ -19,8 +19,7 @@ from values_table import table
 CHART = Path(__file__).parent / "finetune-operator"
 SCHEMA = CHART / "values.schema.json"
 README = CHART / "README.md"
-_VALUES = "## Values
-"
+_VALUES = "## Values\n"
 _NO_VALUES = frozenset({"lease_namespace", "pod_name", "pod_uid"})  # what the chart itself knows
 _KEPT = ("description", "type", "items", "enum", "minimum", "maximum", "exclusiveMinimum")
 

@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "a tag in the repository": (
         {"image": {"repository": "reg.test:5000/team/x:1"}},
         "image.repository is reg.test:5000/team/x:1, which holds a tag; write --set "
-        "image.repository=reg.test:5000/team/x --set image.tag=1",
+        "image.repository=reg.test:5000/team/x --set-string image.tag=1",
     ),
     "a digest in the repository": (
         {"image": {"repository": f"reg.test/x@{DIGEST}"}},

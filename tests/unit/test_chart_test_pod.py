@@ -1,6 +1,5 @@
 """What `helm test` runs, on the operator's own pages."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,9 +46,7 @@ def test_release_works_where_a_replica_leads() -> None:
         answer = ask(address)
 
     assert (answer.returncode, answer.stderr) == (0, "")
-    assert re.fullmatch(
-        r"works: a replica is Ready and leads, its queue is 3, [1-9]\d* metrics\n", answer.stdout
-    )
+    assert answer.stdout == "works: a replica is Ready and leads, and 3 jobs are in its queue\n"
 
 
 def test_standby_and_new_replica_are_waited_for() -> None:

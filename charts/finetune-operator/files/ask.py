@@ -37,10 +37,9 @@ def look(address: str) -> str:
         return f"{address} does not answer ({error}); see: kubectl get pods"
     if not state["leading"]:
         return "a replica is Ready and waits for the Lease"
-    families = sum(line.startswith("# TYPE finetune_") for line in metrics.splitlines())
-    if not families:
+    if "# TYPE finetune_" not in metrics:
         return "a replica is Ready and leads, but its metrics are not the operator's"
-    return f"works: a replica is Ready and leads, its queue is {state['queue']}, {families} metrics"
+    return f"works: a replica is Ready and leads, and {state['queue']} jobs are in its queue"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ image.repository is {{ .repository }}, but an image has no scheme; write --set i
 {{- else if contains "@" .repository }}
 image.repository is {{ .repository }}, which holds a digest; write --set image.repository={{ regexFind `^[^@:]*` .repository }} --set image.digest={{ regexFind `[^@]*$` .repository }}
 {{- else if $tagged }}
-image.repository is {{ .repository }}, which holds a tag; write --set image.repository={{ trimSuffix $tagged .repository }} --set image.tag={{ trimPrefix ":" $tagged }}
+image.repository is {{ .repository }}, which holds a tag; write --set image.repository={{ trimSuffix $tagged .repository }} --set-string image.tag={{ trimPrefix ":" $tagged }}
 {{- else if not (regexMatch (printf `^(%s/)?%s(/%s)*$` $host $path $path) .repository) }}
 image.repository is {{ .repository }}, which is no name of an image (lower case, no spaces); write --set image.repository=registry.example.com/finetune-operator
 {{- end }}
