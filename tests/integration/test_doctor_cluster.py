@@ -21,6 +21,7 @@ from control_plane import GUEST, PROGRAMS, ControlPlane
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION
 from finetune_operator.cli.app import app
 from finetune_operator.kube.resources import (
+    CRDS,
     FINE_TUNE_PROFILES,
     LEASES,
     NAMESPACES,
@@ -29,7 +30,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from operators import CRDS, ROOT, Api
+from operators import ROOT, Api
 
 pytestmark = pytest.mark.skipif(
     PROGRAMS is None, reason="KUBEBUILDER_ASSETS names no control plane"

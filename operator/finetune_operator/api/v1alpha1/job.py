@@ -182,6 +182,12 @@ class FineTuneJobSpec(ApiModel):
             _needs_gpu(field)
             for field in ("training.liger", "training.float8", "observability.collectiveTimings")
         ),
+        Rule(
+            "self.topology.gpusPerNode != 1 || self.topology.nodes > 1 || "
+            "!self.observability.collectiveTimings",
+            "has no effect on a single GPU, which talks to no other; remove it",
+            field="observability.collectiveTimings",
+        ),
         *(_local_only(field) for field in ("model.source", "dataset.source")),
         *(_local_only(field, field) for field in ("dataset.evalSource", "checkpoint.uri")),
         _local_only("output.uri", "output", "output.uri"),
