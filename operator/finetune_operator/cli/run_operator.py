@@ -114,7 +114,7 @@ class Operator:
             backend = FolderBackend(context, command=command, held=folder)
         self._client = EmbeddedClient(_store_of(job, context.profiles.values()), self._save)
         settings = Settings(
-            workers=1, leader_election=False, identity="ftctl-run", lease_namespace=""
+            workers=1, leader_election=False, identity="ftctl-run", lease_namespace="default"
         )
         self._term = LeaderTerm(
             self._client,
