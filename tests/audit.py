@@ -15,12 +15,15 @@ kind: Policy
 omitStages: [RequestReceived]
 rules:
 - level: None
-  resources: [{group: coordination.k8s.io}]
+  resources:
+  - {group: coordination.k8s.io}
+  - {group: authorization.k8s.io}
+  - {group: authentication.k8s.io}
 - level: Metadata
   verbs: [create, update, patch, delete, deletecollection]
 - level: None
 """
-"""What an API server must log for `AuditLog`: every write but those of Leases."""
+"""What an API server must log for `AuditLog`: every write that is stored, but those of Leases."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class WriteProxy(Proxy):
         kubeconfig: Of the cluster behind the proxy.
         folder: Where the kubeconfig that leads through it is written.
         done: Called with method, path and the API server's answer after a write has succeeded and
-            before it is answered; not for Leases.
+            before it is answered; not for Leases, and not for questions about rights.
     """
 
     def __init__(self, kubeconfig: str | Path, folder: Path, done: Done) -> None:
@@ -132,7 +132,8 @@ class WriteProxy(Proxy):
         return {**kept, **await self._access.headers()}
 
     async def _hear(self, request: web.Request, answer: aiohttp.ClientResponse) -> bytes | None:
-        is_write = request.method != "GET" and "/leases" not in request.path
+        stored = not any(kind in request.path for kind in ("/leases", "/selfsubject"))
+        is_write = request.method != "GET" and stored
         if not is_write or answer.status >= 300:
             return None
         said = await answer.read()
