@@ -21,7 +21,7 @@ SCHEMA = CHART / "values.schema.json"
 README = CHART / "README.md"
 _VALUES = "## Values\n"
 _NO_VALUES = frozenset({"lease_namespace", "pod_name", "pod_uid"})  # what the chart itself knows
-_KEPT = ("description", "type", "items", "enum", "minimum", "maximum", "exclusiveMinimum")
+_KEPT = ("description", "type", "items", "minimum", "maximum", "exclusiveMinimum")
 
 
 def main() -> int:

@@ -317,14 +317,6 @@ def test_example_profile_renders_before_its_kind_is_known() -> None:
             id="a setting beside the settings",
         ),
         pytest.param(
-            {"settings": {"leaderElection": False}},
-            "replicas is 2, but settings.leaderElection is false or settings.identity is set",
-            id="two leaders without a lease",
-        ),
-        pytest.param(
-            {"settings": {"identity": "me"}}, "set replicas to 1", id="two leaders of one name"
-        ),
-        pytest.param(
             {"settings": {"leaseNamespace": "elsewhere"}},
             "leaseNamespace",
             id="a lease that would misname the operator's namespace",

@@ -8,10 +8,11 @@ import yaml
 
 import kubernetes_schemas
 from chart_goldens import GOLDENS, VALUES, golden, objects
+from finetune_operator.api.v1alpha1 import FineTuneProfile
 from helm_chart import CHART, Json, made_of, needs_helm, of_kind, run_helm, template
 
 pytestmark = needs_helm
-OWN = (".coreos.com/v1", "finetune.dev/v1alpha1")
+DEFINED = (".coreos.com/v1", "finetune.dev/v1alpha1")
 """Ends of the API versions that only a definition makes known."""
 
 
@@ -29,7 +30,7 @@ def distinct() -> Iterator[Json]:
     seen: list[Json] = []
     for name in VALUES:
         for made in objects(name).values():
-            if made not in seen and not made["apiVersion"].endswith(OWN):
+            if made not in seen and not made["apiVersion"].endswith(DEFINED):
                 seen.append(made)
                 yield made
 
@@ -136,6 +137,12 @@ def test_replicas_spread_and_every_served_container_has_both_probes() -> None:
         for one in pod["topologySpreadConstraints"]:
             assert one["labelSelector"]["matchLabels"].items() <= own
         assert pod["containers"][0].keys() >= {"livenessProbe", "readinessProbe"}
+
+
+def test_profile_of_the_values_is_one() -> None:
+    (made,) = of_kind(list(objects("profile").values()), "FineTuneProfile")
+
+    assert FineTuneProfile.model_validate(made).spec.allow.max_nodes == 2
 
 
 def test_service_of_a_release_selects_neither_its_test_nor_another_release() -> None:

@@ -138,16 +138,6 @@ def test_rules_are_those_of_the_file_with_the_templates_of_prometheus() -> None:
     ("values", "words"),
     [
         pytest.param(
-            {"monitoring": {"monitors": {"create": True}}, "service": {"create": False}},
-            "set service.create to true",
-            id="a monitor of a Service that is not made",
-        ),
-        pytest.param(
-            {"monitoring": {"group": MANAGED, "rules": {"create": True}}},
-            "deploy files/azure-rules.json",
-            id="rules where there is no such kind",
-        ),
-        pytest.param(
             {"monitoring": {"group": "monitoring.example.com"}},
             "value must be one of",
             id="a group that is none",
@@ -159,7 +149,7 @@ def test_rules_are_those_of_the_file_with_the_templates_of_prometheus() -> None:
         ),
     ],
 )
-def test_values_without_effect_are_refused(values: Json, words: str) -> None:
+def test_words_that_are_none_are_refused(values: Json, words: str) -> None:
     answer = helm(values=values)
 
     assert answer.returncode != 0

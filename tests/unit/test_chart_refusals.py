@@ -5,6 +5,7 @@ import re
 import pytest
 from pydantic.alias_generators import to_snake
 
+from finetune_operator import __version__
 from finetune_operator.kernel.settings import PREFIX, LogLevel, SettingsError, read_settings
 from helm_chart import Json, helm, needs_helm, of_kind, rendered
 
@@ -51,11 +52,11 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "the tag latest": (
         {"image": {"repository": "reg.test/x", "tag": "latest"}},
         "image.tag is latest, which is another image each time (AKS refuses it, too); name a "
-        "version: --set image.tag=0.1.0",
+        f"version: --set image.tag={__version__}",
     ),
     "a tag that is none": (
         {"image": {"repository": "reg.test/x", "tag": "a b"}},
-        "image.tag is a b, which is no tag; write --set image.tag=0.1.0",
+        f"image.tag is a b, which is no tag; write --set image.tag={__version__}",
     ),
     "an unknown log level": (
         {"settings": {"logLevel": "LOUD"}},
@@ -89,13 +90,13 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "and - between them); write --set 'settings.namespaces={team-a,team-b}'",
     ),
     "a name that no namespace of jobs has": (
-        {"monitoring": {"monitors": {"namespaces": ["x" * 64]}}},
+        {"monitoring": {"monitors": {"create": True, "namespaces": ["x" * 64]}}},
         f"monitoring.monitors.namespaces holds {'x' * 64}, which is no name of a namespace (up to "
         "63 of a-z, 0-9, and - between them); write --set "
         "'monitoring.monitors.namespaces={team-a,team-b}'",
     ),
     "a name that no namespace of Grafana has": (
-        {"monitoring": {"dashboards": {"namespace": "a.b"}}},
+        {"monitoring": {"dashboards": {"create": True, "namespace": "a.b"}}},
         "monitoring.dashboards.namespace is a.b, which is no name of a namespace; write --set "
         "monitoring.dashboards.namespace=grafana",
     ),
@@ -166,9 +167,8 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "annotations of an account that is not made": (
         {"serviceAccount": {"create": False, "name": "x", "annotations": {"a": "b"}}},
-        "serviceAccount.annotations have no effect, as serviceAccount.create is false; write --set "
-        "serviceAccount.create=true, or annotate the account that is there: kubectl annotate "
-        "serviceaccount",
+        "serviceAccount.annotations has no effect, as serviceAccount.create is false; write --set "
+        "serviceAccount.create=true, or leave it out",
     ),
     "a name that no account has": (
         {"serviceAccount": {"name": "A B"}},
@@ -207,6 +207,37 @@ REFUSED: dict[str, tuple[Json, str]] = {
         {"extraVolumeMounts": [{"name": "plugins", "mountPath": "/plugins"}]},
         "extraVolumeMounts holds plugins, which is no volume; add it to extraVolumes: [{name: "
         "plugins, emptyDir: {}}]",
+    ),
+    "two leaders without a Lease": (
+        {"settings": {"leaderElection": False}},
+        "replicas is 2, but settings.leaderElection is false or settings.identity is set, so that "
+        "several would lead at once; write --set replicas=1",
+    ),
+    "a monitor of a Service that is not made": (
+        {"monitoring": {"monitors": {"create": True}}, "service": {"create": False}},
+        "monitoring.monitors.create is true, but a ServiceMonitor finds the operator by its "
+        "Service; write --set service.create=true",
+    ),
+    "rules where there is no such kind": (
+        {"monitoring": {"group": "azmonitoring.coreos.com", "rules": {"create": True}}},
+        "monitoring.rules.create is true, but AKS's managed Prometheus has no PrometheusRule; "
+        "write --set monitoring.rules.create=false, and deploy files/azure-rules.json of the "
+        "chart: az deployment group create",
+    ),
+    "labels of what is not made": (
+        {"monitoring": {"rules": {"labels": {"release": "stack"}}}},
+        "monitoring.rules.labels has no effect, as monitoring.rules.create is false; write --set "
+        "monitoring.rules.create=true, or leave it out",
+    ),
+    "a profile that is not made": (
+        {"exampleProfile": {"spec": {"image": "x"}}},
+        "exampleProfile.spec has no effect, as exampleProfile.create is false; write --set "
+        "exampleProfile.create=true, or leave it out",
+    ),
+    "the tenant of nobody": (
+        {"azure": {"tenantId": "x"}},
+        "azure.tenantId has no effect without azure.clientId; write --set "
+        "azure.clientId=00000000-0000-0000-0000-000000000000, or leave it out",
     ),
     "a container twice": (
         {"initContainers": [{"name": "operator", "image": "x"}]},

@@ -4,9 +4,9 @@ helm that mends it. What the schema of the values can say (names, types, bounds)
 
 A check prints a line for each fault, and nothing where there is none.
 */}}
-{{- define "finetune-operator.check.each" -}}
+{{- define "finetune-operator.check" -}}
 {{- $said := list -}}
-{{- range $check := list "image" "names" "account" "labels" "settings" "namespaces" "lease" "resources" "pod" -}}
+{{- range $check := list "image" "names" "account" "labels" "settings" "namespaces" "lease" "resources" "pod" "together" "effect" -}}
 {{- $said = concat $said (include (printf "finetune-operator.check.%s" $check) $ | splitList "\n") -}}
 {{- end -}}
 {{- with compact $said -}}
@@ -110,9 +110,6 @@ settings.namespaces holds {{ . }}, which is not in the cluster; make it: kubectl
 {{- if not (regexMatch `^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$` $name) }}
 the release {{ .Release.Name }} gives the name {{ $name }}, which a Service cannot have (up to 50 of a-z, 0-9, and - between them, a letter first); write --set fullnameOverride=finetune-operator
 {{- end }}
-{{- if and .Values.nameOverride .Values.fullnameOverride }}
-nameOverride is {{ .Values.nameOverride }}, but has no effect beside fullnameOverride {{ .Values.fullnameOverride }}; leave one of them out
-{{- end }}
 {{- $subdomain := `^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$` -}}
 {{- $names := dict "serviceAccount.name" .Values.serviceAccount.name "priorityClassName" .Values.priorityClassName "runtimeClassName" .Values.runtimeClassName "exampleProfile.name" .Values.exampleProfile.name -}}
 {{- range $value, $given := $names }}
@@ -124,9 +121,6 @@ nameOverride is {{ .Values.nameOverride }}, but has no effect beside fullnameOve
 
 {{- define "finetune-operator.check.account" -}}
 {{- with .Values.serviceAccount -}}
-{{- if and (not .create) .annotations }}
-serviceAccount.annotations have no effect, as serviceAccount.create is false; write --set serviceAccount.create=true, or annotate the account that is there: kubectl annotate serviceaccount
-{{- end }}
 {{- if and (not .create) (not .name) $.Values.rbac.create }}
 serviceAccount.create is false and serviceAccount.name empty, so that every pod of the namespace would have the operator's rights; write --set serviceAccount.name=finetune-operator
 {{- end }}

@@ -118,22 +118,3 @@ tolerations: {{- toYaml . | nindent 2 }}
   name: {{ include "finetune-operator.serviceAccount" . }}
   namespace: {{ .Release.Namespace }}
 {{- end -}}
-
-{{/* Refuse values that each are right and together do harm. */}}
-{{- define "finetune-operator.check" -}}
-{{- $settings := .Values.settings -}}
-{{- include "finetune-operator.check.each" . -}}
-{{- if and (include "finetune-operator.isAlone" .) (gt (int .Values.replicas) 1) -}}
-{{- fail (printf "replicas is %d, but settings.leaderElection is false or settings.identity is set, so that several would lead at once; set replicas to 1" (int .Values.replicas)) -}}
-{{- end -}}
-{{- if and .Values.monitoring.monitors.create (not .Values.service.create) -}}
-{{- fail "monitoring.monitors.create is true, but a ServiceMonitor finds the operator by its Service; set service.create to true" -}}
-{{- end -}}
-{{- if and .Values.monitoring.rules.create (eq .Values.monitoring.group "azmonitoring.coreos.com") -}}
-{{- fail "monitoring.rules.create is true, but AKS's managed Prometheus has no PrometheusRule; set it to false, and deploy files/azure-rules.json of the chart with az deployment group create" -}}
-{{- end -}}
-{{- /* helm itself cannot create both at once. What only renders can be applied in order, and sees no namespaces. */ -}}
-{{- if and .Values.exampleProfile.create (not (.Capabilities.APIVersions.Has "finetune.dev/v1alpha1/FineTuneProfile")) (lookup "v1" "Namespace" "" "default") -}}
-{{- fail "exampleProfile.create is true, but the cluster does not know FineTuneProfiles yet; install without it, then set it by helm upgrade" -}}
-{{- end -}}
-{{- end -}}
