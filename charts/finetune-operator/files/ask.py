@@ -34,7 +34,9 @@ def look(address: str) -> str:
     except HTTPError as error:
         return f"a replica is not Ready: {error.read().decode(errors='replace')}"
     except (URLError, OSError, ValueError) as error:
-        return f"{address} does not answer ({error}); see: kubectl get pods"
+        return (
+            f"{address} does not answer ({error}); why no replica is Ready: kubectl describe pods"
+        )
     if not state["leading"]:
         return "a replica is Ready and waits for the Lease"
     if "# TYPE finetune_" not in metrics:
