@@ -516,10 +516,12 @@ def test_a_pod_template_moves_pods_only_where_nobody_else_has_said_where() -> No
         )
     )
     needed: Object = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}
-    spec = {"affinity": {"nodeAffinity": needed}, "nodeSelector": {"pool": "other", "disk": "x"}}
+    chosen = {"pool": "other", "disk": "x", "kubernetes.io/os": "windows"}
+    spec = {"affinity": {"nodeAffinity": needed}, "nodeSelector": chosen}
     paths = [one.path for one in found.validate(job(**{**JOB, "podTemplate": {"spec": spec}}))]
     assert paths == [
         "spec.podTemplate.spec.nodeSelector.pool",
+        'spec.podTemplate.spec.nodeSelector["kubernetes.io/os"]',
         "spec.podTemplate.spec.affinity.nodeAffinity",
     ]
 

@@ -51,7 +51,7 @@ class NodeSettings(ApiModel):
     instance_types: Annotated[list[Name], Field(max_length=64)] = Field([])
     """VM sizes; a job may name one of them. Empty means any."""
     selector: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field({})
-    """Labels that a node must have."""
+    """Labels that a node must have, besides kubernetes.io/os: linux."""
     tolerations: Annotated[list[Toleration], Field(max_length=64)] = Field([])
     """Taints the pods tolerate, besides those of spot pools and, with GPUs, sku=gpu and
     nvidia.com/gpu."""

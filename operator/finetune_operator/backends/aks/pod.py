@@ -80,7 +80,7 @@ def pod(inputs: PodInputs) -> Json:
         "priorityClassName": profile.priority_class_name,
         "runtimeClassName": profile.runtime_class_name,
         "schedulerName": profile.scheduler_name,
-        "nodeSelector": dict(profile.nodes.selector),
+        "nodeSelector": scheduling.node_selector(profile),
         "tolerations": scheduling.tolerations(spec, profile),
         "affinity": scheduling.affinity(
             spec, profile, {JOB_UID_LABEL: inputs.labels[JOB_UID_LABEL]}

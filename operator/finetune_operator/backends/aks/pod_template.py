@@ -17,6 +17,7 @@ from finetune_operator.api.v1alpha1.lifecycle import PodTemplate
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.backends.aks.names import CONTAINER, OWNED_PREFIXES
 from finetune_operator.backends.aks.quantity import amount
+from finetune_operator.backends.aks.scheduling import node_selector
 from finetune_operator.backends.allowances import fits, refused
 
 Json = dict[str, Any]
@@ -153,9 +154,9 @@ def _scheduling(
                 yield Problem(f"{FIELD}.spec.{name}", text)
         return
     for key in spec.get("nodeSelector", {}):
-        if key in profile.nodes.selector:
+        if key in node_selector(profile):
             path = show_path(("spec", "podTemplate", "spec", "nodeSelector", key))
-            yield Problem(path, "is set by the profile; remove it")
+            yield Problem(path, "is set by the profile or the operator; remove it")
     for kind in spec.get("affinity", {}):
         if kind in affinity:
             text = "is set by the operator, from spec.topology and the profile; remove it"

@@ -32,6 +32,11 @@ def uses_rdma(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> bool:
     return wanted and profile.resources.rdma is not None
 
 
+def node_selector(profile: FineTuneProfileSpec) -> dict[str, str]:
+    """Return the labels that a node must have; a cluster on AKS may have Windows nodes, too."""
+    return {"kubernetes.io/os": "linux", **profile.nodes.selector}
+
+
 def tolerations(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> list[Json]:
     """Return the pods' tolerations."""
     made = [one.model_dump(by_alias=True, exclude_none=True) for one in profile.nodes.tolerations]
