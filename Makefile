@@ -22,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures recording quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -113,6 +113,10 @@ pictures: install  ## Draw the pictures of docs/how-to/monitoring.md from answer
 
 recording: install quickstart-assets  ## Record the picture of README.md from a real run (3 min)
 	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/recording.py
+
+# It needs FINETUNE_TEST_KUBECONFIG.
+statuses: install  ## Record tests/statuses.yaml from an operator on a real API server (20 s)
+	PYTHONPATH=tests $(BIN)/python tests/recorded_statuses.py
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py
