@@ -24,6 +24,7 @@ from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
 from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
+from finetune_operator.kernel.kept_in_git import recreation
 from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
@@ -232,6 +233,8 @@ class Reconciler:
             return await self._tell_failed(view, SubmitFailed(str(error), needs_fix=True))
         self._pending.note_handle(view, number, handle)
         log.info("attempt created", extra=_about(view, attempt=number, handle=handle.name))
+        if number == 1 and (event := recreation(view.raw["metadata"], view.job)) is not None:
+            await self._events.post(view.metadata, event)
         if self._backends.finds_from_cache(view.backend) is False:
             await self._writer.report(view, attempts.with_handle(view.status, handle))
         return Result(FIRST_OBSERVATION_SECONDS)

@@ -1,0 +1,37 @@
+"""Jobs that a GitOps tool keeps as Git has them, and what that does to one that deletes itself.
+
+The reconciler asks once a job, with its first attempt; nothing is decided by the answer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.kernel.events import EventType, JobEvent
+
+_TRACES = {
+    "argocd.argoproj.io/tracking-id": "Argo CD",
+    "argocd.argoproj.io/instance": "Argo CD",
+    "kustomize.toolkit.fluxcd.io/name": "Flux",
+    "helm.toolkit.fluxcd.io/name": "Flux",
+}
+"""Labels and annotations by which a tool knows what it applied, with the tool's name."""
+
+
+def tool_of(metadata: Mapping[str, Any]) -> str | None:
+    """Return the name of the tool that applied an object with this metadata; None for nobody."""
+    marks = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
+    return next((tool for trace, tool in _TRACES.items() if trace in marks), None)
+
+
+def recreation(metadata: Mapping[str, Any], job: FineTuneJob) -> JobEvent | None:
+    """Return the warning about a job that deletes itself and that a tool then creates again."""
+    seconds, tool = job.spec.ttl_seconds_after_finished, tool_of(metadata)
+    if seconds is None or tool is None:
+        return None
+    text = (
+        f"spec.ttlSecondsAfterFinished {seconds} deletes the job that long after its end, and "
+        f"{tool} then creates it again from Git: it trains anew, or is refused on folders that "
+        "it has written; remove the field, and remove the finished job from Git instead"
+    )
+    return JobEvent(EventType.WARNING, "WillBeRecreated", text)
