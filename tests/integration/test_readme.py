@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clusters import embedded_cluster
+from finetune_operator.api.crd import custom_resource_definition
 from finetune_operator.api.validate import load_job
 from finetune_trainer.config import Termination, TrainConfig
 from launches import clean_environment
@@ -60,6 +62,7 @@ def shown_commands() -> list[Shown]:
 COMMANDS = shown_commands()
 FTCTL = [shown for shown in COMMANDS if shown.command.startswith("ftctl ")]
 MAKE = [shown for shown in COMMANDS if shown.command.startswith("make ")]
+KUBECTL = [shown for shown in COMMANDS if shown.command.startswith("kubectl ")]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +82,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_shown_command_is_run_by_a_test_here() -> None:
-    assert {shown.command for shown in COMMANDS} == {shown.command for shown in [*FTCTL, *MAKE]}
+    run = {shown.command for shown in [*FTCTL, *MAKE, *KUBECTL]}
+    assert {shown.command for shown in COMMANDS} == run
     assert "make run" in {shown.command for shown in MAKE}
     assert FTCTL
+    assert KUBECTL
 
 
 @pytest.mark.model
@@ -101,6 +106,22 @@ def test_shown_command_works_and_prints_what_is_shown(shown: Shown, checkout: Pa
     assert done.stdout.strip()
     if shown.output:
         assert done.stdout.strip() == shown.output
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not in PATH")
+@pytest.mark.parametrize("shown", KUBECTL, ids=str)
+def test_shown_job_is_taken_by_an_api_server(shown: Shown, tmp_path: Path) -> None:
+    with embedded_cluster(tmp_path, [custom_resource_definition()]) as cluster:
+        done = subprocess.run(
+            shown.command.split(),
+            cwd=ROOT,
+            env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)},
+            capture_output=True,
+            text=True,
+        )
+
+    assert done.returncode == 0, done.stderr
+    assert " created" in done.stdout
 
 
 @pytest.mark.parametrize("shown", MAKE, ids=str)

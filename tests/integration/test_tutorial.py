@@ -1,17 +1,17 @@
 """The tutorial, command by command as the page shows it, with the real small model."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from shown_blocks import Shown, shown_in
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -19,7 +19,6 @@ ASSETS = ROOT / "examples" / ".quickstart"
 SERVE = "ftctl dev examples"
 ELSEWHERE = "make run"
 """Two minutes that `test_quickstart.py` spends already."""
-ANYTHING = r"[\s\S]*"
 STAMPS = (".venv/.pip", ".venv/.torch", ".venv/.installed", ".venv-mlflow/.installed")
 """What tells make that everything is installed, in the order in which it makes them."""
 
@@ -33,31 +32,7 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Shown:
-    """One command, and the output shown below it, in which … stands for anything."""
-
-    command: str
-    output: str
-
-    @property
-    def is_refused(self) -> bool:
-        return " is invalid: " in self.output
-
-    def matches(self, output: str) -> bool:
-        words = (re.escape(word).replace("…", ANYTHING) for word in self.output.split())
-        pattern = r"\s+".join(words).replace(rf"{ANYTHING}\s+", ANYTHING)
-        return re.fullmatch(pattern, output.strip()) is not None
-
-
-def shown_commands() -> list[Shown]:
-    blocks = re.findall(r"^```console\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    parts = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
-    split = (part.partition("\n") for part in parts)
-    return [Shown(command, output.strip()) for command, _, output in split]
-
-
-COMMANDS = shown_commands()
+COMMANDS = shown_in(PAGE)
 SERVED = next(number for number, shown in enumerate(COMMANDS) if shown.command == SERVE)
 
 
