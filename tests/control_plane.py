@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -36,13 +36,15 @@ class ControlPlane:
     Args:
         programs: Folder with both programs.
         folder: Where they keep what they need.
+        flags: More of the API server's.
 
     Attributes:
         kubeconfig: Of a user who may do everything.
     """
 
-    def __init__(self, programs: str, folder: Path) -> None:
+    def __init__(self, programs: str, folder: Path, flags: Sequence[str] = ()) -> None:
         self._programs = Path(programs)
+        self._flags = flags
         self._folder = folder
         self._etcd_port, self._peer_port, self._port = _free_ports(3)
         self._etcd: subprocess.Popen[bytes] | None = None
@@ -104,8 +106,19 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={folder / 'server.key'}",
             f"--service-account-signing-key-file={folder / 'server.key'}",
+            *self._flags,
         )
         wait_until(self._is_ready, _START_SECONDS, f"the API server is up; see {folder}")
+
+    @property
+    def address(self) -> str:
+        """URL of the API server."""
+        return f"https://127.0.0.1:{self._port}"
+
+    @property
+    def certificate(self) -> bytes:
+        """What verifies it, as PEM."""
+        return (self._folder / "server.crt").read_bytes()
 
     def kill_server(self) -> None:
         """Kill the API server."""
@@ -146,7 +159,7 @@ class ControlPlane:
         assert self._server.poll() is None, f"the API server ended; see {self._folder}"
         context = ssl.create_default_context(cafile=str(self._folder / "server.crt"))
         request = urllib.request.Request(
-            f"https://127.0.0.1:{self._port}/readyz", headers={"Authorization": f"Bearer {_TOKEN}"}
+            f"{self.address}/readyz", headers={"Authorization": f"Bearer {_TOKEN}"}
         )
         try:
             with urllib.request.urlopen(request, timeout=5, context=context) as answer:
@@ -169,7 +182,7 @@ class ControlPlane:
         tokens = f"{_TOKEN},admin,admin,system:masters\n{GUEST},{GUEST},{GUEST}\n"
         (self._folder / "tokens.csv").write_text(tokens)
         server = {
-            "server": f"https://127.0.0.1:{self._port}",
+            "server": self.address,
             "certificate-authority": str(certificate),
         }
         config = {

@@ -2,13 +2,11 @@
 
 Named by the environment:
 
-    FINETUNE_E2E_KUBECONFIG      a cluster that knows no FineTuneJobs yet and may be changed
-    FINETUNE_E2E_IMAGE           the operator's image
-    FINETUNE_E2E_TRAINER_IMAGE   the trainer's; by default the same
-    FINETUNE_E2E_PYTHON          interpreter in both that has the packages; by default `python`
-    FINETUNE_E2E_RUNTIME_CLASS   RuntimeClass of all pods; by default none
-    FINETUNE_E2E_STORAGE_CLASS   for volumes that several pods write; by default a folder of this
-                                 machine, which must then be the only node
+    FINETUNE_E2E_KUBECONFIG       a cluster that knows no FineTuneJobs yet and may be changed
+    FINETUNE_E2E_OPERATOR_IMAGE   the operator's image, which the nodes have or can pull
+    FINETUNE_E2E_TRAINER_IMAGE    the trainer's
+    FINETUNE_E2E_STORAGE_CLASS    a class whose volumes several pods can write (ReadWriteMany), or
+    FINETUNE_E2E_NODE_FOLDER      a folder that every node has under this path, with the same files
 """
 
 import json
@@ -16,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +36,29 @@ class Given:
     """What the environment says of the cluster."""
 
     kubeconfig: str
-    image: str
+    operator_image: str
     trainer_image: str
-    python: str
-    runtime_class: str | None
-    storage_class: str | None
+    storage_class: str
+    node_folder: str
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Given | None":
         """Return it, or None where no cluster is named."""
-        found = {
-            key.removeprefix(_START): one
-            for key, one in environ.items()
-            if one and key.startswith(_START)
-        }
-        if "KUBECONFIG" not in found:
-            return None
-        image = found.get("IMAGE", "")
-        return cls(
-            kubeconfig=found["KUBECONFIG"],
-            image=image,
-            trainer_image=found.get("TRAINER_IMAGE", image),
-            python=found.get("PYTHON", "python"),
-            runtime_class=found.get("RUNTIME_CLASS"),
-            storage_class=found.get("STORAGE_CLASS"),
-        )
+        names = {_START + one.name.upper(): one.name for one in fields(cls)}
+        unknown = [one for one in environ if one.startswith(_START) and one not in names]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not one of {', '.join(names)}")
+        made = cls(**{name: environ.get(variable, "") for variable, name in names.items()})
+        return made if made.kubeconfig else None
+
+    def lacking(self) -> str:
+        """Say what of the environment is missing; empty if nothing is."""
+        for name in ("operator_image", "trainer_image"):
+            if not getattr(self, name):
+                return f"{_START}{name.upper()} names no image; make images builds one"
+        if bool(self.storage_class) == bool(self.node_folder):
+            return f"one of {_START}STORAGE_CLASS and {_START}NODE_FOLDER must say where files are"
+        return ""
 
 
 class RealCluster:
@@ -158,13 +154,9 @@ class Release:
 
     def _values(self) -> Object:
         given = self._cluster.given
-        name, _, digest = given.image.partition("@")
+        name, _, digest = given.operator_image.partition("@")
         repository, _, tag = name.rpartition(":")
-        return {
-            "image": {"repository": repository, "tag": tag, "digest": digest},
-            "command": [given.python, "-m", "finetune_operator.kernel"],
-            "runtimeClassName": given.runtime_class or "",
-        }
+        return {"image": {"repository": repository, "tag": tag, "digest": digest}}
 
 
 def namespace(name: str) -> Object:

@@ -129,12 +129,9 @@ def profile(given: Given, name: str = "default", **changes: Any) -> Object:
     """Return the FineTuneProfile of the jobs."""
     spec: Object = {
         "image": given.trainer_image,
-        "command": [given.python, "-m", "finetune_trainer"],
         "resources": {"cpu": "250m"},
         "allow": {"namespaces": [NAMESPACE], "claims": [CLAIM], "maxNodes": 2},
         **changes,
     }
-    if given.runtime_class is not None:
-        spec["runtimeClassName"] = given.runtime_class
     head = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
     return {**head, "metadata": {"name": name}, "spec": spec}

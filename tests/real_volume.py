@@ -18,29 +18,63 @@ class Volume:
     Args:
         cluster: Where it is.
         namespace: Its namespace, which exists.
-        folder: On a cluster of this one machine the folder behind it.
     """
 
-    def __init__(self, cluster: RealCluster, namespace: str, folder: Path) -> None:
+    def __init__(self, cluster: RealCluster, namespace: str) -> None:
         self._cluster = cluster
         self._where = ("--namespace", namespace)
         given = cluster.given
+        self._folder = f"{given.node_folder.rstrip('/')}/{namespace}" if given.node_folder else ""
         metadata = {"name": CLAIM, "namespace": namespace}
         size = {"storage": "1Gi"}
         modes = ["ReadWriteMany"]
         claim: Object = {"accessModes": modes, "resources": {"requests": size}}
-        if given.storage_class is not None:
+        if given.storage_class:
             claim["storageClassName"] = given.storage_class
         else:
-            folder.chmod(0o777)  # hostPath volumes do not get the pods' fsGroup
-            self._make_volume(namespace, {"accessModes": modes, "capacity": size}, folder)
+            # Volumes of a node do not get the pods' fsGroup.
+            self._on_a_node(f"mkdir -p {self._folder} && chmod 777 {self._folder}")
+            self._make_volume(namespace, {"accessModes": modes, "capacity": size})
             claim |= {"storageClassName": "", "volumeName": namespace}
         made = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
         cluster.apply({**made, "spec": claim}, self._pod(namespace))
         self._kubectl("wait", "pod/volume", "--for=condition=Ready", "--timeout=60s")
 
-    def _make_volume(self, namespace: str, spec: Object, folder: Path) -> None:
-        host = {"path": str(folder), "type": "Directory"}
+    def close(self) -> None:
+        """Delete the files of a folder of the nodes; a storage class looks after its own."""
+        if self._folder:
+            self._on_a_node(f"rm -rf {self._folder}/*")
+
+    def _on_a_node(self, script: str) -> None:
+        """Run a script where the folder of the nodes is, as who looks after the nodes would.
+
+        In the namespace `default`, as those of the tests admit no pod of root.
+        """
+        name, where = "finetune-e2e-folder", ("--namespace", "default")
+        folder = self._cluster.given.node_folder
+        container = {
+            "name": name,
+            "image": self._cluster.given.trainer_image,
+            "command": ["sh", "-ec", script],
+            "volumeMounts": [{"name": "folder", "mountPath": folder}],
+            "securityContext": {"runAsUser": 0},
+        }
+        host = {"path": folder, "type": "DirectoryOrCreate"}
+        spec = {
+            "containers": [container],
+            "volumes": [{"name": "folder", "hostPath": host}],
+            "restartPolicy": "Never",
+        }
+        metadata = {"name": name, "namespace": "default"}
+        self._cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        try:
+            done = "--for=jsonpath={.status.phase}=Succeeded"
+            self._cluster.kubectl("wait", f"pod/{name}", done, *where, "--timeout=60s")
+        finally:
+            self._cluster.kubectl("delete", f"pod/{name}", *where, "--ignore-not-found")
+
+    def _make_volume(self, namespace: str, spec: Object) -> None:
+        host = {"path": self._folder, "type": "Directory"}
         claim = {"namespace": namespace, "name": CLAIM}
         spec = {**spec, "storageClassName": "", "hostPath": host, "claimRef": claim}
         metadata = {"name": namespace}
@@ -54,7 +88,7 @@ class Volume:
         container = {
             "name": "volume",
             "image": given.trainer_image,
-            "command": [given.python, "-c", f"{wait} s.sigwait({{s.SIGTERM}})"],
+            "command": ["python", "-c", f"{wait} s.sigwait({{s.SIGTERM}})"],
             "volumeMounts": [{"name": "claim", "mountPath": MOUNT}],
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -72,8 +106,6 @@ class Volume:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
         }
-        if given.runtime_class is not None:
-            spec["runtimeClassName"] = given.runtime_class
         metadata = {"name": "volume", "namespace": namespace}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
@@ -85,7 +117,9 @@ class Volume:
         self._python(
             "import sys, tarfile\n"
             "archive = tarfile.open(fileobj=sys.stdin.buffer, mode='r|')\n"
-            f"archive.extractall('{MOUNT}', filter='data')",
+            # Python 3.11.2, that of Debian 12, has no filters.
+            "archive.extraction_filter = getattr(tarfile, 'data_filter', None)\n"
+            f"archive.extractall('{MOUNT}')",
             stdin=packed.getvalue(),
         )
 
@@ -114,8 +148,7 @@ class Volume:
         return bool(self._python(program).strip())
 
     def _python(self, program: str, stdin: bytes | None = None) -> str:
-        command = [self._cluster.given.python, "-c", program]
-        return self._kubectl("exec", "-i", "volume", "--", *command, stdin=stdin)
+        return self._kubectl("exec", "-i", "volume", "--", "python", "-c", program, stdin=stdin)
 
     def _kubectl(self, *arguments: str, stdin: bytes | None = None) -> str:
         return self._cluster.kubectl(*self._where, *arguments, stdin=stdin)

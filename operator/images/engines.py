@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,8 +104,7 @@ class Engine:
             epoch = ["--build-arg", f"SOURCE_DATE_EPOCH={EPOCH}"]
             options = ["--output", output, "--provenance=false", *build.options()]
             self._run("buildx", "build", *epoch, *options, str(build.context))
-            with tarfile.open(packed) as archive:
-                archive.extractall(folder, filter="data")
+            subprocess.run(["tar", "-xf", packed, "-C", folder], check=True)
             packed.unlink()
             return
         # The folder format alone leaves layers as they are: compressing gigabytes takes minutes.

@@ -32,11 +32,7 @@ SHOWN = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip with the reason where there is no cluster to test on."""
-    reason = ""
-    if GIVEN is None:
-        reason = "FINETUNE_E2E_KUBECONFIG names no cluster"
-    elif not GIVEN.image:
-        reason = "FINETUNE_E2E_IMAGE names no image of the operator"
+    reason = "FINETUNE_E2E_KUBECONFIG names no cluster" if GIVEN is None else GIVEN.lacking()
     for item in items:
         if reason and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -89,11 +85,12 @@ def release(cluster: RealCluster) -> Release:
 @pytest.fixture(scope="session")
 def volume(
     cluster: RealCluster, release: Release, tmp_path_factory: pytest.TempPathFactory
-) -> Volume:
+) -> Iterator[Volume]:
     """A volume with a tiny model and rows to train on."""
-    made = Volume(cluster, NAMESPACE, tmp_path_factory.mktemp("volume"))
+    made = Volume(cluster, NAMESPACE)
     made.put(write_inputs(tmp_path_factory.mktemp("inputs")))
-    return made
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

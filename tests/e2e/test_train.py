@@ -144,8 +144,7 @@ def test_its_pods_are_a_user_who_writes_to_volumes_alone_and_knows_no_secret(
         "print(json.dumps([os.getuid(), *map(write, ('/', '/etc/finetune', '/tmp')), int(caps, 16),"
         " os.path.exists('/var/run/secrets'), sorted(os.environ)]))"
     )
-    python = jobs.cluster.given.python
-    said = jobs.kubectl("exec", pod["metadata"]["name"], "--", python, "-c", program)
+    said = jobs.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", program)
     user, root, config, tmp, capabilities, has_token, names = json.loads(said)
     assert (user, root, config, tmp, capabilities, has_token) == (1000, 30, 30, None, 0, False)
     assert not [name for name in names if "TOKEN" in name or "SECRET" in name or "KEY" in name]
@@ -157,8 +156,7 @@ def test_a_job_that_is_deleted_while_its_log_is_followed_leaves_nothing(
     where = ("trains", "-n", NAMESPACE, "--rank", "1")
     _, pod = jobs.pods("trains", 1)
     say = "open('/proc/1/fd/1', 'w').write('said by the main process\\n')"
-    python = jobs.cluster.given.python
-    jobs.kubectl("exec", pod["metadata"]["name"], "--", python, "-c", say)
+    jobs.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", say)
     so_far = jobs.cluster.ftctl("logs", *where)
     assert "said by the main process\n" in so_far.stdout, so_far.stderr
     children = jobs.children("trains")

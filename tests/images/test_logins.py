@@ -1,0 +1,160 @@
+"""From the operator's image, which lacks most of `kubernetes`, each way to log in to a cluster."""
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from control_plane import PROGRAMS, ControlPlane
+from finetune_operator.kube.resources import Resource
+from image_runs import Container
+from issuer import Issuer, make_certificate
+from operators import Api
+
+pytestmark = [
+    pytest.mark.skipif(PROGRAMS is None, reason="KUBEBUILDER_ASSETS names no API server"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not on the PATH"),
+]
+
+ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+TOKENS = Resource("", "v1", "serviceaccounts/pod/token", "TokenRequest")
+# With the product's own client, as the operator and ftctl do.
+ASK = """
+import asyncio
+from finetune_operator.kube.config import load_access
+from finetune_operator.kube.http import HttpClient
+from finetune_operator.kube.resources import Resource
+
+async def ask():
+    async with HttpClient(await load_access()) as client:
+        group = "authentication.k8s.io"
+        kind = Resource(group, "v1", "selfsubjectreviews", "SelfSubjectReview", False)
+        made = await client.create(kind, {"metadata": {}})
+        print(made["status"]["userInfo"]["username"])
+
+asyncio.run(ask())
+"""
+
+
+class Cluster:
+    """An API server, an issuer of OIDC tokens that it trusts, and kubeconfigs for it."""
+
+    def __init__(self, folder: Path, plane: ControlPlane, issuer: Issuer) -> None:
+        self.folder = folder
+        self.plane = plane
+        self.issuer = issuer
+
+    def kubeconfig(self, user: dict[str, object]) -> Path:
+        """Write a kubeconfig of a user; what it needs of this machine stands in it."""
+        server = {
+            "server": self.plane.address,
+            "certificate-authority-data": base64.b64encode(self.plane.certificate).decode(),
+        }
+        file = self.folder / "given"
+        made = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "a",
+            "clusters": [{"name": "a", "cluster": server}],
+            "users": [{"name": "a", "user": user}],
+            "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+        }
+        file.write_text(json.dumps(made), encoding="utf-8")
+        file.chmod(0o644)
+        return file
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    assert PROGRAMS is not None
+    folder = tmp_path_factory.mktemp("cluster")
+    folder.chmod(0o755)
+    make_certificate(folder, "clients", authority=None)
+    with Issuer(folder) as issuer:
+        flags = [
+            f"--client-ca-file={folder / 'clients.crt'}",
+            f"--oidc-issuer-url={issuer.address}",
+            f"--oidc-ca-file={folder / 'issuer.crt'}",
+            "--oidc-client-id=operator",
+            "--oidc-username-claim=email",
+        ]
+        with ControlPlane(PROGRAMS, folder, flags) as plane:
+            yield Cluster(folder, plane, issuer)
+
+
+def who(container: Container, kubeconfig: Path, **mounts: Path) -> str:
+    """Return as whom the API server knows a program of the image."""
+    given = {kubeconfig: "/given", **{path: f"/{name}" for name, path in mounts.items()}}
+    done = container.run("python", "-c", ASK, env={"KUBECONFIG": "/given"}, mounts=given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_by_a_token(cluster: Cluster, operator_container: Container) -> None:
+    assert who(operator_container, cluster.kubeconfig({"token": "admin"})) == "admin"
+
+
+def test_by_a_certificate(cluster: Cluster, operator_container: Container) -> None:
+    make_certificate(cluster.folder, "alice", authority="clients")
+    key, certificate = (
+        base64.b64encode((cluster.folder / f"alice.{one}").read_bytes()).decode()
+        for one in ("key", "crt")
+    )
+    user: dict[str, object] = {"client-key-data": key, "client-certificate-data": certificate}
+    assert who(operator_container, cluster.kubeconfig(user)) == "alice"
+
+
+def test_by_an_exec_plugin(cluster: Cluster, operator_container: Container) -> None:
+    plugin = cluster.folder / "plugin"
+    answer = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "kind": "ExecCredential",
+        "status": {"token": "admin"},
+    }
+    plugin.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n", encoding="utf-8")
+    plugin.chmod(0o755)
+    run = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "command": "/plugin",
+        "interactiveMode": "Never",
+    }
+    user: dict[str, object] = {"exec": run}
+    assert who(operator_container, cluster.kubeconfig(user), plugin=plugin) == "admin"
+
+
+def test_by_oidc_with_a_token_that_is_renewed(
+    cluster: Cluster, operator_container: Container
+) -> None:
+    config = {
+        "client-id": "operator",
+        "client-secret": "secret",
+        "idp-issuer-url": cluster.issuer.address,
+        "id-token": cluster.issuer.token("old@example.com", seconds=-60),
+        "refresh-token": "again",
+    }
+    user: dict[str, object] = {"auth-provider": {"name": "oidc", "config": config}}
+    assert who(operator_container, cluster.kubeconfig(user)) == "new@example.com"
+    assert cluster.issuer.renewed == ["again"]
+
+
+def test_by_the_service_account_of_a_pod(cluster: Cluster, operator_container: Container) -> None:
+    api = Api(str(cluster.plane.kubeconfig))
+    api.run(api.client.create(ACCOUNTS, {"metadata": {"name": "pod"}}, "default"))
+    made = api.run(api.client.create(TOKENS, {"spec": {}}, "default"))
+    token = str(made["status"]["token"])
+    api.close()
+    folder = cluster.folder / "serviceaccount"
+    folder.mkdir()
+    (folder / "token").write_text(token, encoding="utf-8")
+    (folder / "ca.crt").write_bytes(cluster.plane.certificate)
+    (folder / "namespace").write_text("default", encoding="utf-8")
+    host, _, port = cluster.plane.address.removeprefix("https://").rpartition(":")
+    done = operator_container.run(
+        *("python", "-c", ASK),
+        env={"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port},
+        mounts={folder: "/run/secrets/kubernetes.io/serviceaccount"},
+    )
+    assert done.stdout.strip() == "system:serviceaccount:default:pod", done.stderr
