@@ -72,7 +72,10 @@ async def played_node(client: KubeClient, name: str) -> AsyncIterator[None]:
     size = {"cpu": "4k", "memory": "4Ti", "pods": "10k"}
     ready = {"type": "Ready", "status": "True", "reason": "Played", "message": ""}
     made = {
-        "metadata": {"name": name, "labels": {LABEL: name, "kubernetes.io/hostname": name}},
+        "metadata": {
+            "name": name,
+            "labels": {LABEL: name, "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"},
+        },
         "spec": {"taints": [{"key": LABEL, "effect": "NoSchedule"}]},
     }
     await client.create(NODES, made)
