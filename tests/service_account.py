@@ -40,7 +40,7 @@ class Account:
         # What cannot be asked for in a namespace: named after it, as it is nobody's child.
         self._bind(_CLUSTER_ROLES, _CLUSTER_BINDINGS, namespace, cluster_wide, None)
         self._bind(_ROLES, _BINDINGS, _NAME, (), namespace)
-        self._write_kubeconfig()
+        self.kubeconfig.write_text(kubeconfig_of(api, namespace, _NAME))
 
     def grant(self, rights: Iterable[Permission]) -> None:
         """Let the account do this in its namespace, and nothing else any more."""
@@ -77,14 +77,16 @@ class Account:
         made = {**head, "roleRef": which, "subjects": [who]}
         self._api.run(client.create(binding, made, namespace))
 
-    def _write_kubeconfig(self) -> None:
-        requests = Resource("", "v1", f"{_ACCOUNTS.plural}/{_NAME}/token", "TokenRequest")
-        body = {"apiVersion": "authentication.k8s.io/v1", "kind": requests.kind, "spec": {}}
-        made = self._api.run(self._api.client.create(requests, body, self._namespace))
-        config: Object = yaml.safe_load(Path(self._api.kubeconfig).read_text())
-        (user,) = config["users"]
-        user["user"] = {"token": made["status"]["token"]}
-        self.kubeconfig.write_text(yaml.safe_dump(config))
+
+def kubeconfig_of(api: Api, namespace: str, name: str) -> str:
+    """Return the kubeconfig of a cluster as one of its service accounts."""
+    requests = Resource("", "v1", f"{_ACCOUNTS.plural}/{name}/token", "TokenRequest")
+    body = {"apiVersion": "authentication.k8s.io/v1", "kind": requests.kind, "spec": {}}
+    made = api.run(api.client.create(requests, body, namespace))
+    config: Object = yaml.safe_load(Path(api.kubeconfig).read_text())
+    (user,) = config["users"]
+    user["user"] = {"token": made["status"]["token"]}
+    return str(yaml.safe_dump(config))
 
 
 @contextmanager

@@ -4,48 +4,26 @@ The batch Job's controller, the scheduler and the API server are real; pods are 
 operator writes, all of it, is enumerated in memory by `tests/unit/test_aks_crashes.py`.
 """
 
-import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
-from aks_cases import JOB, profile
-from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.labels import JOB_UID_LABEL
-from finetune_operator.kube.resources import (
-    ENDPOINT_SLICES,
-    JOBS,
-    NETWORK_POLICIES,
-    PODS,
-    SERVICES,
-    Object,
-    Resource,
-)
-from finetune_trainer.config import FailureClass, Phase, Progress, Termination
-from loop_thread import LoopThread, loop_thread
-from operators import KUBECONFIG, Api, OperatorProcess, condition, open_api, wait_until
-from played_pods import (
-    ProgressServer,
-    bound_claims,
-    end_pod,
-    own_address,
-    played_node,
-    profile_nodes,
-    run_pod,
-)
+from finetune_operator.kube.resources import ENDPOINT_SLICES, JOBS, NETWORK_POLICIES, SERVICES
+from finetune_trainer.config import FailureClass, Termination
+from loop_thread import loop_thread
+from operators import KUBECONFIG, Api, OperatorProcess, open_api, wait_until
+from played_job import NODES, PlayedJob, place
+from played_pods import end_pod
 from proxies import WriteProxy
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
 ]
-NODES = 2
 MOST_STARTS = 60
 DONE = Termination(failure_class=FailureClass.COMPLETED, exit_code=0, message="done")
-CLAIMS = ("data", "models", "checkpoints")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +33,7 @@ def api() -> Iterator[Api]:
         yield made
 
 
-class Life:
+class Life(PlayedJob):
     """One job's, under operators of which each lives until its first write.
 
     Attributes:
@@ -63,8 +41,7 @@ class Life:
     """
 
     def __init__(self, api: Api, namespace: str, folder: Path) -> None:
-        self.api = api
-        self.namespace = namespace
+        super().__init__(api, namespace)
         self.writes: list[str] = []
         self.proxy = WriteProxy(api.kubeconfig, folder, self._kill)
         self._operator: OperatorProcess | None = None
@@ -84,75 +61,6 @@ class Life:
                     operator.kill()
                     return
         raise AssertionError(f"not {what} after {MOST_STARTS} starts: {self.writes}")
-
-    def children(self, kind: Resource) -> list[Object]:
-        listing = self.api.client.list(kind, self.namespace, label_selector=JOB_UID_LABEL)
-        return self.api.run(listing).items
-
-    def names(self, kind: Resource) -> list[str]:
-        return sorted(one["metadata"]["name"] for one in self.children(kind))
-
-    def pods(self, attempt: str) -> list[Object]:
-        """Return the pods of an attempt that have a node, by their number."""
-        found = [one for one in self.children(PODS) if one["spec"].get("nodeName")]
-        found = [one for one in found if one["metadata"]["name"].startswith(f"{attempt}-")]
-        return sorted(found, key=lambda one: str(one["metadata"]["name"]))
-
-    def placed(self, attempt: str) -> list[Object]:
-        wait_until(lambda: len(self.pods(attempt)) == NODES, 30, f"pods of {attempt} have nodes")
-        return self.pods(attempt)
-
-    def run_pods(self, attempt: str) -> None:
-        for pod in self.placed(attempt):
-            self.api.run(run_pod(self.api.client, pod, own_address()))
-
-    def is_told(self, kind: str, attempt: int) -> bool:
-        job = self.api.job(self.namespace)
-        is_that = job is not None and job["status"].get("attempt") == attempt
-        return is_that and condition(job, kind)["status"] == "True"
-
-    def has_deleted_pods(self) -> bool:
-        return any("deletionTimestamp" in one["metadata"] for one in self.children(PODS))
-
-    def end_deleted(self) -> None:
-        """Let the pods be gone that were told to."""
-        client = self.api.client
-        for pod in self.children(PODS):
-            if "deletionTimestamp" in pod["metadata"]:
-                name = pod["metadata"]["name"]
-                self.api.run(end_pod(client, pod, 143))
-                self.api.run(client.delete(PODS, name, self.namespace, grace_seconds=0))
-
-
-@contextlib.contextmanager
-def place(api: Api, namespace: str, loop: LoopThread) -> Iterator[ProgressServer]:
-    """Have a node, claims and a profile for one job, and its rank 0's progress."""
-    name = f"kills-{uuid4().hex[:8]}"
-
-    async def enter(stack: contextlib.AsyncExitStack) -> ProgressServer:
-        client = await stack.enter_async_context(await HttpClient.connect(api.kubeconfig))
-        await stack.enter_async_context(played_node(client, name))
-        await stack.enter_async_context(bound_claims(client, CLAIMS, namespace))
-        said = ProgressServer(Progress(phase=Phase.TRAINING, step=1, total_steps=10))
-        return await stack.enter_async_context(said.serving(own_address()))
-
-    stack = contextlib.AsyncExitStack()
-    said = loop.run(enter(stack))
-    try:
-        with api.profile(name, profile(nodes=profile_nodes(name))):
-            api.apply(
-                namespace,
-                **{
-                    **JOB,
-                    "backend": {"type": "aks", "aks": {"profile": name}},
-                    "topology__nodes": NODES,
-                    "observability__metricsPort": said.port,
-                    "restartPolicy__backoff": {"baseSeconds": 0, "maxSeconds": 1},
-                },
-            )
-            yield said
-    finally:
-        loop.run(stack.aclose())
 
 
 def test_killed_after_each_of_its_writes_it_trains_on_with_one_attempt_at_a_time(
