@@ -1,12 +1,13 @@
 """The operator itself: what it may do, and what upgrading or removing it does to jobs that run."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from finetune_operator.kube.resources import Object
 from operators import condition, wait_until
-from real_cluster import RealCluster, Release
+from real_cluster import RELEASE, RealCluster, Release
 from real_jobs import NAMESPACE, Jobs, profile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -48,6 +49,15 @@ def test_two_replicas_are_ready_and_one_of_them_leads(
     assert [one["status"]["phase"] for one in pods] == ["Running"] * 2
     assert release.leader() in {one["metadata"]["name"] for one in pods}
     assert {one["spec"]["serviceAccountName"] for one in pods} == {"finetune-operator"}
+
+
+def test_release_passes_the_test_of_its_chart_and_keeps_nothing_of_it(
+    release: Release, cluster: RealCluster
+) -> None:
+    said = cluster.helm("test", RELEASE, "--timeout", "2m")
+
+    assert re.search(r"^Phase: +Succeeded$", said, re.MULTILINE), said
+    assert len(release.pods()) == 2
 
 
 @pytest.mark.parametrize(
