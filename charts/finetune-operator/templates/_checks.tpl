@@ -92,7 +92,7 @@ monitoring.dashboards.namespace is {{ . }}, which is no name of a namespace; wri
 {{- end }}
 {{- end -}}
 {{- /* helm template asks no cluster, and finds none of them. */ -}}
-{{- if .Values.rbac.create -}}
+{{- if and $served .Values.rbac.create -}}
 {{- $there := dict -}}
 {{- range concat $served (list .Release.Namespace) | uniq -}}
 {{- if lookup "v1" "Namespace" "" . -}}{{- $_ := set $there . true -}}{{- end -}}
