@@ -14,7 +14,7 @@ from pydantic.alias_generators import to_camel
 from finetune_operator.api.crd import crd_files, custom_resource_definition, profile_definition
 from finetune_operator.api.crd_revision import unrecorded
 from finetune_operator.kernel.settings import Settings
-from values_table import table
+from values_table import Described, described, table
 
 CHART = Path(__file__).parent / "finetune-operator"
 SCHEMA = CHART / "values.schema.json"
@@ -45,15 +45,27 @@ def main() -> int:
 
 
 def values_schema(old: str) -> str:
-    """Return the schema of the values with the settings as they are; the rest is by hand."""
+    """Return the schema with settings and descriptions as they are; the rest is by hand."""
     schema = json.loads(old)
     schema["properties"]["settings"] = settings_schema()
+    for value in described((CHART / "values.yaml").read_text(encoding="utf-8")):
+        _describe(schema, value)
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def readme(old: str) -> str:
     """Return the chart's README with the values as they are, which come last in it."""
     return old.partition(_VALUES)[0] + f"{_VALUES}\n{table((CHART / 'values.yaml').read_text())}"
+
+
+def _describe(schema: dict[str, Any], value: Described) -> None:
+    """Put the text of values.yaml into the schema, but not beside a reference, which hides it."""
+    for name in value.path.split("."):
+        schema = schema.get("properties", {}).get(name, {})
+    if schema and "$ref" not in schema:
+        rest = {key: one for key, one in schema.items() if key != "description"}
+        schema.clear()
+        schema.update({"description": value.text, **rest})
 
 
 def settings_schema() -> dict[str, Any]:

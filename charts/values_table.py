@@ -42,7 +42,7 @@ def table(text: str) -> str:
         UndescribedValueError: a value has no description.
     """
     lines = text.splitlines()
-    values = list(_values(yaml.compose(text), lines))
+    values = described(text)
     sections = [number for number, line in enumerate(lines) if _opens_section(lines, number)]
     parts = []
     for start, end in zip(sections, [*sections[1:], len(lines)], strict=True):
@@ -57,16 +57,25 @@ def table(text: str) -> str:
     return "\n".join(parts)
 
 
+def described(text: str) -> list[Described]:
+    """Return every value of a values.yaml, in its order.
+
+    Raises:
+        UndescribedValueError: a value has no description.
+    """
+    return list(_values(yaml.compose(text), text.splitlines()))
+
+
 def _values(node: yaml.Node | None, lines: list[str], above: str = "") -> Iterator[Described]:
     """Yield what a mapping holds, in the order of the file."""
     if not isinstance(node, yaml.MappingNode):
         raise UndescribedValueError(f"values.yaml: {above or 'the whole'} is no mapping")
     for name, below in node.value:
         path, line = f"{above}{name.value}", name.start_mark.line
-        described = _description(lines, line)
-        if described:
+        said = _description(lines, line)
+        if said:
             default = yaml.safe_load(yaml.serialize(below))
-            yield Described(path, json.dumps(default, ensure_ascii=False), described, line)
+            yield Described(path, json.dumps(default, ensure_ascii=False), said, line)
         elif isinstance(below, yaml.MappingNode) and below.value:
             yield from _values(below, lines, f"{path}.")
         else:
