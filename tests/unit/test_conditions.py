@@ -4,7 +4,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus
+from finetune_operator.api.v1alpha1.status import (
+    FIRST_CONDITIONS,
+    Condition,
+    FineTuneJobStatus,
+)
 from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -84,6 +88,14 @@ def test_every_stage_tells_kstatus_where_it_is(
     assert is_true(status, ConditionType.READY) is ready
     assert is_true(status, ConditionType.RECONCILING) is reconciling
     assert is_true(status, ConditionType.STALLED) is stalled
+
+
+def test_reconciling_keeps_its_place_before_stalled_as_kstatus_takes_the_first() -> None:
+    stuck = Obstacle("CreationFailed", "the quota allows no more", Effect.STALLED)
+    situation = Situation(Stage.SUSPENDING, "Suspending", "it stops", obstacle=stuck)
+    status = describe(FineTuneJobStatus(conditions=list(FIRST_CONDITIONS)), situation, NOW, 1)
+    true = [one.type for one in status.conditions if one.status == "True"]
+    assert [one for one in true if one in ("Reconciling", "Stalled")] == ["Reconciling", "Stalled"]
 
 
 def admissions(told: list[tuple[Stage, str, bool]], *, has_queue: bool) -> list[tuple[str, str]]:
