@@ -1,7 +1,7 @@
 """An API server with an etcd of its own, which a test may stop, restart and make forget.
 
-Its two programs come from a folder as setup-envtest fills it. No controllers run: nothing collects
-what a deleted object owned.
+Its two programs come from a folder as setup-envtest fills it. Controllers run only where a test
+starts them, and that folder has them: else nothing collects what a deleted object owned.
 """
 
 import json
@@ -24,6 +24,7 @@ from operators import Api, wait_until
 
 PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS")
 _TOKEN = "admin"
+CONTROLLERS = ("kube-controller-manager", "kube-scheduler")
 GUEST = "guest"
 """Name and token of a user without rights."""
 
@@ -49,6 +50,7 @@ class ControlPlane:
         self._etcd_port, self._peer_port, self._port = _free_ports(3)
         self._etcd: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
+        self._controllers: list[subprocess.Popen[bytes]] = []
         self.kubeconfig = folder / "kubeconfig"
 
     def __enter__(self) -> Self:
@@ -62,6 +64,9 @@ class ControlPlane:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for one in self._controllers:
+            one.kill()
+            one.wait()
         self.kill_server()
         if self._etcd is not None:
             self._etcd.kill()
@@ -119,6 +124,17 @@ class ControlPlane:
     def certificate(self) -> bytes:
         """What verifies it, as PEM."""
         return (self._folder / "server.crt").read_bytes()
+
+    def start_controllers(self) -> None:
+        """Start Kubernetes' own controllers, and its scheduler."""
+        ports = _free_ports(len(CONTROLLERS))
+        for program, port in zip(CONTROLLERS, ports, strict=True):
+            more = ["--leader-elect=false", f"--secure-port={port}", f"--cert-dir={self._folder}"]
+            if program == "kube-controller-manager":
+                key = self._folder / "server.key"
+                more.append(f"--service-account-private-key-file={key}")
+            arguments = [f"--kubeconfig={self.kubeconfig}", *more]
+            self._controllers.append(self._start(program, *arguments))
 
     def kill_server(self) -> None:
         """Kill the API server."""

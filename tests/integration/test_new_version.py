@@ -6,47 +6,32 @@ nodes, so that they have every kind of child.
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from aks_cases import JOB, profile
-from builders import manifest
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,
-    FINE_TUNE_PROFILES,
     JOBS,
     NETWORK_POLICIES,
-    PODS,
     SERVICES,
     Object,
 )
 from finetune_trainer.config import Phase, Progress
-from operators import KUBECONFIG, ROOT, Api, OperatorProcess, open_api, phase_of, wait_until
-from played_pods import (
-    ProgressServer,
-    bound_claims,
-    own_address,
-    played_node,
-    profile_nodes,
-    run_pod,
-)
+from operators import KUBECONFIG, ROOT, Api, OperatorProcess, open_api, wait_until
+from played_pods import ProgressServer, own_address
+from running_jobs import NODES, body, children, jobs, training
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(KUBECONFIG is None, reason="FINETUNE_TEST_KUBECONFIG names no cluster"),
 ]
 RUNNING = 20
-NODES = 2
-CHILDREN = (JOBS, PODS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
-CLAIMS = ("data", "models", "checkpoints")
 NEW_SLICES = """
 
 _before = rank_zero_slice
@@ -90,59 +75,6 @@ def newer(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@asynccontextmanager
-async def training(client: KubeClient, namespace: str, name: str, port: int) -> AsyncIterator[None]:
-    """Have jobs whose pods run on a played node; their profile is called as the node."""
-    spec = profile(nodes=profile_nodes(name)).model_dump(
-        by_alias=True, exclude_none=True, mode="json"
-    )
-    kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
-    made = {**kind, "metadata": {"name": name}, "spec": spec}
-    async with played_node(client, name), bound_claims(client, CLAIMS, namespace):
-        await client.create(FINE_TUNE_PROFILES, made)
-        for number in range(RUNNING):
-            await client.create(FINE_TUNE_JOBS, body(f"job-{number}", name, port), namespace)
-        placed: set[str] = set()
-        async with asyncio.timeout(120):
-            while len(placed) < RUNNING * NODES:
-                await asyncio.sleep(0.2)
-                for pod in (await client.list(PODS, namespace)).items:
-                    if pod["spec"].get("nodeName") and pod["metadata"]["name"] not in placed:
-                        await run_pod(client, pod, own_address())
-                        placed.add(pod["metadata"]["name"])
-        try:
-            yield
-        finally:
-            await client.delete(FINE_TUNE_PROFILES, name)
-
-
-def body(name: str, profile_name: str, port: int) -> Object:
-    fields = {
-        **JOB,
-        "backend": {"type": "aks", "aks": {"profile": profile_name}},
-        "observability": {"metricsPort": port},
-        "topology": {"nodes": NODES},
-    }
-    made: Object = manifest(name=name, **fields)
-    del made["metadata"]["namespace"]
-    return made
-
-
-async def children(client: KubeClient, namespace: str) -> dict[str, Object]:
-    """Return every child of every job as it was asked for, without what controllers add to it."""
-    return {
-        f"{kind} {one['metadata']['name']}": wanted(one)
-        for kind in CHILDREN
-        for one in (await client.list(kind, namespace, label_selector=JOB_UID_LABEL)).items
-    }
-
-
-def wanted(made: Object) -> Object:
-    bare = {"resourceVersion", "managedFields"}
-    metadata = {key: value for key, value in made["metadata"].items() if key not in bare}
-    return {**{key: value for key, value in made.items() if key != "status"}, "metadata": metadata}
-
-
 def as_made(found: dict[str, Object]) -> dict[str, Object]:
     """Return children without what tells one from another that took its place."""
     given = {"uid", "creationTimestamp", "generation"}
@@ -165,11 +97,6 @@ async def disturb(client: KubeClient, namespace: str) -> None:
     await client.patch(ENDPOINT_SLICES, "job-5-finetune", namespace, nowhere)
 
 
-async def jobs(client: KubeClient, namespace: str) -> list[tuple[str, int]]:
-    found = (await client.list(FINE_TUNE_JOBS, namespace)).items
-    return [(phase_of(one), one["status"]["attempt"]) for one in found]
-
-
 async def upgrade(namespace: str, first: OperatorProcess, newer: Path) -> None:
     name = f"newer-{uuid4().hex[:8]}"
     assert KUBECONFIG is not None
@@ -178,7 +105,7 @@ async def upgrade(namespace: str, first: OperatorProcess, newer: Path) -> None:
         ProgressServer(Progress(phase=Phase.TRAINING, step=1, total_steps=10)).serving(
             own_address()
         ) as rank_zero,
-        training(client, namespace, name, rank_zero.port),
+        training(client, namespace, name, rank_zero.port, running=RUNNING),
     ):
         running = [("Running", 1)] * RUNNING
         async with asyncio.timeout(120):

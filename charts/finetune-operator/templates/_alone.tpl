@@ -1,0 +1,52 @@
+{{/*
+No namespace that another release serves, as two operators undo each other's work: see _checks.tpl. They
+are seen by their ClusterRoles: one that may change jobs is of an operator that serves every namespace; of
+any other a Role is in each namespace that it serves. `helm template` sees none.
+*/}}
+{{- define "finetune-operator.check.alone" -}}
+{{- if .Values.rbac.create -}}
+{{- $root := . -}}
+{{- range dig "items" list (lookup "rbac.authorization.k8s.io/v1" "ClusterRole" "" "") -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $annotations := .metadata.annotations | default dict -}}
+{{- $release := get $annotations "meta.helm.sh/release-name" -}}
+{{- $namespace := get $annotations "meta.helm.sh/release-namespace" -}}
+{{- $isOurs := eq .metadata.name (include "finetune-operator.clusterName" $root) -}}
+{{- $isOperator := and (eq (get $labels "app.kubernetes.io/name") "finetune-operator") (not (contains "aggregate-to-" (keys $labels | join " "))) -}}
+{{- if and $isOperator (not $isOurs) -}}
+{{- $both := include "finetune-operator.servedByBoth" (dict "root" $root "role" .) -}}
+{{- if $both -}}
+{{- $who := $release | empty | ternary (printf "the operator of the ClusterRole %s" .metadata.name) (printf "release %s of namespace %s" $release $namespace) -}}
+{{- $instance := printf "app.kubernetes.io/name=finetune-operator,app.kubernetes.io/instance=%s" (get $labels "app.kubernetes.io/instance") -}}
+{{- $remove := $release | empty | ternary (printf "kubectl delete deployment,clusterrole --all-namespaces --selector %s" $instance) (printf "helm uninstall %s --namespace %s" $release $namespace) }}
+{{ $who }} serves {{ $both }} already, and two operators undo each other's work; name other namespaces (--set 'settings.namespaces={team-a}'), or first run: {{ $remove }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Which namespaces this release would serve together with the operator of a ClusterRole; empty for none. */}}
+{{- define "finetune-operator.servedByBoth" -}}
+{{- $namespaces := .root.Values.settings.namespaces -}}
+{{- $servesAll := false -}}
+{{- range .role.rules -}}
+{{- if and (has "finetunejobs" (.resources | default list)) (has "patch" .verbs) -}}
+{{- $servesAll = true -}}
+{{- end -}}
+{{- end -}}
+{{- if $servesAll -}}
+{{- $namespaces | empty | ternary "every namespace" (join ", " $namespaces) -}}
+{{- else if not $namespaces -}}
+some namespaces
+{{- else -}}
+{{- $both := list -}}
+{{- $role := printf "%s-jobs" .role.metadata.name -}}
+{{- range $namespaces -}}
+{{- if lookup "rbac.authorization.k8s.io/v1" "Role" . $role -}}
+{{- $both = append $both . -}}
+{{- end -}}
+{{- end -}}
+{{- join ", " $both -}}
+{{- end -}}
+{{- end -}}
