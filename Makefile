@@ -22,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -118,6 +118,20 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	@$(BIN)/python charts/install_manifest.py --check
 	@$(BIN)/python docs/reference/generate.py --check
 	@$(BIN)/python charts/monitoring/generate.py --check
+
+# What .github/workflows/release.yml calls. python3 alone runs it: a job that may publish installs nothing.
+release-check:  ## Check that version, chart and changelog fit a tag (TAG=v0.1.0)
+	@PYTHONPATH=charts python3 -m release check "$(TAG)"
+
+release-login:  ## Log in where releases go (REGISTRY_USER, REGISTRY_TOKEN)
+	@printenv REGISTRY_TOKEN | docker login "$(firstword $(subst /, ,$(REGISTRY)))" \
+	  --username "$$REGISTRY_USER" --password-stdin
+
+release-images:  ## Push what `make images` built here (TAG, REGISTRY=ghcr.io/OWNER, ARCHITECTURE=amd64)
+	@PYTHONPATH=charts python3 -m release images "$(TAG)" "$(REGISTRY)" "$(ARCHITECTURE)"
+
+release:  ## Join the images, push the chart, sign all and make the release (TAG, REGISTRY)
+	@PYTHONPATH=charts python3 -m release publish "$(TAG)" "$(REGISTRY)"
 
 format: install  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
