@@ -25,7 +25,9 @@ DEFINED = (".coreos.com/v1", "finetune.dev/v1alpha1")
 TENANT = "tenant"
 DEFAULTS = ("--values", str(VALUES["defaults"]))
 ADMINISTRATORS = tuple(
-    word for one in ("crds", "crdguard", "rbac") for word in ("--show-only", f"templates/{one}.yaml")
+    word
+    for one in ("crds", "crdguard", "rbac")
+    for word in ("--show-only", f"templates/{one}.yaml")
 )
 """As the chart's README says it."""
 MADE_BY_THE_USER = {

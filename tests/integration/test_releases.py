@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -149,7 +148,9 @@ def test_whatever_applies_an_older_definition_is_refused_with_the_way_back(
         api.run(api.client.patch(CRDS, JOBS, None, {"metadata": {"annotations": None}}))
     nobody_keeps = {"metadata": {"annotations": {"helm.sh/resource-policy": None}}}
     api.run(api.client.patch(CRDS, JOBS, None, nobody_keeps))
-    with pytest.raises(ForbiddenError, match=f"kubectl annotate crd {JOBS} helm.sh/resource-policy"):
+    with pytest.raises(
+        ForbiddenError, match=f"kubectl annotate crd {JOBS} helm.sh/resource-policy"
+    ):
         renumber(api, JOBS, 6)
     renumber(api, JOBS, 7)
 

@@ -67,14 +67,15 @@ def test_manifest_differs_from_the_release_by_what_is_helms_alone() -> None:
     assert found == made
 
 
-def test_everything_but_the_definitions_can_be_deleted_by_a_label() -> None:
+def test_everything_but_the_definitions_and_their_guard_can_be_deleted_by_a_label() -> None:
     kept = {
         kind
         for (kind, _), one in objects(MANIFEST.read_text()).items()
         if OURS not in one["metadata"]["labels"].items()
     }
 
-    assert kept == {"CustomResourceDefinition"}
+    guards = {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+    assert kept == {"CustomResourceDefinition", *guards}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on the PATH")

@@ -163,8 +163,8 @@ async def check_policy(asking: Asking) -> None:
         return
     if not policies:
         remedy = (
-            f"helm upgrade finetune-operator {CHART} -n finetune-operator --reset-then-reuse-values "
-            "--set admissionPolicy.create=true"
+            f"helm upgrade finetune-operator {CHART} -n finetune-operator "
+            "--reset-then-reuse-values --set admissionPolicy.create=true"
         )
         text = "none limits what the operator's account may make"
         asking.absent(topic, "ValidatingAdmissionPolicy", text, remedy)
@@ -180,8 +180,8 @@ async def check_policy(asking: Asking) -> None:
             asking.wrong(topic, name, f"cannot be evaluated ({said})", remedy)
         elif bindings is not None and name not in bound:
             remedy = (
-                f"helm upgrade finetune-operator {CHART} -n finetune-operator --reset-then-reuse-values "
-                "--set admissionPolicy.create=true"
+                f"helm upgrade finetune-operator {CHART} -n finetune-operator "
+                "--reset-then-reuse-values --set admissionPolicy.create=true"
             )
             asking.wrong(topic, name, "has no binding, and so no effect", remedy)
         else:

@@ -202,8 +202,8 @@ def _check_served(asking: Asking, operators: Sequence[Deployed]) -> None:
         one = operators[0]
         listed = ",".join([*one.namespaces, namespace])
         remedy = (
-            f"helm upgrade {one.release or one.name} {CHART} -n {one.namespace} --reset-then-reuse-values "
-            f"--set 'settings.namespaces={{{listed}}}'"
+            f"helm upgrade {one.release or one.name} {CHART} -n {one.namespace} "
+            f"--reset-then-reuse-values --set 'settings.namespaces={{{listed}}}'"
         )
         text = f"is served by no operator; {one.title} serves {', '.join(one.namespaces)}"
         asking.wrong(_TOPIC, name, text, remedy)
