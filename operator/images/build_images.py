@@ -30,6 +30,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import debian_base
 import sbom
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "images"
 TITLES = {"operator": "finetune-operator", "trainer": "finetune-trainer"}
 SECRETS = {"pip": "PIP_CONF", "ca": "CA", "apt": "APT_CONF"}
+VARIABLES = ("ENGINE", "BASE", "ACCELERATOR", "TORCH", "WHEELS", "DEBIAN_MIRROR", *SECRETS.values())
 _CPU_WHEEL = "torch-*+cpu*.whl"
 
 
@@ -49,7 +51,7 @@ def main(wanted: list[str], given: Mapping[str, str]) -> int:
         unknown = sorted(set(wanted) - set(TITLES))
         if unknown:
             raise EngineError(f"{unknown[0]} is none of the images {', '.join(TITLES)}")
-        built = [build(one, given) for one in wanted or list(TITLES)]
+        built = [build(one, given, OUTPUT) for one in wanted or list(TITLES)]
     except EngineError as error:
         print(error, file=sys.stderr)
         return 1
@@ -62,8 +64,8 @@ def main(wanted: list[str], given: Mapping[str, str]) -> int:
     return 0
 
 
-def build(image: str, given: Mapping[str, str]) -> dict[str, object]:
-    """Build one image, and write its archive and the list of its packages.
+def build(image: str, given: Mapping[str, str], output: Path) -> dict[str, object]:
+    """Build one image, and write its archive and the list of its packages; return what was made.
 
     Raises:
         EngineError: something is missing or failed; the message says what to do.
@@ -71,12 +73,13 @@ def build(image: str, given: Mapping[str, str]) -> dict[str, object]:
     start = time.monotonic()
     engine = find(given.get("ENGINE", ""))
     plan = plan_of(image, given)
-    base = base_of(engine, plan, given)
+    output.mkdir(parents=True, exist_ok=True)
+    base = base_of(engine, plan, given, output)
     if base:
         plan = replace(plan, arguments={**plan.arguments, "BASE": base})
     engine.build(plan, cached=given.get("NO_CACHE") != "1")
-    archive = OUTPUT / f"{TITLES[image]}.tar"
-    layout = OUTPUT / f"{TITLES[image]}.layout"
+    archive = output / f"{TITLES[image]}.tar"
+    layout = output / f"{TITLES[image]}.layout"
     engine.export(plan, layout)
     digest = pack(layout, plan.name, archive)
     shutil.rmtree(layout)
@@ -86,8 +89,9 @@ def build(image: str, given: Mapping[str, str]) -> dict[str, object]:
         layers = made.layers
     about = {"image": image, "name": plan.name, "digest": digest, "bytes": sum(layers)}
     about |= {"archive": archive.name, "layers": layers, "engine": engine.name}
+    about["given"] = {name: given[name] for name in VARIABLES if given.get(name)}
     if given.get("PUSH"):
-        pushed = OUTPUT / f"{TITLES[image]}.pushed"
+        pushed = output / f"{TITLES[image]}.pushed"
         engine.push(plan, pushed)
         about["pushed"] = pushed.read_text(encoding="utf-8").strip()
     return {**about, "seconds": round(time.monotonic() - start)}
@@ -99,7 +103,6 @@ def plan_of(image: str, given: Mapping[str, str]) -> Build:
     Raises:
         EngineError: a variable names a file that is not there, or has no effect.
     """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     where = given.get("PUSH", "").rstrip("/") or LOCAL
     platforms = [one for one in given.get("PLATFORMS", "").split(",") if one]
     if platforms and not given.get("PUSH"):
@@ -114,9 +117,9 @@ def plan_of(image: str, given: Mapping[str, str]) -> Build:
     return Build(
         context=ROOT,
         dockerfile=f"{image}/Dockerfile",
-        name=f"{where}/{TITLES[image]}:{project['version']}",
+        name=f"{where}/{TITLES[image]}:{version()}",
         arguments=trainer_arguments(wheels, given) if image == "trainer" else {},
-        labels=_labels(image, project),
+        labels=_labels(image),
         secrets=secrets,
         wheels=wheels,
         platforms=platforms,
@@ -138,7 +141,7 @@ def trainer_arguments(wheels: Path | None, given: Mapping[str, str]) -> dict[str
     return {"ACCELERATOR": accelerator, "TORCH": torch}
 
 
-def base_of(engine: Engine, plan: Build, given: Mapping[str, str]) -> str:
+def base_of(engine: Engine, plan: Build, given: Mapping[str, str], output: Path) -> str:
     """Return the base to name, or nothing where the Dockerfile's own is to be had.
 
     Raises:
@@ -153,21 +156,31 @@ def base_of(engine: Engine, plan: Build, given: Mapping[str, str]) -> str:
         return ""
     compiler = plan.arguments.get("ACCELERATOR") == "cuda"
     name = f"{LOCAL}/finetune-{'base-cuda' if compiler else 'base'}:{debian_base.SUITE}"
-    archive = OUTPUT / f"base{'-cuda' if compiler else ''}.tar"
-    if not archive.exists() or given.get("NO_CACHE") == "1":
-        OUTPUT.mkdir(parents=True, exist_ok=True)
-        print(f"no registry has {own[1]}: making a base of Debian packages", file=sys.stderr)
-        made = archive.with_suffix(".new.tar")
-        debian_base.make(made, compiler=compiler, mirror=given.get("DEBIAN_MIRROR", ""))
-        made.rename(archive)
+    archive = debian_base.make(
+        output,
+        compiler=compiler,
+        mirror=given.get("DEBIAN_MIRROR", ""),
+        fresh=given.get("NO_CACHE") == "1",
+    )
     engine.load_root(archive, name)
     return name
 
 
-def _labels(image: str, project: Mapping[str, object]) -> dict[str, str]:
+def version() -> str:
+    """Return the package's version, which is the images' tag."""
+    return str(_project()["version"])
+
+
+def _project() -> dict[str, Any]:
+    read = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project: dict[str, Any] = read["project"]
+    return project
+
+
+def _labels(image: str) -> dict[str, str]:
     start = "org.opencontainers.image."
+    project = _project()
     urls = project["urls"]
-    assert isinstance(urls, dict)
     found = {
         "title": TITLES[image],
         "version": str(project["version"]),

@@ -38,7 +38,8 @@ def document(image: Image, created: str) -> str:
         "version": version,
         "hashes": [{"alg": "SHA-256", "content": image.digest.removeprefix("sha256:")}],
     }
-    components = sorted(_components(image), key=lambda one: str(one["purl"]))
+    # Some packages carry a copy of another one, with its metadata.
+    found = {str(one["purl"]): one for one in _components(image)}
     made = {
         "$schema": SCHEMA,
         "bomFormat": "CycloneDX",
@@ -46,7 +47,7 @@ def document(image: Image, created: str) -> str:
         "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, image.digest)}",
         "version": 1,
         "metadata": {"timestamp": created, "component": about},
-        "components": components,
+        "components": [found[one] for one in sorted(found)],
     }
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 

@@ -29,6 +29,7 @@ PYTHON = ENVIRONMENT / "bin" / "python"
 PACKAGES = ENVIRONMENT / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
 SECRETS = Path("/run/secrets")
 WHEELS = Path("/wheels")
+BUILDS_OF_TORCH = "https://download.pytorch.org/whl"
 # In a lock, what only the CUDA build of torch wants, and torch itself.
 CUDA_BUILD = re.compile(r"(torch|triton|nvidia-|cuda-)")
 # Of the standard library, what no program of ours imports.
@@ -128,7 +129,9 @@ def install_torch(accelerator: str, lock: str, other: str = "") -> None:
     install(["--no-deps", "--require-hashes", "-r", str(chosen)])
     chosen.unlink()
     if other:
-        install([other])
+        _, plus, build = other.partition("+")
+        is_here = any(WHEELS.glob(f"torch-*+{build}-*.whl")) if plus else True
+        install([other] if is_here else [other, "--extra-index-url", f"{BUILDS_OF_TORCH}/{build}"])
     version = (PACKAGES / "torch" / "version.py").read_text(encoding="utf-8")
     has_cuda = re.search(r"^cuda\b.*= '", version, flags=re.MULTILINE) is not None
     if has_cuda != (accelerator == "cuda"):
