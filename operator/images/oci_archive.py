@@ -65,6 +65,7 @@ class Image:
         name: Under which it is loaded.
         config: What the image says of itself: user, environment, labels, command.
         layers: Bytes of each layer, from the lowest.
+        digests: Of each layer.
     """
 
     def __init__(self, archive: "tarfile.TarFile") -> None:
@@ -73,7 +74,7 @@ class Image:
         self.digest = str(described["digest"])
         self.name = str(described["annotations"]["io.containerd.image.name"])
         manifest = json.loads(self._read(_path(self.digest)))
-        self._layers = [str(one["digest"]) for one in manifest["layers"]]
+        self.digests = [str(one["digest"]) for one in manifest["layers"]]
         self.layers = [int(one["size"]) for one in manifest["layers"]]
         described = json.loads(self._read(_path(manifest["config"]["digest"])))
         self.config: dict[str, Any] = described["config"]
@@ -82,7 +83,7 @@ class Image:
     def files(self) -> dict[str, File]:
         """Return every file that a container sees, by its path without the first slash."""
         found: dict[str, File] = {}
-        for number in range(len(self._layers)):
+        for number in range(len(self.digests)):
             with self.layer(number) as layer:
                 for member in layer:
                     path = member.name.removeprefix("./").strip("/")
@@ -100,7 +101,7 @@ class Image:
     @contextmanager
     def layer(self, number: int) -> Iterator[tarfile.TarFile]:
         """Open a layer, to read files that `files` found in it."""
-        blob = self._archive.extractfile(_path(self._layers[number]))
+        blob = self._archive.extractfile(_path(self.digests[number]))
         assert blob is not None
         with tarfile.open(fileobj=blob) as layer:
             yield layer
@@ -137,6 +138,7 @@ def _add(packed: tarfile.TarFile, name: str, content: IO[bytes]) -> None:
     member = tarfile.TarInfo(name)
     member.size = content.seek(0, io.SEEK_END)
     content.seek(0)
+    packed.copybufsize = 1 << 20  # type: ignore[attr-defined] # 16 KiB by default; layers are GB
     packed.addfile(member, content)
 
 
