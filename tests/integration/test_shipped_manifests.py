@@ -19,6 +19,7 @@ from verdicts import argo, health_script, kstatus
 CHART = str(ROOT / "charts" / "finetune-operator")
 RELEASE = ("finetune-operator", CHART, "--namespace", "finetune-operator")
 IMAGE = ("--set", "image.repository=registry.test/finetune-operator")
+RENDERED = ("--kube-version", "1.34.0", "--skip-tests")
 GITOPS = ROOT / "examples" / "gitops"
 EXAMPLES = [ROOT / "examples" / "profiles" / "h100.yaml", *sorted(GITOPS.glob("[pj]*/*.yaml"))]
 
@@ -86,7 +87,7 @@ def everything() -> list[Object]:
     """Return what is shipped: the chart as Argo CD renders it, its profile, profiles and jobs."""
     (place,) = [one for one in read(INSTALL) if one["kind"] == "Namespace"]
     profile = ("--set", "exampleProfile.create=true", "--set", "exampleProfile.spec.image=a:1")
-    chart = rendered("helm", "template", *RELEASE, *IMAGE, *profile, "--kube-version", "1.34.0")
+    chart = rendered(*("helm", "template", *RELEASE, *IMAGE, *profile), *RENDERED)
     (running,) = read(ROOT / "examples" / "07-aks.yaml")
     running["metadata"]["namespace"] = "team-a"
     return [place, *chart, *read(*EXAMPLES), running]
