@@ -109,12 +109,19 @@ class Api:
         finally:
             self.run(self.client.delete(NAMESPACES, name))
 
-    def apply(self, namespace: str, name: str = "tiny", **overrides: Any) -> Object:
+    def apply(
+        self,
+        namespace: str,
+        name: str = "tiny",
+        labels: Mapping[str, str] | None = None,
+        **overrides: Any,
+    ) -> Object:
         """Create a job of the backend `configmap`, changed in `overrides` as `manifest` does."""
         fields: dict[str, Any] = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
         fields |= {"backend": {"type": "configmap"}, **overrides}
         made = manifest(name=name, **fields)
         made["metadata"].pop("namespace")
+        made["metadata"]["labels"] = dict(labels or {})
         return self.run(self.client.create(FINE_TUNE_JOBS, made, namespace))
 
     @contextmanager

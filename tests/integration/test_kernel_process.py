@@ -63,6 +63,15 @@ def test_twenty_jobs_run_to_completion_within_the_write_budget(
     assert operator.calls(*WRITES)["patch finetunejobs 200"] == patches + 20
 
 
+def test_a_job_that_git_would_make_again_is_warned_about(
+    api: Api, shared: tuple[OperatorProcess, str]
+) -> None:
+    _, namespace = shared
+    labels = {"kustomize.toolkit.fluxcd.io/name": "jobs"}
+    api.apply(namespace, "kept", labels=labels, ttlSecondsAfterFinished=600)
+    wait_until(lambda: "WillBeRecreated" in api.events(namespace, "kept"), PROMPT_SECONDS)
+
+
 def test_a_failed_attempt_is_followed_by_the_next_once_it_is_gone(
     api: Api, shared: tuple[OperatorProcess, str]
 ) -> None:

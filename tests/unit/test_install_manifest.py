@@ -79,13 +79,14 @@ def test_everything_but_the_definitions_and_their_guard_can_be_deleted_by_a_labe
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on the PATH")
-def test_kustomize_makes_the_same_and_moves_it_to_another_namespace(tmp_path: Path) -> None:
+def test_kustomize_makes_the_same_and_gives_it_another_namespace_and_image(tmp_path: Path) -> None:
     base = MANIFEST.parent
     same = subprocess.run(
         ["kubectl", "kustomize", str(base)], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
     relative = os.path.relpath(base.resolve(), tmp_path.resolve())  # it takes no other paths
-    overlay = {"resources": [relative], "namespace": "elsewhere"}
+    image = {"name": IMAGE, "newName": "registry.test/operator", "newTag": "1"}
+    overlay = {"resources": [relative], "namespace": "elsewhere", "images": [image]}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     moved = subprocess.run(
         ["kubectl", "kustomize", str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True
@@ -97,3 +98,5 @@ def test_kustomize_makes_the_same_and_moves_it_to_another_namespace(tmp_path: Pa
         for one in objects(moved).values()
     ]
     assert {place for one in places for place in one} == {None, "elsewhere"}
+    pod = objects(moved)["Deployment", NAMESPACE]["spec"]["template"]["spec"]
+    assert [one["image"] for one in pod["containers"]] == ["registry.test/operator:1"]
