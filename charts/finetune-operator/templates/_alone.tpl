@@ -12,7 +12,8 @@ any other a Role is in each namespace that it serves. `helm template` sees none.
 {{- $release := get $annotations "meta.helm.sh/release-name" -}}
 {{- $namespace := get $annotations "meta.helm.sh/release-namespace" -}}
 {{- $isOurs := eq .metadata.name (include "finetune-operator.clusterName" $root) -}}
-{{- $isOperator := and (eq (get $labels "app.kubernetes.io/name") "finetune-operator") (not (contains "aggregate-to-" (keys $labels | join " "))) -}}
+{{- $isReaders := or (contains "aggregate-to-" (keys $labels | join " ")) (hasSuffix "-profiles" .metadata.name) -}}
+{{- $isOperator := and (eq (get $labels "app.kubernetes.io/name") "finetune-operator") (not $isReaders) -}}
 {{- if and $isOperator (not $isOurs) -}}
 {{- $both := include "finetune-operator.servedByBoth" (dict "root" $root "role" .) -}}
 {{- if $both -}}

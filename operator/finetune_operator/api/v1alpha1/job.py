@@ -101,7 +101,8 @@ class FineTuneJobSpec(ApiModel):
     queue: QueueSpec | None = None
     """Kueue queue and priority."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """Delete the job this many seconds after its end; absent keeps it."""
+    """Delete the job this many seconds after its end; absent keeps it. Not for jobs in Git, as the
+    tool that applies them would create it again."""
     observability: Observability = Observability()
     """What a run reports."""
     pod_template: PodTemplate | None = None
