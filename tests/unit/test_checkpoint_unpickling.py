@@ -1,8 +1,10 @@
 """Of a checkpoint nothing is run: whatever its pickles name, it is refused before it is called."""
 
+import io
 import os
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,12 @@ def names_a_builtin(folder: Path, mark: Path) -> None:
     replace(folder, [eval, f"open({str(mark)!r}, 'w')"])
 
 
+def asks_for_an_attribute(folder: Path, mark: Path) -> None:
+    """`getattr` finds members of enumerations in a record, and could find everything else."""
+    names = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    (folder / ".metadata").write_bytes(b"\x80\x04" + names + b"\x8c\x08__init__tR.")
+
+
 def sets_an_attribute_of_a_class(folder: Path, mark: Path) -> None:
     """The state of an object that is a class becomes attributes of that class, for everybody."""
     names = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
@@ -120,6 +128,7 @@ def seal(folder: Path) -> None:
         pytest.param(lies_inside, r"names posix\.system", id="inside the record"),
         pytest.param(is_reached_by_a_dot, r"names torch\.serialization\.os\.system", id="dotted"),
         pytest.param(names_a_builtin, r"names builtins\.eval", id="a builtin"),
+        pytest.param(asks_for_an_attribute, r"asks for an attribute", id="an attribute"),
         pytest.param(sets_an_attribute_of_a_class, r"changes the classes", id="a class"),
         pytest.param(is_a_byte_object, r"names \S+\.BytesStorageMetadata", id="a byte object"),
         pytest.param(is_in_a_tensors_place, r"other objects than tensors", id="a shard"),
@@ -159,3 +168,23 @@ def test_what_the_allow_list_builds_is_what_was_written(tmp_path: Path) -> None:
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
     assert found.planner_data == expected.planner_data
+
+
+def test_a_record_that_python_3_11_2_wrote_is_read(tmp_path: Path) -> None:
+    """It asks getattr for a member of an enumeration; other versions call the class."""
+    store = open_store(tmp_path)
+    store.save(1, make_state(1))
+    store.wait()
+    folder = step_path(tmp_path, 1)
+    expected = genuine(folder)
+
+    class AsIn3112(pickle._Pickler):  # that of C asks no method about an enumeration's members
+        def reducer_override(self, value: Any) -> Any:
+            is_member = isinstance(value, Enum)
+            return (getattr, (type(value), value.name)) if is_member else NotImplemented
+
+    made = io.BytesIO()
+    AsIn3112(made, 4).dump(expected)
+    assert b"getattr" in made.getvalue()
+    (folder / ".metadata").write_bytes(made.getvalue())
+    assert read_metadata(folder).state_dict_metadata == expected.state_dict_metadata

@@ -73,9 +73,17 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) in _PATHS:
             return lambda *parts: "/".join(parts)  # nobody asks for more
+        if (module, name) == ("builtins", "getattr"):
+            return lambda kind, member: self._member(kind, member)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         _refuse(self._path, f"names {module}.{name}, which no checkpoint of ours does")
+
+    def _member(self, kind: Any, name: Any) -> Any:
+        """Return a member of an enumeration: Python 3.11.0 to 3.11.3 ask getattr for it."""
+        if isinstance(kind, EnumMeta) and name in kind.__members__:
+            return kind[name]
+        _refuse(self._path, "asks for an attribute, which no checkpoint of ours does")
 
     def persistent_load(self, pid: Any) -> NoReturn:
         """Refuse what lies outside the pickle."""
