@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # 1980, the oldest that every archive format can hold. The time of a commit stands in a label: in
 # the layers it would make all of them new with each commit.
@@ -168,20 +169,32 @@ class Engine:
 
 
 def as_layout(plain: Path, folder: Path) -> None:
-    """Move an image from a folder of blobs, named by their digest, into an OCI layout."""
+    """Move an image from a folder of blobs, named by their digest, into an OCI layout.
+
+    It forgets which images of this machine were in between, as those differ with what was cached.
+    """
     blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True)
-    manifest = (plain / "manifest.json").read_bytes()
-    about = json.loads(manifest)
-    digest = hashlib.sha256(manifest).hexdigest()
-    (blobs / digest).write_bytes(manifest)
-    for one in (about["config"], *about["layers"]):
-        name = one["digest"].removeprefix("sha256:")
-        if not (blobs / name).exists():  # two layers may be the same
-            (plain / name).rename(blobs / name)
-    described = {"digest": f"sha256:{digest}", "size": len(manifest)}
-    described["mediaType"] = about["mediaType"]
-    index = {"schemaVersion": 2, "manifests": [described]}
+
+    def add(value: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        content = json.dumps(value).encode()
+        digest = hashlib.sha256(content).hexdigest()
+        (blobs / digest).write_bytes(content)
+        return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(content)}
+
+    def blob(described: Mapping[str, Any]) -> Path:
+        return plain / str(described["digest"]).removeprefix("sha256:")
+
+    manifest = json.loads((plain / "manifest.json").read_bytes())
+    config = json.loads(blob(manifest["config"]).read_bytes())
+    for step in config["history"]:
+        step.pop("comment", None)
+    for layer in manifest["layers"]:
+        if blob(layer).exists():  # two layers may be the same
+            blob(layer).rename(blobs / blob(layer).name)
+    manifest["config"] = add(config, manifest["config"]["mediaType"])
+    manifest.pop("annotations", None)
+    index = {"schemaVersion": 2, "manifests": [add(manifest, manifest["mediaType"])]}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
     shutil.rmtree(plain)
 
