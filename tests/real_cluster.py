@@ -117,13 +117,17 @@ class RealCluster:
 
 
 class Release:
-    """The chart in the cluster, installed as docs/installation.md says."""
+    """The chart in the cluster, installed as docs/installation.md says, with its admission policy.
+
+    Attributes:
+        side: Options of helm that say who merges.
+    """
 
     def __init__(self, cluster: RealCluster) -> None:
         self._cluster = cluster
         # helm 4.0.0 cannot apply kept definitions on the server's side; helm 3 does not know how.
         is_new = cluster.run("helm", "version", "--short").stdout.startswith("v4")
-        self._side = ["--server-side=false"] if is_new else []
+        self.side = ["--server-side=false"] if is_new else []
 
     def install(self, **values: Any) -> None:
         """Install the chart and wait until it is ready."""
@@ -149,10 +153,11 @@ class Release:
         return str(lease["spec"].get("holderIdentity") or "")
 
     def _helm(self, verb: str, values: Object) -> None:
-        arguments = [verb, RELEASE, str(CHART), *self._side, "--wait", "--timeout", "3m"]
-        self._cluster.helm(*arguments, values={**self._values(), **values})
+        arguments = [verb, RELEASE, str(CHART), *self.side, "--wait", "--timeout", "3m"]
+        self._cluster.helm(*arguments, values={**self.values(), **values})
 
-    def _values(self) -> Object:
+    def values(self) -> Object:
+        """Return what differs from the default values."""
         given = self._cluster.given
         name, _, digest = given.operator_image.partition("@")
         repository, _, tag = name.rpartition(":")
