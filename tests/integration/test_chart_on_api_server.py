@@ -4,6 +4,7 @@ Objects are sent with dryRun, in a namespace of their own that admits restricted
 """
 
 import json
+import re
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def namespace(server: PlainApi) -> Iterator[str]:
 def create(server: PlainApi, made: Json, namespace: str) -> Answer:
     """Create an object with dryRun, in another namespace than its own if it has one."""
     path = "/api/v1" if made["apiVersion"] == "v1" else f"/apis/{made['apiVersion']}"
-    plural = made["kind"].lower().replace("policy", "policie") + "s"
+    plural = re.sub("y$", "ie", made["kind"].lower()) + "s"
     if "namespace" in made["metadata"]:
         path += f"/namespaces/{namespace}"
         made = {**made, "metadata": {**made["metadata"], "namespace": namespace}}
@@ -179,7 +180,7 @@ def test_user_of_one_namespace_installs_beside_what_an_administrator_applied(
     assert server.send("POST", roles, json.dumps(binding), JSON).is_accepted
 
     refused = install(namespace, user=TENANT)
-    assert f'User "{TENANT}" cannot get resource "clusterroles"' in refused.stderr
+    assert f'User "{TENANT}" cannot list resource "clusterrolebindings"' in refused.stderr
     assert made_in(server, namespace) == set()
 
     answer = install(namespace, "--set", "rbac.create=false", user=TENANT)

@@ -256,7 +256,7 @@ def test_an_operator_that_kubectl_applied_counts_as_a_release(
 
     none = {"install": False}
     said = releases.put("one", crds=none)
-    assert "ClusterRole finetune-operator-finetune-operator serves every namespace already" in said
+    assert "ClusterRoleBinding finetune-operator-finetune-operator serves every namespace" in said
     subprocess.run(said.rpartition("first run: ")[2], shell=True, env=environ, check=True)
     assert releases.put("one", crds=none) == ""
 

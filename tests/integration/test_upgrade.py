@@ -25,7 +25,7 @@ from finetune_trainer.config import Phase, Progress
 from last_release import COMMIT, LastRelease, unpack
 from operators import ROOT, OperatorProcess, wait_until
 from played_pods import ProgressServer, own_address
-from running_jobs import children, jobs, training
+from running_jobs import NODES, children, jobs, training
 
 HELM = shutil.which("helm")
 HAS_CONTROLLERS = PROGRAMS is not None and all(
@@ -107,6 +107,8 @@ class World:
             while self.before != (now := await self.snapshot()):
                 self.before = now
                 await asyncio.sleep(2)
+        # The job, its batch Job, policy, Service, slice and pods.
+        assert len(self.before) == (5 + NODES) * RUNNING
 
     async def is_untouched(self) -> None:
         """Every child has the version it had, and every job runs on in its first attempt."""

@@ -1,25 +1,29 @@
 {{/*
 No namespace that another release serves, as two operators undo each other's work: see _checks.tpl. They
-are seen by their ClusterRoles: one that may change jobs is of an operator that serves every namespace; of
-any other a Role is in each namespace that it serves. `helm template` sees none.
+are seen by the ClusterRoles that are bound to their accounts: one that may change jobs is of an operator
+that serves every namespace; of any other a Role is in each namespace that it serves. `helm template` sees
+none.
 */}}
 {{- define "finetune-operator.check.alone" -}}
 {{- if .Values.rbac.create -}}
 {{- $root := . -}}
-{{- range dig "items" list (lookup "rbac.authorization.k8s.io/v1" "ClusterRole" "" "") -}}
+{{- range dig "items" list (lookup "rbac.authorization.k8s.io/v1" "ClusterRoleBinding" "" "") -}}
 {{- $labels := .metadata.labels | default dict -}}
 {{- $annotations := .metadata.annotations | default dict -}}
 {{- $release := get $annotations "meta.helm.sh/release-name" -}}
 {{- $namespace := get $annotations "meta.helm.sh/release-namespace" -}}
 {{- $isOurs := eq .metadata.name (include "finetune-operator.clusterName" $root) -}}
-{{- $isReaders := or (contains "aggregate-to-" (keys $labels | join " ")) (hasSuffix "-profiles" .metadata.name) -}}
-{{- $isOperator := and (eq (get $labels "app.kubernetes.io/name") "finetune-operator") (not $isReaders) -}}
+{{- $account := first (.subjects | default (list dict)) -}}
+{{- $isOperator := and (eq (get $labels "app.kubernetes.io/name") "finetune-operator") (eq (get $account "kind") "ServiceAccount") -}}
 {{- if and $isOperator (not $isOurs) -}}
-{{- $both := include "finetune-operator.servedByBoth" (dict "root" $root "role" .) -}}
+{{- $both := "" -}}
+{{- with lookup "rbac.authorization.k8s.io/v1" "ClusterRole" "" .roleRef.name -}}
+{{- $both = include "finetune-operator.servedByBoth" (dict "root" $root "role" .) -}}
+{{- end -}}
 {{- if $both -}}
-{{- $who := $release | empty | ternary (printf "the operator of the ClusterRole %s" .metadata.name) (printf "release %s of namespace %s" $release $namespace) -}}
+{{- $who := $release | empty | ternary (printf "the operator of the ClusterRoleBinding %s" .metadata.name) (printf "release %s of namespace %s" $release $namespace) -}}
 {{- $instance := printf "app.kubernetes.io/name=finetune-operator,app.kubernetes.io/instance=%s" (get $labels "app.kubernetes.io/instance") -}}
-{{- $remove := $release | empty | ternary (printf "kubectl delete deployment,clusterrole --all-namespaces --selector %s" $instance) (printf "helm uninstall %s --namespace %s" $release $namespace) }}
+{{- $remove := $release | empty | ternary (printf "kubectl delete deployment,clusterrole,clusterrolebinding --all-namespaces --selector %s" $instance) (printf "helm uninstall %s --namespace %s" $release $namespace) }}
 {{ $who }} serves {{ $both }} already, and two operators undo each other's work; name other namespaces (--set 'settings.namespaces={team-a}'), or first run: {{ $remove }}
 {{- end -}}
 {{- end -}}
