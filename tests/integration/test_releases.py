@@ -219,6 +219,19 @@ def test_definitions_that_a_release_left_are_used_by_the_next(
     assert api.run(api.client.get(CRDS, JOBS))["metadata"]["uid"] == uid
 
 
+def test_older_definitions_that_a_release_left_are_upgraded(api: Api, releases: Releases) -> None:
+    assert releases.put("one", crds={"guard": False}) == ""
+    assert releases.run("uninstall", "ft", "--namespace", "one") == ""
+    renumber(api, JOBS, 0)
+    said = releases.put("one")
+    if said:  # by the chart, as this helm would stop halfway
+        assert "helm 4.0 cannot install over it. First run: ftctl crd | kubectl apply" in said
+        assert releases.run("status", "ft", "--namespace", "one").endswith("not found\n")
+        renumber(api, JOBS, revision(JOBS))
+        assert releases.put("one") == ""
+    assert has(api, JOBS) == revision(JOBS)
+
+
 def test_a_second_release_uses_the_definitions_of_the_first(api: Api, releases: Releases) -> None:
     assert releases.put("one", settings={"namespaces": ["team-a"]}) == ""
     assert releases.put("two", settings={"namespaces": ["team-b"]}) == ""
