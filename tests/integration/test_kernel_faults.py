@@ -75,8 +75,8 @@ def test_a_standby_takes_over_from_a_killed_leader_within_the_lease_and_two_seco
 ) -> None:
     with leader_and_standby(api, namespace) as (leader, standby):
         standby.wait_for("started")
-        waits = standby.health()
-        assert (waits["code"], waits["leading"]) == (200, False)
+        wait_until(lambda: standby.health()["code"] == 200, 10, "the standby is ready")
+        assert not standby.health()["leading"]
         api.apply(namespace, "before")
         started(api, namespace, "before")
         leader.send(signal.SIGKILL)
@@ -163,7 +163,7 @@ def test_it_waits_for_a_cluster_that_is_not_there_yet(
     with Gate(api.kubeconfig, tmp_path) as gate:
         gate.shut()
         with OperatorProcess(gate.kubeconfig, namespace, "one", **QUICK) as operator:
-            operator.wait_for("the lease cannot be renewed")
+            operator.wait_for("rights cannot be asked for")
             api.apply(namespace, "early")
             gate.open()
             operator.wait_for("synced")

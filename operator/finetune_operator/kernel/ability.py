@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 _SOON_SECONDS = 3.0
 """Time between two rounds while something is missing, or was never answered."""
 
+_ANSWER_SECONDS = 10.0
+"""For all questions of a round together; whoever waits in silence is told nothing."""
+
 _REPEAT_SECONDS = 600.0
 """What is still missing is told again, as Events are kept for an hour."""
 
@@ -107,11 +110,13 @@ class Ability:
 
     async def _round(self) -> None:
         try:
-            found = await self._look()
-        except ApiError as error:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                found = await self._look()
+        except (ApiError, TimeoutError) as error:
+            said = str(error) or "no answer in time"
             if not self._silence:
-                log.warning("rights cannot be asked for", extra={"error": str(error)})
-            self._silence = f" ({error})"
+                log.warning("rights cannot be asked for", extra={"error": said})
+            self._silence = f" ({said})"
             return
         self._silence = ""
         before, self.faults = self.faults, found
