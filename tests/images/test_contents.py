@@ -5,6 +5,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import build_images
 from image_runs import IMAGES, Container, built
 from oci_archive import Image, opened
@@ -151,6 +153,7 @@ def test_the_trainer_has_what_its_pods_run_besides_python(trainer_container: Con
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timeout(900)  # it builds without a cache
 def test_the_same_sources_give_the_same_digest(operator_image: Image, tmp_path: Path) -> None:
     about = built("operator")
     assert about is not None
