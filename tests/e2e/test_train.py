@@ -142,7 +142,7 @@ def test_its_pods_are_a_user_who_writes_to_volumes_alone_and_knows_no_secret(
         "status = pathlib.Path('/proc/1/status').read_text().split('\\n')\n"
         "caps = next(one for one in status if one.startswith('CapEff')).split()[1]\n"
         "print(json.dumps([os.getuid(), *map(write, ('/', '/etc/finetune', '/tmp')), int(caps, 16),"
-        " os.path.exists('/var/run/secrets'), sorted(os.environ)]))"
+        " os.path.exists('/run/secrets/kubernetes.io'), sorted(os.environ)]))"
     )
     said = jobs.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", program)
     user, root, config, tmp, capabilities, has_token, names = json.loads(said)
