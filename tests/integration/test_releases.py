@@ -15,12 +15,13 @@ import yaml
 from aks_cases import profile
 from control_plane import PROGRAMS, ControlPlane
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION, revision, revision_of
-from finetune_operator.kube.errors import ForbiddenError
+from finetune_operator.kube.errors import ForbiddenError, NotFoundError, UnavailableError
 from finetune_operator.kube.resources import CRDS, FINE_TUNE_PROFILES, NAMESPACES, Object, Resource
 from operators import ROOT, Api, wait_until
 
 HELM = shutil.which("helm")
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(HELM is None, reason="helm is not on the PATH"),
     pytest.mark.skipif(PROGRAMS is None, reason="KUBEBUILDER_ASSETS names no control plane"),
 ]
@@ -107,11 +108,24 @@ def add_field(api: Api, name: str, field: str, number: int) -> None:
     api.run(api.client.patch(CRDS, name, None, {**change, "spec": {"versions": [version]}}))
 
 
-def make_profile(api: Api, name: str) -> None:
+def make_profile(api: Api, name: str) -> bool:
+    """Make a profile, and say whether its kind is served."""
     kind = FINE_TUNE_PROFILES
     spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
     made = {"apiVersion": kind.api_version, "kind": kind.kind, "spec": spec}
-    api.run(api.client.create(kind, {**made, "metadata": {"name": name}}))
+    try:
+        api.run(api.client.create(kind, {**made, "metadata": {"name": name}}))
+    except (NotFoundError, UnavailableError):
+        return False
+    return True
+
+
+def knows_field(api: Api, name: str, field: str) -> bool:
+    """Write a field of a profile, and say whether it is kept; a changed kind is away at first."""
+    try:
+        return field in write(api, name, {"spec": {field: "known"}})
+    except UnavailableError:
+        return False
 
 
 def write(api: Api, name: str, change: Object) -> Object:
@@ -159,10 +173,9 @@ def test_a_newer_definition_and_its_fields_outlive_an_older_chart(
     api: Api, releases: Releases
 ) -> None:
     assert releases.put("one") == ""
+    wait_until(lambda: make_profile(api, "a"), 20, "the API server knows profiles")
     add_field(api, PROFILES, "soon", 99)
-    make_profile(api, "a")
-    later = {"spec": {"soon": "known"}}
-    wait_until(lambda: "soon" in write(api, "a", later), 20, "the API server knows the field")
+    wait_until(lambda: knows_field(api, "a", "soon"), 20, "the API server knows the field")
 
     assert releases.put("one", replicas=1) == ""
     assert (has(api, JOBS), has(api, PROFILES)) == (revision(JOBS), 99)
@@ -222,6 +235,7 @@ def test_definitions_that_a_release_left_are_used_by_the_next(
 def test_older_definitions_that_a_release_left_are_upgraded(api: Api, releases: Releases) -> None:
     assert releases.put("one", crds={"guard": False}) == ""
     assert releases.run("uninstall", "ft", "--namespace", "one") == ""
+    wait_until(lambda: not is_guarded(api), 20, "the API server has forgotten an earlier policy")
     renumber(api, JOBS, 0)
     said = releases.put("one")
     if said:  # by the chart, as this helm would stop halfway
