@@ -12,6 +12,35 @@ CLAIM = "models"
 MOUNT = f"/mnt/{CLAIM}"
 
 
+def on_a_node(cluster: RealCluster, script: str) -> None:
+    """Run a script where the folder of the nodes is, as who looks after the nodes would.
+
+    In the namespace `default`, as those of the tests admit no pod of root.
+    """
+    name, where = "finetune-e2e-folder", ("--namespace", "default")
+    folder = cluster.given.node_folder
+    container = {
+        "name": name,
+        "image": cluster.given.trainer_image,
+        "command": ["sh", "-ec", script],
+        "volumeMounts": [{"name": "folder", "mountPath": folder}],
+        "securityContext": {"runAsUser": 0},
+    }
+    host = {"path": folder, "type": "DirectoryOrCreate"}
+    spec = {
+        "containers": [container],
+        "volumes": [{"name": "folder", "hostPath": host}],
+        "restartPolicy": "Never",
+    }
+    metadata = {"name": name, "namespace": "default"}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    try:
+        done = "--for=jsonpath={.status.phase}=Succeeded"
+        cluster.kubectl("wait", f"pod/{name}", done, *where, "--timeout=60s")
+    finally:
+        cluster.kubectl("delete", f"pod/{name}", *where, "--ignore-not-found")
+
+
 class Volume:
     """A claim that all jobs of a namespace share, and a pod through which tests read and write it.
 
@@ -33,7 +62,7 @@ class Volume:
             claim["storageClassName"] = given.storage_class
         else:
             # Volumes of a node do not get the pods' fsGroup.
-            self._on_a_node(f"mkdir -p {self._folder} && chmod 777 {self._folder}")
+            on_a_node(cluster, f"mkdir -p {self._folder} && chmod 777 {self._folder}")
             self._make_volume(namespace, {"accessModes": modes, "capacity": size})
             claim |= {"storageClassName": "", "volumeName": namespace}
         made = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
@@ -43,35 +72,7 @@ class Volume:
     def close(self) -> None:
         """Delete the files of a folder of the nodes; a storage class looks after its own."""
         if self._folder:
-            self._on_a_node(f"rm -rf {self._folder}/*")
-
-    def _on_a_node(self, script: str) -> None:
-        """Run a script where the folder of the nodes is, as who looks after the nodes would.
-
-        In the namespace `default`, as those of the tests admit no pod of root.
-        """
-        name, where = "finetune-e2e-folder", ("--namespace", "default")
-        folder = self._cluster.given.node_folder
-        container = {
-            "name": name,
-            "image": self._cluster.given.trainer_image,
-            "command": ["sh", "-ec", script],
-            "volumeMounts": [{"name": "folder", "mountPath": folder}],
-            "securityContext": {"runAsUser": 0},
-        }
-        host = {"path": folder, "type": "DirectoryOrCreate"}
-        spec = {
-            "containers": [container],
-            "volumes": [{"name": "folder", "hostPath": host}],
-            "restartPolicy": "Never",
-        }
-        metadata = {"name": name, "namespace": "default"}
-        self._cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
-        try:
-            done = "--for=jsonpath={.status.phase}=Succeeded"
-            self._cluster.kubectl("wait", f"pod/{name}", done, *where, "--timeout=60s")
-        finally:
-            self._cluster.kubectl("delete", f"pod/{name}", *where, "--ignore-not-found")
+            on_a_node(self._cluster, f"rm -rf {self._folder}/*")
 
     def _make_volume(self, namespace: str, spec: Object) -> None:
         host = {"path": self._folder, "type": "Directory"}

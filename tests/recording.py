@@ -26,6 +26,8 @@ COLUMNS, LINES = 92, 26
 PLAYED_SECONDS, HELD_SECONDS = 20.0, 6.0
 """How long the picture takes for the whole run, and how long it then shows the end."""
 PICTURES_PER_SECOND = 3.0
+BURST_SECONDS = 0.05
+"""Output that follows sooner belongs to the same redraw, of which no half is shown."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def picture(written: Sequence[Output]) -> str:
     for number, one in enumerate(written):
         screen.feed(one.text)
         due = written[number + 1].seconds if number + 1 < len(written) else float("inf")
-        if due / faster >= moments[-1].start + 1 / PICTURES_PER_SECOND:
+        is_whole = due - one.seconds > BURST_SECONDS
+        if is_whole and due / faster >= moments[-1].start + 1 / PICTURES_PER_SECOND:
             moments.append(Moment(one.seconds / faster, screen.rows()))
     title = f"$ {' '.join(COMMAND)}        (a real run, {faster:.0f} times as fast)"
     return draw(moments, PLAYED_SECONDS + HELD_SECONDS, title, COLUMNS)
