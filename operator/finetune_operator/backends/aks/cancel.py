@@ -21,7 +21,6 @@ MIN_GRACE_SECONDS = 1.0
 """With 0 the API server would delete a pod whose processes may still write."""
 
 _TOLERANCE = timedelta(seconds=2)  # not worth a request a pod
-_CONFLICTS = 3  # at a batch Job's status, which its controller writes, too
 
 
 class Canceller:
@@ -96,17 +95,6 @@ async def end(children: Children, batch_job: Object) -> None:
 
 
 async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
-    """Make a suspended batch Job fail; anew where its controller writes its status meanwhile."""
-    for conflicts_left in reversed(range(_CONFLICTS)):
-        try:
-            await _give_up_as_it_is(children, name, uid)
-            return
-        except ConflictError:
-            if not conflicts_left:
-                raise
-
-
-async def _give_up_as_it_is(children: Children, name: AttemptName, uid: str) -> None:
     """Make a suspended batch Job fail, unless it has changed: somebody may resume it just now."""
     there = await children.ask(name)
     if there is None or there["metadata"]["uid"] != uid or is_ending(there):
