@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -107,11 +108,14 @@ def test_schema_names_every_value_and_refuses_others() -> None:
 
 def test_profile_that_the_installation_page_shows_is_one() -> None:
     page = (ROOT / "docs" / "installation.md").read_text()
-    (shown,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    applied = re.findall(r"^kubectl apply -f - <<END\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)
+    (shown,) = (text for text in applied if "kind: FineTuneProfile" in text)
 
-    profile = FineTuneProfile.model_validate(yaml.safe_load(shown))
+    profile = FineTuneProfile.model_validate(
+        yaml.safe_load(string.Template(shown).substitute(REGISTRY="ghcr.io", TEAM="nlp"))
+    )
 
-    assert profile.spec.allow.claims == ["models"]
+    assert profile.spec.allow.claims == ["data"]
 
 
 @needs_helm
