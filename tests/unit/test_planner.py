@@ -17,6 +17,7 @@ def test_plan_states_every_choice_and_why_it_was_made():
         strategy=StrategyType.DDP,
         precision=Precision.FP32,
         activation_checkpointing=ActivationCheckpointing.NONE,
+        compiles=False,
         micro_batch_size=1,
         reasons=(
             "strategy ddp: every rank holds the whole model and only gradients travel; where it "

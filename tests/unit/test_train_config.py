@@ -15,7 +15,11 @@ from finetune_operator.api.openapi import object_schema
 from finetune_operator.api.v1alpha1.method import Offload, StrategySpec, StrategyType
 from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.planner.train_config import Locations, derive_train_config
+from finetune_operator.planner.train_config import (
+    GARBAGE_EVERY_STEPS,
+    Locations,
+    derive_train_config,
+)
 from finetune_trainer.config import (
     CheckpointConfig,
     ControlConfig,
@@ -191,6 +195,11 @@ def test_train_config_has_the_training_of_the_manifest():
         training={
             "precision": "fp16",
             "compile": True,
+            "attention": "flex",
+            "deterministic": True,
+            "collectGarbageEverySteps": 7,
+            "expandableSegments": False,
+            "checkMemory": False,
             "liger": True,
             "float8": True,
             "evalEverySteps": 5,
@@ -204,10 +213,60 @@ def test_train_config_has_the_training_of_the_manifest():
         learning_rate=1e-4,
         precision="fp16",
         compile=True,
+        is_compile_asked=True,
+        attention="flex",
+        deterministic=True,
+        collect_garbage_every_steps=7,
+        check_memory=False,
         liger=True,
         float8=True,
         eval_every_steps=5,
         early_stopping=EarlyStopping(patience=2, min_delta=0.5),
+    )
+
+
+def test_train_config_has_the_defaults_of_gpus():
+    on_gpus = derived(topology={"gpusPerNode": 2}, strategy={"type": "fsdp"})
+
+    assert on_gpus.training.compile
+    assert not on_gpus.training.is_compile_asked
+    assert on_gpus.training.expandable_segments
+    assert on_gpus.training.collect_garbage_every_steps == GARBAGE_EVERY_STEPS
+    assert on_gpus.strategy.prefetch == 1
+    on_cpus = derived(topology={"gpusPerNode": 0}).training
+    assert not (on_cpus.compile)
+    assert not (on_cpus.expandable_segments)
+    assert on_cpus.collect_garbage_every_steps == 0
+    assert not derived(topology={"gpusPerNode": 2}, strategy={"type": "zero2"}).training.compile
+
+
+def test_train_config_turns_the_defaults_of_gpus_off():
+    asked = derived(
+        topology={"gpusPerNode": 2},
+        strategy={"type": "fsdp", "prefetch": 0, "reduceEachMicroBatch": False},
+        training={
+            "compile": False,
+            "expandableSegments": False,
+            "collectGarbageEverySteps": 0,
+            "attention": "varlen",
+        },
+        checkpoint={"enabled": False},
+    )
+
+    assert not (asked.training.compile)
+    assert not (asked.training.expandable_segments)
+    assert asked.training.collect_garbage_every_steps == 0
+    assert asked.training.attention == "varlen"
+    assert (asked.strategy.prefetch, asked.strategy.reduce_each_micro_batch) == (0, False)
+    assert not asked.checkpoint.enabled
+
+
+def test_train_config_has_the_8_bit_optimizer():
+    assert (
+        derived(
+            method={"type": "full"}, training={"optimizer": "adamw8bit", "precision": "bf16"}
+        ).training.optimizer
+        == "adamw8bit"
     )
 
 

@@ -22,6 +22,7 @@ class Plan:
         job: The job it was made for.
         processes_per_node: Ranks of each node.
         device: `cpu` or `cuda`.
+        compiles: Whether decoder layers are compiled, where the model allows it.
         micro_batch_size: Sequences of one forward pass on one rank.
         reasons: Why each open choice was made, one sentence each.
     """
@@ -33,6 +34,7 @@ class Plan:
     strategy: StrategyType
     precision: Precision
     activation_checkpointing: ActivationCheckpointing
+    compiles: bool
     micro_batch_size: int
     reasons: tuple[str, ...]
 
@@ -72,6 +74,12 @@ def make_plan(job: FineTuneJob) -> Plan:
     if recompute is ActivationCheckpointing.AUTO:
         recompute = ActivationCheckpointing.NONE
         reasons.append("activation checkpointing none: it costs time and saves only memory")
+    compiles = spec.training.compile
+    if compiles is None:
+        is_native = strategy in (StrategyType.DDP, StrategyType.FSDP)
+        compiles = device == "cuda" and is_native
+        if compiles:
+            reasons.append("compile true: the default on GPUs with ddp and fsdp")
     return Plan(
         job=job,
         nodes=spec.topology.nodes,
@@ -80,6 +88,7 @@ def make_plan(job: FineTuneJob) -> Plan:
         strategy=strategy,
         precision=precision,
         activation_checkpointing=recompute,
+        compiles=compiles,
         micro_batch_size=_micro_batch_size(job, spec.topology.nodes, processes, reasons),
         reasons=tuple(reasons),
     )

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
-from finetune_operator.api.v1alpha1.method import MethodType, Quantization
+from finetune_operator.api.v1alpha1.method import MethodType, Quantization, StrategyType
 from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.api.v1alpha1.topology import Capacity
+from finetune_operator.api.v1alpha1.training import Attention
 from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.uris import HUB, is_on_hub
 from finetune_trainer import config as trainer
@@ -15,6 +16,8 @@ from finetune_trainer import config as trainer
 # Defaults, in seconds: spot nodes are reclaimed, others fail.
 SPOT_MEAN_TIME_BETWEEN_FAILURES = 7_200
 MEAN_TIME_BETWEEN_FAILURES = 86_400
+GARBAGE_EVERY_STEPS = 50
+"""On GPUs, where a rank that collects keeps all others waiting."""
 SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
 """Where a machine of Azure announces its eviction."""
 
@@ -86,6 +89,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
         training=_training(plan),
         checkpoint=trainer.CheckpointConfig(
             dir=locations.checkpoint_dir,
+            enabled=spec.checkpoint.enabled,
             every_steps=spec.checkpoint.every_steps,
             every_seconds=spec.checkpoint.every_seconds,
             mean_time_between_failures=_mean_time_between_failures(spec),
@@ -173,8 +177,30 @@ def _strategy(plan: Plan) -> trainer.StrategyConfig:
         nvme_path=strategy.nvme_path,
         replicas=strategy.replicas,
         reshard_after_forward=strategy.reshard_after_forward,
+        reduce_each_micro_batch=strategy.reduce_each_micro_batch,
+        prefetch=_prefetch(plan),
         activation_checkpointing=plan.activation_checkpointing.value,
     )
+
+
+def _prefetch(plan: Plan) -> int:
+    """Return how many layers are gathered ahead: on GPUs one, where the job does not say."""
+    asked = plan.job.spec.strategy.prefetch
+    if asked is not None:
+        return asked
+    return int(plan.device == "cuda" and plan.strategy is StrategyType.FSDP)
+
+
+def _garbage_interval(plan: Plan) -> int:
+    asked = plan.job.spec.training.collect_garbage_every_steps
+    if asked is not None:
+        return asked
+    return GARBAGE_EVERY_STEPS if plan.device == "cuda" else 0
+
+
+def _expands(plan: Plan) -> bool:
+    asked = plan.job.spec.training.expandable_segments
+    return plan.device == "cuda" if asked is None else asked
 
 
 def _training(plan: Plan) -> trainer.TrainingConfig:
@@ -192,7 +218,14 @@ def _training(plan: Plan) -> trainer.TrainingConfig:
         dropout=training.dropout,
         max_grad_norm=training.max_grad_norm,
         precision=plan.precision.value,
-        compile=training.compile,
+        optimizer=training.optimizer.value,
+        compile=plan.compiles,
+        is_compile_asked=training.compile is True,
+        attention="fastest" if training.attention is Attention.AUTO else training.attention.value,
+        deterministic=training.deterministic,
+        collect_garbage_every_steps=_garbage_interval(plan),
+        expandable_segments=_expands(plan),
+        check_memory=training.check_memory,
         liger=training.liger,
         float8=training.float8,
         seed=training.seed,

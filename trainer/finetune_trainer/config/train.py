@@ -108,6 +108,12 @@ class StrategyConfig(ContractModel):
     reshard_after_forward: bool | None = Field(
         None, description="fsdp: free gathered layers after forward; None decides by free memory."
     )
+    reduce_each_micro_batch: bool | None = Field(
+        None, description="fsdp: never hold whole gradients; None decides by free memory."
+    )
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        0, description="fsdp: layers gathered ahead; 0 leaves it to torch."
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
 
     @model_validator(mode="after")
@@ -135,9 +141,14 @@ class StrategyConfig(ContractModel):
                 "spec.strategy.offload optimizer is not possible with fsdp, which moves parameters "
                 "and optimizer together; use offload cpu"
             )
-        if self.type != "fsdp" and (self.replicas > 1 or self.reshard_after_forward is not None):
+        if self.type != "fsdp" and (
+            self.replicas > 1
+            or self.prefetch
+            or (self.reshard_after_forward, self.reduce_each_micro_batch) != (None, None)
+        ):
             raise ValueError(
-                "spec.strategy.replicas and reshardAfterForward need spec.strategy.type fsdp"
+                "spec.strategy.replicas, reshardAfterForward, reduceEachMicroBatch and prefetch "
+                "need spec.strategy.type fsdp"
             )
         return self
 
@@ -177,7 +188,22 @@ class TrainingConfig(ContractModel):
         description="Number format of forward and backward; trained parameters are fp32 (fp64 with "
         "fp64, which shows whether a difference is more than rounding).",
     )
+    optimizer: Literal["adamw", "adamw8bit"] = Field(
+        "adamw", description="adamw8bit: bf16 parameters, rounded stochastically, 8-bit moments."
+    )
     compile: bool = Field(False, description="Compile each decoder layer with torch.compile.")
+    is_compile_asked: bool = Field(
+        False, description="The manifest says so: a model that cannot be compiled is refused."
+    )
+    attention: Literal["fastest", "varlen", "flex", "model"] = Field(
+        "fastest", description="What keeps documents apart; fastest: of what can serve here."
+    )
+    deterministic: bool = Field(False, description="The same bits in each run; cuda only.")
+    collect_garbage_every_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="Python's garbage is collected so often and never between; 0: by Python."
+    )
+    expandable_segments: bool = Field(False, description="Of CUDA's allocator.")
+    check_memory: bool = Field(True, description="Refuse a start that cannot fit; cuda only.")
     liger: bool = Field(False, description="Use liger-kernel's Triton layers; GPU only.")
     float8: bool = Field(False, description="float8 matrix products (torchao); full, Hopper only.")
     seed: Annotated[int, Field(ge=0)] = 42
@@ -206,6 +232,7 @@ class CheckpointConfig(ContractModel):
     """Where and how often a committed checkpoint is made, and which one to start from."""
 
     dir: str
+    enabled: bool = Field(True, description="False: none is made, and no room is wanted.")
     every_steps: Annotated[int, Field(ge=1)] | None = None
     every_seconds: Annotated[int, Field(ge=1)] | None = None
     mean_time_between_failures: Annotated[float, Field(gt=0)] = Field(

@@ -174,6 +174,29 @@ class FineTuneJobSpec(ApiModel):
             field="training.float8",
         ),
         Rule(
+            "self.training.optimizer == 'adamw' || self.method.type == 'full'",
+            "adamw8bit is for method type full, as adapters' parameters and moments are small; "
+            "use adamw",
+            field="training.optimizer",
+        ),
+        Rule(
+            "self.training.optimizer == 'adamw' || self.strategy.type in ['auto', 'ddp', 'fsdp']",
+            "adamw8bit is not possible with DeepSpeed's optimizer; use adamw, or strategy type "
+            "fsdp or ddp",
+            field="training.optimizer",
+        ),
+        Rule(
+            "self.checkpoint.enabled || !has(self.training.earlyStopping)",
+            "false leaves nothing to go back to when training stops early; remove "
+            "training.earlyStopping, or this",
+            field="checkpoint.enabled",
+        ),
+        Rule(
+            "self.checkpoint.enabled || self.capacity == 'onDemand'",
+            "false would lose all work with each spot node; use capacity onDemand, or remove this",
+            field="checkpoint.enabled",
+        ),
+        Rule(
             "self.restartPolicy.restartsInPlace == 0 || self.topology.nodes == 1",
             "is not possible with several nodes, as no node sees the ranks of another end; remove "
             "it, and the whole attempt is restarted",
@@ -181,7 +204,18 @@ class FineTuneJobSpec(ApiModel):
         ),
         *(
             _needs_gpu(field)
-            for field in ("training.liger", "training.float8", "observability.collectiveTimings")
+            for field in (
+                "training.liger",
+                "training.float8",
+                "training.deterministic",
+                "observability.collectiveTimings",
+            )
+        ),
+        Rule(
+            "self.topology.gpusPerNode > 0 || !has(self.training.expandableSegments) || "
+            "!self.training.expandableSegments",
+            "needs GPUs, and topology.gpusPerNode 0 trains on the CPU; remove it",
+            field="training.expandableSegments",
         ),
         Rule(
             "self.topology.gpusPerNode != 1 || self.topology.nodes > 1 || "

@@ -141,6 +141,12 @@ class StrategySpec(ApiModel):
     reshard_after_forward: bool | None = None
     """fsdp only: free a layer's gathered parameters between forward and backward; absent decides by
     free memory."""
+    reduce_each_micro_batch: bool | None = None
+    """fsdp only: reduce gradients after each micro-batch, which takes more time, and no memory for
+    whole gradients of 4 bytes a parameter; absent does so where these do not fit."""
+    prefetch: Annotated[int, Field(ge=0, le=8)] | None = None
+    """fsdp only: layers gathered ahead of the one that computes; 0 leaves it to torch, absent
+    chooses."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.AUTO
     """Recompute activations to save memory: none, selective (keeps what is slow to compute), full,
     or auto."""
@@ -192,5 +198,15 @@ class StrategySpec(ApiModel):
             "!has(self.reshardAfterForward) || self.type == 'fsdp'",
             "has an effect only with strategy type fsdp; remove it",
             field="reshardAfterForward",
+        ),
+        Rule(
+            "!has(self.reduceEachMicroBatch) || self.type == 'fsdp'",
+            "has an effect only with strategy type fsdp; remove it",
+            field="reduceEachMicroBatch",
+        ),
+        Rule(
+            "!has(self.prefetch) || self.type == 'fsdp'",
+            "has an effect only with strategy type fsdp; remove it",
+            field="prefetch",
         ),
     )
