@@ -2,9 +2,11 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune_operator import __version__
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
@@ -17,6 +19,7 @@ from finetune_operator.api.crd_revision import (
     unrecorded,
 )
 
+GOLDENS = Path(__file__).parents[1] / "goldens"
 DEFINITIONS = [custom_resource_definition(), profile_definition()]
 each_definition = pytest.mark.parametrize("definition", DEFINITIONS, ids=["job", "profile"])
 
@@ -84,3 +87,18 @@ def test_the_revision_of_a_cluster_is_read_from_its_annotation(
     annotations: dict[str, str] | None, found: int
 ) -> None:
     assert revision_of({"metadata": {"name": "x", "annotations": annotations}}) == found
+
+
+def defaults_of(schema: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return every default of a schema by its field's path."""
+    found = {path: schema["default"]} if "default" in schema else {}
+    for name, below in schema.get("properties", {}).items():
+        found |= defaults_of(below, f"{path}.{name}")
+    return found
+
+
+def test_no_field_that_came_later_has_a_default_in_the_schema() -> None:
+    """The API server would read it into stored jobs, and an older operator would refuse them."""
+    known = yaml.safe_load((GOLDENS / "crd_defaults.yaml").read_text())
+
+    assert {one["metadata"]["name"]: defaults_of(schema_of(one)) for one in DEFINITIONS} == known

@@ -8,7 +8,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.method import MethodType, Quantization, StrategyType
 from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.api.v1alpha1.topology import Capacity
-from finetune_operator.api.v1alpha1.training import Attention
+from finetune_operator.api.v1alpha1.training import Optimizer
 from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.uris import HUB, is_on_hub
 from finetune_trainer import config as trainer
@@ -89,7 +89,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
         training=_training(plan),
         checkpoint=trainer.CheckpointConfig(
             dir=locations.checkpoint_dir,
-            enabled=spec.checkpoint.enabled,
+            enabled=spec.checkpoint.enabled is not False,
             every_steps=spec.checkpoint.every_steps,
             every_seconds=spec.checkpoint.every_seconds,
             mean_time_between_failures=_mean_time_between_failures(spec),
@@ -218,14 +218,14 @@ def _training(plan: Plan) -> trainer.TrainingConfig:
         dropout=training.dropout,
         max_grad_norm=training.max_grad_norm,
         precision=plan.precision.value,
-        optimizer=training.optimizer.value,
+        optimizer=(training.optimizer or Optimizer.ADAMW).value,
         compile=plan.compiles,
         is_compile_asked=training.compile is True,
-        attention="fastest" if training.attention is Attention.AUTO else training.attention.value,
-        deterministic=training.deterministic,
+        attention="fastest" if training.attention is None else training.attention.value,
+        deterministic=training.deterministic is True,
         collect_garbage_every_steps=_garbage_interval(plan),
         expandable_segments=_expands(plan),
-        check_memory=training.check_memory,
+        check_memory=training.check_memory is not False,
         liger=training.liger,
         float8=training.float8,
         seed=training.seed,

@@ -59,9 +59,10 @@ def _local_only(field: str, *optional: str) -> Rule:
     )
 
 
-def _needs_gpu(field: str) -> Rule:
+def _needs_gpu(field: str, *, may_be_absent: bool = False) -> Rule:
+    absent = f"!has(self.{field}) || " if may_be_absent else ""
     return Rule(
-        f"self.topology.gpusPerNode > 0 || !self.{field}",
+        f"self.topology.gpusPerNode > 0 || {absent}!self.{field}",
         "needs GPUs, and topology.gpusPerNode 0 trains on the CPU; remove it",
         field=field,
     )
@@ -174,25 +175,29 @@ class FineTuneJobSpec(ApiModel):
             field="training.float8",
         ),
         Rule(
-            "self.training.optimizer == 'adamw' || self.method.type == 'full'",
+            "!has(self.training.optimizer) || self.training.optimizer == 'adamw' || "
+            "self.method.type == 'full'",
             "adamw8bit is for method type full, as adapters' parameters and moments are small; "
             "use adamw",
             field="training.optimizer",
         ),
         Rule(
-            "self.training.optimizer == 'adamw' || self.strategy.type in ['auto', 'ddp', 'fsdp']",
+            "!has(self.training.optimizer) || self.training.optimizer == 'adamw' || "
+            "self.strategy.type in ['auto', 'ddp', 'fsdp']",
             "adamw8bit is not possible with DeepSpeed's optimizer; use adamw, or strategy type "
             "fsdp or ddp",
             field="training.optimizer",
         ),
         Rule(
-            "self.checkpoint.enabled || !has(self.training.earlyStopping)",
+            "!has(self.checkpoint.enabled) || self.checkpoint.enabled || "
+            "!has(self.training.earlyStopping)",
             "false leaves nothing to go back to when training stops early; remove "
             "training.earlyStopping, or this",
             field="checkpoint.enabled",
         ),
         Rule(
-            "self.checkpoint.enabled || self.capacity == 'onDemand'",
+            "!has(self.checkpoint.enabled) || self.checkpoint.enabled || "
+            "self.capacity == 'onDemand'",
             "false would lose all work with each spot node; use capacity onDemand, or remove this",
             field="checkpoint.enabled",
         ),
@@ -207,15 +212,12 @@ class FineTuneJobSpec(ApiModel):
             for field in (
                 "training.liger",
                 "training.float8",
-                "training.deterministic",
                 "observability.collectiveTimings",
             )
         ),
-        Rule(
-            "self.topology.gpusPerNode > 0 || !has(self.training.expandableSegments) || "
-            "!self.training.expandableSegments",
-            "needs GPUs, and topology.gpusPerNode 0 trains on the CPU; remove it",
-            field="training.expandableSegments",
+        *(
+            _needs_gpu(field, may_be_absent=True)
+            for field in ("training.deterministic", "training.expandableSegments")
         ),
         Rule(
             "self.topology.gpusPerNode != 1 || self.topology.nodes > 1 || "

@@ -21,9 +21,9 @@ class CheckpointSpec(ApiModel):
     uri: Source | None = None
     """Folder of the checkpoints, of this job alone; local and azureml have a default. {namespace}
     and {name} stand for the job's own, in every URI: pvc://checkpoints/{name}."""
-    enabled: bool = True
+    enabled: bool | None = None
     """false makes no checkpoint at all, and wants no room for any: a run that is stopped, or
-    loses its node, begins anew."""
+    loses its node, begins anew. Absent means true."""
     every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Save every so many optimizer steps; without everySteps and everySeconds the interval follows
     from meanTimeBetweenFailures. The last step, and a stop of the job, make a checkpoint in any
@@ -52,8 +52,8 @@ class CheckpointSpec(ApiModel):
 
     cel_rules = (
         Rule(
-            "self.enabled || !(has(self.everySteps) || has(self.everySeconds) || "
-            "has(self.meanTimeBetweenFailures))",
+            "!has(self.enabled) || self.enabled || !(has(self.everySteps) || "
+            "has(self.everySeconds) || has(self.meanTimeBetweenFailures))",
             "false leaves everySteps, everySeconds and meanTimeBetweenFailures without effect; "
             "remove those",
             field="enabled",

@@ -37,7 +37,6 @@ class Optimizer(StrEnum):
 class Attention(StrEnum):
     """What computes attention inside the documents of a pack."""
 
-    AUTO = "auto"
     VARLEN = "varlen"
     FLEX = "flex"
     MODEL = "model"
@@ -90,18 +89,18 @@ class TrainingSpec(ApiModel):
     precision: Precision = Precision.AUTO
     """bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or fp32; auto is
     bf16 on a GPU and fp32 on a CPU."""
-    optimizer: Optimizer = Optimizer.ADAMW
+    optimizer: Optimizer | None = None
     """adamw keeps parameters and both moments in fp32, 12 bytes a parameter; adamw8bit keeps
     parameters in bf16, rounded stochastically, and moments in 8 bits, 4 bytes a parameter. That is
-    for full fine-tuning in bf16 with ddp or fsdp."""
+    for full fine-tuning in bf16 with ddp or fsdp. Absent means adamw."""
     compile: bool | None = None
     """Compile each decoder layer with torch.compile: a minute or more at the start, faster steps
     after it. Absent does so on GPUs, with ddp and fsdp, where the model allows it."""
-    attention: Attention = Attention.AUTO
+    attention: Attention | None = None
     """varlen: one kernel for all documents of a pack; flex: a kernel that torch compiles for this
-    model, which knows soft caps; model: the model's own, with a mask. auto takes the first that can
-    serve, and FlashAttention 3 or 4 for varlen where its package is installed."""
-    deterministic: bool = False
+    model, which knows soft caps; model: the model's own, with a mask. Absent takes the first that
+    can serve, and FlashAttention 3 or 4 for varlen where its package is installed."""
+    deterministic: bool | None = None
     """The same bits in each run on the same GPUs, at a cost in speed; without it a GPU may add up
     in another order. A CPU always gives the same bits."""
     collect_garbage_every_steps: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
@@ -109,8 +108,9 @@ class TrainingSpec(ApiModel):
     between; 0 leaves it to Python. Absent chooses."""
     expandable_segments: bool | None = None
     """Let CUDA's allocator grow its segments, which wastes less memory; absent does so on GPUs."""
-    check_memory: bool = True
-    """Refuse to start where the computed peak is more than a GPU has; false starts all the same."""
+    check_memory: bool | None = None
+    """Refuse to start where the computed peak is more than a GPU has, as is done where this is
+    absent; false starts all the same."""
     liger: bool = False
     """Use the fused Triton layers of liger-kernel; GPUs only."""
     float8: bool = False
@@ -127,7 +127,8 @@ class TrainingSpec(ApiModel):
 
     cel_rules = (
         Rule(
-            "self.optimizer == 'adamw' || self.precision in ['auto', 'bf16']",
+            "!has(self.optimizer) || self.optimizer == 'adamw' || "
+            "self.precision in ['auto', 'bf16']",
             "adamw8bit keeps parameters in bf16; use precision bf16, or optimizer adamw",
             field="optimizer",
         ),
