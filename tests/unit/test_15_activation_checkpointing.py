@@ -6,7 +6,7 @@ import torch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import isolate_documents
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
-from finetune_trainer.model.prepare import recompute
+from finetune_trainer.model.recompute import recompute
 from model_families import family, pack
 
 CPU = torch.device("cpu")

@@ -6,7 +6,6 @@ effect on this device or model is refused with a sentence.
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,9 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import isolate_documents
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
+from finetune_trainer.model.recompute import recompute
 
 if TYPE_CHECKING:
-    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
-
     from finetune_trainer.data.batch import MicroBatch
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -64,38 +62,6 @@ def prepare_model(
     if training.compile:
         compile_layers(base, device)
     return module
-
-
-def recompute(base: Any, how: str) -> None:
-    """Recompute activations of decoder layers in the backward pass: none, selective or full.
-
-    Selective keeps the results of matrix products and attention, and recomputes what is cheap.
-    Non-reentrant recomputation works with frozen inputs and under the hooks of DDP and FSDP2.
-    """
-    if how == "none":
-        return
-    if not base.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"spec.strategy.activationCheckpointing {how} is not possible with "
-            f"{type(base).__name__}; use none"
-        )
-    options: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    base.activation_checkpointing_enable(options)
-
-
-def _keep_products(
-    _: "SelectiveCheckpointContext", operator: Any, *__: Any, **___: Any
-) -> "CheckpointPolicy":
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    name = str(operator)
-    is_kept = name.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")) or "attention" in name
-    is_kept = is_kept or "_varlen_attn" in name
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(
