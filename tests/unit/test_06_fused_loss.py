@@ -3,8 +3,11 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.profiler import profile
 
+from alive_bytes import AliveBytes
 from finetune_trainer.data.batch import NO_TARGET
 from finetune_trainer.model.fused_head import (
     FusedHead,
@@ -57,11 +60,46 @@ def relative_error(value, expected):
 def test_loss_and_gradients_equal_cross_entropy_over_whole_logits(vocabulary, rows, form):
     *tensors, targets = head_tensors(vocabulary)
     expected = results(whole_logits, tensors, targets, form=form)
-    options = {"form": form, "max_logits": rows * vocabulary}
+    options = {"form": form, "chunk_bytes": rows * (8 * vocabulary + 8 * 24 + 64)}
     exact = results(linear_cross_entropy, tensors, targets, **options)
     torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-11)
     single = results(linear_cross_entropy, [t.float() for t in tensors], targets, **options)
     assert max(map(relative_error, single, expected)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(OutputForm(), id="as is"),
+        pytest.param(OutputForm(scale=0.25), id="scaled"),
+        pytest.param(OutputForm(cap=5.0), id="soft-capped"),
+    ],
+)
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_most_two_chunks_are_alive_beside_the_gradients(form, is_trained, dtype):
+    with FakeTensorMode():  # the sizes of an 8B model with 4,096 labels
+        hidden = torch.empty(4096, 4096, dtype=dtype, requires_grad=True)
+        weight = torch.empty(128256, 4096, dtype=dtype, requires_grad=is_trained)
+        targets = torch.empty(4096, dtype=torch.int64)
+        chunk = 2**29
+        with AliveBytes(hidden, weight, targets) as alive:
+            loss = linear_cross_entropy(hidden, weight, None, targets, form=form, chunk_bytes=chunk)
+        trained = (hidden, weight) if is_trained else (hidden,)
+        wide = sum(4 * tensor.numel() for tensor in trained)
+        assert 1.4 * chunk <= alive.peak - wide <= 2 * chunk
+        assert alive.now == sum(tensor.nbytes for tensor in trained) + loss.nbytes
+
+
+def test_a_factor_of_one_costs_no_pass_over_the_logits():
+    *tensors, targets = head_tensors(97, dtype=torch.float32)
+    passes = {}
+    for scale in (1.0, 0.5):
+        with profile() as profiler:
+            results(linear_cross_entropy, tensors, targets, form=OutputForm(scale=scale))
+        passes[scale] = sum(event.name == "aten::mul_" for event in profiler.events())
+    assert passes[0.5] - passes[1.0] == 2  # logits, gradient
+    assert passes[1.0] == 3  # the factor on the loss, over the three gradients alone
 
 
 def test_no_positions_give_a_finite_zero_with_gradients_of_zero():

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# Logits alive at a time. On a GPU a product of few rows would leave it idle.
-_MAX_LOGITS = 2**28
-_MAX_LOGITS_ON_CPU = 2**23
+# Bytes of the logits of one chunk; what lives beside them is at most as much again. On a GPU a
+# product of few rows would leave it idle: these are 1,046 rows of 128,256 logits.
+_CHUNK_BYTES = 2**29
+_CHUNK_BYTES_ON_CPU = 2**25
+_BYTES_BESIDE_A_ROW = 64  # its target, maximum, sum and loss
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,25 @@ class OutputForm:
     cap: float = 0.0
     place: tuple[Any, str, float | None] | None = None
 
-    def logits(self, head_output: Tensor) -> Tensor:
-        """Return the logits in at least fp32."""
-        logits = head_output.to(torch.promote_types(head_output.dtype, torch.float32)) * self.scale
-        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+    def to_logits_(self, head_output: Tensor) -> Tensor:
+        """Return the logits in at least fp32; a head's output as wide as that is overwritten."""
+        logits = head_output.to(torch.promote_types(head_output.dtype, torch.float32))
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        if self.cap:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits by the head's output."""
-        return (1 - (logits / self.cap).square()) * self.scale if self.cap else self.scale
+    def to_output_gradient_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
+        """Turn the gradient by the logits into that by the head's output; both are overwritten.
+
+        The logits are needed where they have a cap, d tanh(x) / dx = 1 - tanh(x)^2.
+        """
+        if logits is not None:
+            gradient.mul_(logits.div_(self.cap).square_().neg_().add_(1))
+        if self.scale != 1:
+            gradient.mul_(self.scale)
+        return gradient
 
     @contextmanager
     def left_to_head(self) -> Iterator[None]:
@@ -112,16 +125,17 @@ def linear_cross_entropy(
     targets: Tensor,  # (K,) int64
     *,
     form: OutputForm = OutputForm(),
-    max_logits: int | None = None,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy, a scalar in fp32 (fp64 for fp64).
 
-    Gradients are made in the forward pass, as the logits are at hand only there.
+    Gradients are made in the forward pass, as the logits are at hand only there. Besides them, and
+    the copy of the weight that autocast makes, at most 2 `chunk_bytes` are alive at any time (two
+    rows of logits, if that is more).
     """
-    usual = _MAX_LOGITS_ON_CPU if hidden.device.type == "cpu" else _MAX_LOGITS
-    rows = max(1, (max_logits or usual) // weight.shape[0])
+    usual = _CHUNK_BYTES_ON_CPU if hidden.device.type == "cpu" else _CHUNK_BYTES
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, form, rows, torch.is_grad_enabled()
+        hidden, weight, bias, targets, form, chunk_bytes or usual, torch.is_grad_enabled()
     )
     return loss
 
@@ -135,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         form: OutputForm,
-        rows: int,
+        chunk_bytes: int,
         with_gradients: bool,
     ) -> Tensor:
         device = hidden.device.type
@@ -153,27 +167,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for source, needed in zip(sources, ctx.needs_input_grad, strict=False)
         ]
         grad_hidden, grad_weight, grad_bias = grads
+        logits_and_input = len(weight) * wide.itemsize + weight.shape[1] * dtype.itemsize
+        rows = max(1, chunk_bytes // (logits_and_input + _BYTES_BESIDE_A_ROW))
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
             inputs, wanted = hidden[part].to(dtype), targets[part, None]
-            logits = form.logits(functional.linear(inputs, weight_cast, bias_cast))
-            log_probs = logits.log_softmax(-1)
-            loss -= log_probs.gather(1, wanted).sum()
-            if not with_gradients:
+            part_loss, gradient = _loss_and_gradient(
+                inputs, weight_cast, bias_cast, wanted, form, with_gradients
+            )
+            loss += part_loss
+            if gradient is None:
                 continue
-            # d loss / d logits = softmax(logits) - onehot(target)
-            slope = log_probs.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=wide))
-            slope = slope.mul_(form.slope(logits)).to(dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = slope @ weight_cast
+                grad_hidden[part] = gradient @ weight_cast
             if grad_weight is not None:
-                grad_weight += slope.T @ inputs
+                _add_product(grad_weight, gradient, inputs, chunk_bytes)
             if grad_bias is not None:
-                grad_bias += slope.sum(0)
-        ctx.grads = [
-            None if grad is None or source is None else grad.to(source.dtype)
-            for grad, source in zip(grads, sources, strict=True)
-        ]
+                grad_bias += gradient.sum(0)
+            del gradient
+        del grad_hidden, grad_weight, grad_bias
+        ctx.grads = []
+        for source in sources:  # each sum goes as soon as its gradient is there
+            grad = grads.pop(0)
+            ctx.grads.append(None if grad is None or source is None else grad.to(source.dtype))
         return loss
 
     @staticmethod
@@ -181,6 +197,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, ()  # a second backward would scale them again
         return (*(None if g is None else g.mul_(grad.to(g.dtype)) for g in grads), *[None] * 4)
+
+
+def _loss_and_gradient(
+    inputs: Tensor,  # (R, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    wanted: Tensor,  # (R, 1) int64
+    form: OutputForm,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed loss of one chunk, and its gradient by the head's output.
+
+    At most two tensors of (R, V) are alive at a time, which is why each is let go by name.
+    """
+    logits = form.to_logits_(functional.linear(inputs, weight, bias))
+    log_probs = logits.log_softmax(-1)
+    loss = -log_probs.gather(1, wanted).sum()
+    if not with_gradient:
+        return loss, None
+    capped = logits if form.cap else None
+    del logits
+    # d loss / d logits = softmax(logits) - onehot(target)
+    minus_one = -torch.ones_like(wanted, dtype=log_probs.dtype)
+    gradient = log_probs.exp_().scatter_add_(1, wanted, minus_one)
+    form.to_output_gradient_(gradient, capped)
+    del capped
+    return loss, gradient.to(inputs.dtype)
+
+
+def _add_product(
+    total: Tensor,  # (V, D)
+    gradient: Tensor,  # (R, V)
+    inputs: Tensor,  # (R, D)
+    most_bytes: int,
+) -> None:
+    """Add gradient.T @ inputs to a total that may be wider, with `most_bytes` of memory besides."""
+    if total.dtype == inputs.dtype:
+        total.addmm_(gradient.T, inputs)
+        return
+    rows = max(1, most_bytes // (inputs.shape[1] * inputs.dtype.itemsize))
+    for start in range(0, len(total), rows):
+        part = slice(start, start + rows)
+        total[part] += gradient[:, part].T @ inputs
 
 
 def _output_form(base: Any, vocabulary: int) -> OutputForm | None:
@@ -193,7 +252,9 @@ def _output_form(base: Any, vocabulary: int) -> OutputForm | None:
             alone = _around(base, values)
     except Exception:  # a forward of another build than the stand-ins suppose: it is unknown
         return None
-    is_known = given.shape == values.shape and torch.allclose(given, form.logits(values))
+    is_known = given.shape == values.shape and torch.allclose(
+        given, form.to_logits_(values.clone())
+    )
     return form if is_known and torch.equal(alone, values) else None
 
 
