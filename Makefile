@@ -22,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-gpu bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -164,6 +164,15 @@ quickstart-assets: install  ## Convert the quickstart's model and write its data
 bench-trainer: install quickstart-assets  ## Measure the trainer beside HF Trainer and TRL (15 min)
 	$(BIN)/python -m pip install -qq -e ".[bench]"
 	$(OFFLINE) $(BIN)/python tests/benchmarks/trainer.py $(BENCH_ARGS)
+
+# Compares speeds, too. With INTERPRETER=python3 nothing is installed: that Python has the packages.
+DEVICE ?= cuda
+INTERPRETER ?=
+ON_GPU := $(OFFLINE) PYTHONPATH="tests:trainer$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(INTERPRETER),$(BIN)/python)
+
+bench-gpu: $(if $(INTERPRETER),,install)  ## Measure the trainer on a GPU (1 h; DEVICE=cpu: 3 min, that each row runs)
+	$(if $(INTERPRETER)$(filter cpu,$(DEVICE)),,$(BIN)/python -m pip install -qq -e ".[gpu,bench]")
+	$(ON_GPU) tests/benchmarks/bench_gpu.py --device $(DEVICE) $(BENCH_ARGS)
 
 # A folder of programs that make a Kubernetes control plane, where one is beside the checkout.
 KUBE_KIT ?= $(patsubst %/up,%,$(firstword $(wildcard ../*/kube/up)))

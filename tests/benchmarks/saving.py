@@ -1,6 +1,6 @@
 """Compare what a checkpoint costs the loop: ours against a plain `torch.save` of the same state.
 
-    python saving.py FOLDER MIB ROUNDS
+    python saving.py FOLDER MIB ROUNDS [DEVICE]
 
 Prints a JSON list of ratios, one a round: seconds blocked by ours / seconds of torch.save. Both
 write to the same disk; torch.save's file is synced, as a checkpoint that a crash may not undo.
@@ -25,12 +25,16 @@ from finetune_trainer.config import CheckpointConfig, JobRef
 TENSORS_PER_SECTION = 32
 
 
-def make_state(mib: int) -> dict[str, Any]:
-    """Return weights and two moments of each, `mib` MiB in all."""
+def make_state(mib: int, device: str) -> dict[str, Any]:
+    """Return weights and two moments of each on the device, `mib` MiB in all."""
     size = mib * 2**20 // 4 // (3 * TENSORS_PER_SECTION)
     names = [f"layer.{index}" for index in range(TENSORS_PER_SECTION)]
-    moments = {f"{name}.{key}": torch.randn(size) for name in names for key in ("m", "v")}
-    return {"model": {name: torch.randn(size) for name in names}, "optimizer": moments}
+    moments = [f"{name}.{key}" for name in names for key in ("m", "v")]
+    parts = {"model": names, "optimizer": moments}
+    return {
+        part: {name: torch.randn(size, device=device) for name in inside}
+        for part, inside in parts.items()
+    }
 
 
 def seconds_of_torch_save(state: dict[str, Any], path: Path) -> float:
@@ -46,7 +50,7 @@ def seconds_of_torch_save(state: dict[str, Any], path: Path) -> float:
 def main() -> None:
     """Measure and print."""
     folder, mib, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    state = make_state(mib)
+    state = make_state(mib, sys.argv[4] if len(sys.argv) > 4 else "cpu")
     place, job = folder / "checkpoints", JobRef(name="bench", uid="bench")
     wanted = Wanted(place, "spec.checkpoint.uri", job, take_over=False, left_by=job_of_checkpoints)
     store = CheckpointStore(

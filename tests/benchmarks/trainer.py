@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_table import measure_table
 from systems import LORA, Task
 
 HERE = Path(__file__).parent
@@ -78,7 +77,6 @@ def measure(options: argparse.Namespace, folder: Path) -> Result:
         **{name: spread(values) for name, values in ratios(chat, uniform).items()},
         "checkpoint_blocking_ratio_torch_save": spread(saving),
         "runs": {"chat": chat, "uniform": uniform},
-        "table_8b": measure_table(task, train, folder, options.seeds) if device == "cuda" else [],
         "checkpoint_mib": options.checkpoint_mib,
         "precision": options.precision,
         "versions": {name: version(name) for name in PACKAGES},
@@ -275,22 +273,7 @@ def page(measured: Result) -> str:
         f"Seconds the loop is blocked by a save of {measured['checkpoint_mib']} MiB, over those of "
         "a `torch.save` of the same state to the same disk, synced; five rounds in turn.",
     ]
-    if measured["table_8b"]:
-        lines += ["", "## Llama 3.1 8B, randomly initialised", "", *_table(measured["table_8b"])]
     return "\n".join(lines) + "\n"
-
-
-def _table(rows: list[Result]) -> list[str]:
-    head = [
-        "| method | rows | system | tokens/s | min | max | MFU |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
-    return head + [
-        f"| {row['method']} | {row['shape']} | {row['system']} | {row['tokens_per_second']:.0f} | "
-        f"{row['min']:.0f} | {row['max']:.0f} | "
-        f"{'unknown' if row['mfu'] is None else format(row['mfu'], '.3f')} |"
-        for row in rows
-    ]
 
 
 def _tokens_of_a_step(task: Task, rows: list[str]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import azureml_load
 import dev_share
+import gpu_page
 import metrics_cost
 import pytest
 import silent_backend
@@ -32,6 +33,7 @@ def row(text: str, name: str) -> list[str]:
         ("silent-backend", silent_backend.page),
         ("azureml", azureml_load.page),
         ("metrics", metrics_cost.page),
+        ("gpu", gpu_page.page),
         ("tests", times_by_file.page),
     ],
 )
