@@ -24,6 +24,7 @@ from finetune_trainer.data.plan import DataPlan, Pack
 from finetune_trainer.data.sequences import TokenDataset
 from finetune_trainer.errors import OvertakenError
 from finetune_trainer.failpoints import reach
+from finetune_trainer.garbage import collected_every
 from finetune_trainer.gpu import device_clock
 from finetune_trainer.model.loss import loss_inputs, scale_factor
 from finetune_trainer.numerics import LateNumbers
@@ -73,6 +74,11 @@ def train(run: Run, first_step: int) -> int:
         OvertakenError: a later attempt has one of the folders.
         NonFiniteLossError: the loss of a step is not a number; nothing was updated with it.
     """
+    with collected_every(run.config.training.collect_garbage_every_steps) as collect:
+        return _train(run, first_step, collect)
+
+
+def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:
     config, plan, strategy = run.config, run.plan, run.strategy
     run.telemetry.phase(Phase.TRAINING)
     run.agreement.exchange(stop=run.stop.requested, save=False)
@@ -106,7 +112,9 @@ def train(run: Run, first_step: int) -> int:
         report = step_report(plan, step, rate, work, lap)
         run.numbers.put(report, total, grad_norm, losses, micro_batches)
         phases.enter(TimedPhase.OTHER)
-        if _boundary(run, step + 1):
+        has_ended = _boundary(run, step + 1)
+        collect(step + 1)
+        if has_ended:
             break
     run.numbers.report()
     phases.follow(None)

@@ -36,8 +36,8 @@ from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.export import check_replaceable, export
 from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
+from finetune_trainer.garbage import exempt_what_is_there, uncollected
 from finetune_trainer.gpu import find_gpu
-from finetune_trainer.importing import exempt_what_is_there, uncollected
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import settle_family

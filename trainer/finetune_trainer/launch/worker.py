@@ -21,6 +21,7 @@ from typing import NoReturn, cast
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal, Verdict, guard, leave
+from finetune_trainer.determinism import deterministic
 from finetune_trainer.errors import (
     ClaimLostError,
     ConfigError,
@@ -28,8 +29,9 @@ from finetune_trainer.errors import (
     OvertakenError,
     TrainerError,
 )
-from finetune_trainer.importing import uncollected
+from finetune_trainer.garbage import uncollected
 from finetune_trainer.launch.claim import claim_folders
+from finetune_trainer.launch.cuda_environment import cuda_environment
 from finetune_trainer.launch.meeting import tell_nodes
 from finetune_trainer.launch.report import (
     DEFAULT_ENTRY,
@@ -79,6 +81,7 @@ def run_rank(
 
     When it hangs, or is overtaken, the process ends here, and `report_end` has received the report.
     """
+    os.environ.update(cuda_environment(config, environ))
     hide_unused(config)
     return _Rank(config, environ, report_end).run(entry)
 
@@ -149,6 +152,7 @@ class _Rank:
                 if world.group is not None:
                     uses_nccl = world.device.type == "cuda"
                     watching.enter_context(telemetry.collectives.watched(uses_nccl=uses_nccl))
+                watching.enter_context(deterministic(is_asked=config.training.deterministic))
                 return do_work(_continued(config, environ), world, stop, telemetry, fence)
 
     def _node_page(self, launch: Launch) -> NodePage:
