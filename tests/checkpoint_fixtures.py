@@ -47,7 +47,7 @@ def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) 
     """Return the store of a single process; keyword arguments go to the store or its config."""
     warn = (warnings if warnings is not None else []).append
     own: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "warn": warn}
-    own |= {"job": JOB, "fingerprint": FINGERPRINT, "costs": None}
+    own |= {"job": JOB, "fingerprint": FINGERPRINT, "costs": None, "shards": None}
     arguments = {name: changes.pop(name, value) for name, value in own.items()}
     take_over = changes.pop("take_over", False)
     is_first = arguments["rank"] == 0

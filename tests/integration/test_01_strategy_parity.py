@@ -40,6 +40,7 @@ POISONED = [
 HYBRIDS = [
     Case("hybrid-full", HYBRID, micro_batch_size=1),
     Case("hybrid-lora", HYBRID, method="lora", micro_batch_size=1),
+    Case("hybrid-reducing", {**HYBRID, "reduce_each_micro_batch": True}, micro_batch_size=1),
 ]
 
 # The first test waits for the launch of most cases, which has a limit of its own.

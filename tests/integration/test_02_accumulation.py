@@ -14,6 +14,7 @@ SHARED = [
     Case("ddp", {"type": "ddp"}, rows=16, steps=10),
     Case("resharding", {"type": "fsdp", "reshard_after_forward": True}, rows=16, steps=10),
     Case("keeping", {"type": "fsdp", "reshard_after_forward": False}, rows=16, steps=10),
+    Case("reducing", {"type": "fsdp", "reduce_each_micro_batch": True}, rows=16, steps=10),
 ]
 MICRO_BATCH_SIZES = [1, *(pytest.param(size, marks=pytest.mark.full) for size in (8, 4, 2))]
 

@@ -26,6 +26,7 @@ CASES = [
         ("ddp", {"type": "ddp"}, "full"),
         ("fsdp", {"type": "fsdp", "reshard_after_forward": True}, "full"),
         ("fsdp-lora", {"type": "fsdp"}, "lora"),
+        ("fsdp-reducing", {"type": "fsdp", "reduce_each_micro_batch": True}, "full"),
     )
 ]
 

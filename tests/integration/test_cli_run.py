@@ -513,3 +513,29 @@ def test_run_on_this_machine_takes_the_place_of_another_backend(tmp_path: Path) 
     done = ftctl("render", file.name, "--backend", "local", folder=tmp_path)
 
     assert done.stdout.startswith("# backend local")
+
+
+def test_a_run_without_checkpoints_stops_without_one_and_begins_anew(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint.everySteps": None, "checkpoint.enabled": False}
+    file = write_project(tmp_path, **settings, **{"training.maxSteps": ENDLESS})
+    with started("run", file.name, folder=tmp_path) as run:
+        run.read_until("  Training$")
+        run.interrupt()
+        run.read_until(r"stopping without a checkpoint \(spec.checkpoint.enabled\)")
+        assert run.wait() == 130
+    said = " ".join(" ".join(run.lines).split())
+    assert "there is no checkpoint (spec.checkpoint.enabled), so the next run begins anew" in said
+    ended = tmp_path / "runs/default/tiny/attempts/1/node-0.termination.json"
+    termination = json.loads(ended.read_text())
+    assert termination["exitCode"] == 75
+    assert "without a checkpoint, as spec.checkpoint.enabled is false" in termination["message"]
+
+    write_project(tmp_path, **settings)
+    again = ftctl("run", file.name, folder=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on with attempt 2, from the first step, as there is no checkpoint" in again.stdout
+    assert "committed" not in again.stdout
+    assert not list((tmp_path / "runs/default/tiny/checkpoints").glob("step-*"))
+    progress = json.loads((tmp_path / "runs/default/tiny/progress.json").read_text())
+    assert (progress["step"], progress.get("resumedStep")) == (4, None)
+    assert "Complete" in again.stdout

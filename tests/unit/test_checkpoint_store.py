@@ -540,3 +540,38 @@ def test_a_disk_too_small_for_the_checkpoints_is_found_before_training(tmp_path:
 def test_the_trainer_values_can_be_read_without_torch(tmp_path: Path) -> None:
     save(tmp_path, 5)
     assert json.loads((step_path(tmp_path, 5) / "trainer.json").read_bytes())["step"] == 5
+
+
+def test_without_checkpoints_none_is_made_and_no_room_is_wanted_or_taken(tmp_path: Path) -> None:
+    class Refusing(Snapshot):
+        def reserve(self, state: State) -> None:
+            raise AssertionError("nothing is to be reserved")
+
+        def take(self, state: State) -> State:
+            raise AssertionError("nothing is to be copied")
+
+        def write(self, *_: Any) -> list[str]:
+            raise AssertionError("nothing is to be written")
+
+        def read(self, *_: Any) -> None:
+            raise AssertionError("there is nothing to read")
+
+    store = open_store(tmp_path, enabled=False, shards=Refusing())
+    huge = {"model": {"w": torch.empty(2**46, device="meta")}}
+    store.check_space(huge)
+    assert store.restore(make_state(0)) is None
+    assert [store.wants_save(1, now) for now in (0.0, 1e9)] == [False, False]
+    assert store.save(1, make_state(1)) == 0.0
+    assert (store.poll(), store.wait()) == (None, None)
+    assert steps_in(tmp_path) == []
+    with pytest.raises(ConfigError, match="free"):
+        open_store(tmp_path).check_space(huge)
+
+
+def test_without_checkpoints_one_that_is_there_is_still_started_from(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    store, state = open_store(tmp_path, enabled=False), make_state(0)
+    manifest = store.restore(state)
+    assert manifest is not None
+    assert manifest.step == 7
+    assert tensors_differ(state, make_state(7)) == []

@@ -538,3 +538,15 @@ def test_what_others_do_to_an_attempt_is_told_beside_what_it_does() -> None:
     assert life.said("Running").endswith("; somebody deletes its Service")
     life.see(running())
     assert "Service" not in life.said("Running")
+
+
+def test_a_job_without_checkpoints_is_suspended_without_one_and_says_that_it_begins_anew() -> None:
+    life = started(checkpoint__enabled=False)
+    life.see(running(3))
+    life.suspend(True)
+    life.see(running(3))
+    assert "stops without a checkpoint (spec.checkpoint.enabled)" in life.said("Suspended")
+    life.see(PREEMPTED)
+    assert "set spec.suspend to false to begin anew" in life.said("Suspended")
+    life.suspend(False)
+    assert life.see() == (Submit(2),)

@@ -35,6 +35,11 @@ from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import Lap, StepReport, Telemetry
 from finetune_trainer.world import World
 
+_UNSAVED = (
+    " without a checkpoint, as spec.checkpoint.enabled is false; the next attempt begins where "
+    "this one did"
+)
+
 
 @dataclass
 class Run:
@@ -69,7 +74,8 @@ def train(run: Run, first_step: int) -> int:
     At least one must be left to make.
 
     Raises:
-        Preempted: asked to stop; every rank left after the same step with a committed checkpoint.
+        Preempted: asked to stop; every rank left after the same step, with a committed checkpoint
+            unless `checkpoint.enabled` is false.
         CheckpointError: asked to stop, and the last checkpoint could not be committed.
         OvertakenError: a later attempt has one of the folders.
         NonFiniteLossError: the loss of a step is not a number; nothing was updated with it.
@@ -166,9 +172,12 @@ def _boundary(run: Run, step: int) -> bool:
     if agreed.is_overtaken:
         raise lost or OvertakenError("rank 0 found that a later attempt writes into its folders")
     is_leaving = agreed.stop and not is_last
-    if is_leaving and _is_too_late_to_save(run):
+    if is_leaving and run.store.is_enabled and _is_too_late_to_save(run):
         raise preempted(run.stop, f"after step {step}, too late to save it")
-    if agreed.save or is_leaving or is_last or is_better or run.store.cadence.is_due(step):
+    if agreed.save and not run.store.is_enabled:
+        run.telemetry.warn("no checkpoint is made on request, as spec.checkpoint.enabled is false")
+    is_due = run.store.cadence.is_due(step)
+    if run.store.is_enabled and (agreed.save or is_leaving or is_last or is_better or is_due):
         run.numbers.report()
         with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
             state = run.strategy.state() | {"trainer": run.notes()}
@@ -179,7 +188,7 @@ def _boundary(run: Run, step: int) -> bool:
         with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
             committed = run.store.wait()
         report_commit(run, committed)
-        raise preempted(run.stop, f"after step {step}")
+        raise preempted(run.stop, f"after step {step}{_UNSAVED * (not run.store.is_enabled)}")
     return is_last
 
 

@@ -284,6 +284,7 @@ def _store(
         fingerprint=fingerprint,
         fence=fence,
         warn=telemetry.warn,
+        ranks_on_node=config.world.nproc_per_node,
         costs=telemetry.checkpoint_costs,
     )
 

@@ -62,6 +62,8 @@ def conclude(
     at = status.checkpoint.last
     if at is not None:
         kept = f"the checkpoint of step {at.step} is kept"
+    elif target.job.spec.checkpoint.enabled is False:
+        kept = "there is no checkpoint (spec.checkpoint.enabled), so the next run begins anew"
     elif target.backend.runs_on_this_machine or not status.attempt:
         kept = "there is no checkpoint yet"
     else:

@@ -112,6 +112,11 @@ async def _follow(
             f"stopping after a checkpoint, within {grace}; Ctrl-C again kills it at once and loses "
             "the steps since the last checkpoint"
         )
+        if opened.job.spec.checkpoint.enabled is False:
+            stopping = (
+                f"stopping without a checkpoint (spec.checkpoint.enabled), within {grace}; Ctrl-C "
+                "again kills it at once"
+            )
         if not target.backend.runs_on_this_machine:
             stop.listen(lambda: screen.note(leaving))
         else:

@@ -157,8 +157,8 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
     if lives and (changed := changes_that_suspend(stored.spec, manifest.spec)):
         spec = stored.spec.model_copy(update={"suspend": True})
         note = (
-            f"attempt {status.attempt} runs with another {', '.join(changed)}; it is stopped with "
-            "a checkpoint first, as that changes only while the job is suspended"
+            f"attempt {status.attempt} runs with another {', '.join(changed)}; it is stopped "
+            f"{_how_stopped(stored)} first, as that changes only while the job is suspended"
         )
         return OpenedJob(_with_spec(stored, spec), note, manifest.spec)
     job = _with_spec(stored, manifest.spec)
@@ -168,6 +168,12 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
     is_late = stored.spec != manifest.spec
     late = "; changes of the manifest take effect with the next attempt" if is_late else ""
     return OpenedJob(job, f"attempt {status.attempt} is not over; going on with it{late}")
+
+
+def _how_stopped(job: FineTuneJob) -> str:
+    if job.spec.checkpoint.enabled is False:
+        return "without a checkpoint (spec.checkpoint.enabled)"
+    return "with a checkpoint"
 
 
 def _is_here(job: FineTuneJob) -> bool:

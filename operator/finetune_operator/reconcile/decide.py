@@ -234,6 +234,11 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     status = attempts.with_plan(status, view.plan)
     if view.spec.suspend:
         text = "suspended by spec.suspend; set it to false to go on"
+        if view.spec.checkpoint.enabled is False:
+            text = (
+                "suspended by spec.suspend without a checkpoint, as spec.checkpoint.enabled is "
+                "false; set spec.suspend to false to begin anew"
+            )
         if (last := status.checkpoint.last) is not None:
             text = f"suspended at step {last.step} by spec.suspend; set it to false to go on"
         return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
@@ -349,7 +354,8 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
         kind = ConditionType.FAILED
     said = f"somebody else wrote {kind} into the status while attempt {attempt.number} was open"
     if observation is not None and not _is_over(observation):
-        text = f"{said}; it saves a checkpoint and stops"
+        saves = "stops" if view.spec.checkpoint.enabled is False else "saves a checkpoint and stops"
+        text = f"{said}; it {saves}"
         situation = Situation(Stage.OVERRULED, Reason.ENDED_BY_OTHERS, text)
         grace = float(view.spec.deadlines.termination_grace_seconds)
         status, until = attempts.stop(status, grace, view.now)

@@ -56,7 +56,9 @@ def decide_deletion(
             said = termination.progress or said
             status = attempts.close(status, termination, observation.node, now)
         else:
-            stage, does = Stage.DELETING, on_its_way(status, attempt, observation, grace)
+            saves = spec is None or spec.checkpoint.enabled is not False
+            does = on_its_way(status, attempt, observation, grace, saves=saves)
+            stage = Stage.DELETING
             status, until = attempts.stop(status, grace, now)
             actions = (Cancel(until),)
             again = observation.requeue_seconds or _LOOK_AGAIN_SECONDS

@@ -91,12 +91,13 @@ def follow(
     stop_in: float | None = None
     grace = float(spec.deadlines.termination_grace_seconds)
     ending = ending_for(status) or (passed and (passed.reason, passed.message))
+    saves = spec.checkpoint.enabled is not False
     if ending:
-        stops = on_its_way(status, attempt, observation, grace)
+        stops = on_its_way(status, attempt, observation, grace, saves=saves)
         situation = Situation(Stage.ENDING, *ending, meanwhile=stops, obstacle=observation.obstacle)
         return Course(situation, grace, requeue)
     if spec.suspend or is_suspending(status):
-        stops = on_its_way(status, attempt, observation, grace)
+        stops = on_its_way(status, attempt, observation, grace, saves=saves)
         situation, stop_in = Situation(Stage.SUSPENDING, Reason.SUSPENDING, stops), grace
     elif observation.phase is AttemptPhase.FAILED:
         left = observation.message or f"attempt {attempt.number} lost a node"
@@ -163,7 +164,12 @@ def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
 
 
 def on_its_way(
-    status: FineTuneJobStatus, attempt: AttemptStatus, observation: Observation, grace: float
+    status: FineTuneJobStatus,
+    attempt: AttemptStatus,
+    observation: Observation,
+    grace: float,
+    *,
+    saves: bool = True,
 ) -> str:
     """Return what the attempt does, as a part of a sentence.
 
@@ -172,11 +178,14 @@ def on_its_way(
         attempt: The open one.
         observation: Of it.
         grace: Seconds after which what is left of it is killed.
+        saves: It makes checkpoints.
     """
     who, killed = f"attempt {attempt.number}", f"what is left of it after {grace:g} s is killed"
     if _trains(status, observation):
         if _has_lost_a_node(observation):
             return f"{who} has lost a node and stops without another checkpoint; {killed}"
+        if not saves:
+            return f"{who} stops without a checkpoint (spec.checkpoint.enabled); {killed}"
         return f"{who} saves a checkpoint of its newest step and stops; {killed}"
     if not observation.nodes_ready:
         return f"{who} is ended before it began to train"

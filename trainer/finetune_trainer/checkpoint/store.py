@@ -29,6 +29,7 @@ from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import CheckpointError, TrainerError
 from finetune_trainer.failpoints import reach
 from finetune_trainer.files import make_anew
+from finetune_trainer.memory.host import free_host_memory, pinned_size, refuse_pinning
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.slots import Block
 
@@ -54,6 +55,7 @@ class CheckpointStore:
     """The checkpoints of one run, as one rank sees them.
 
     Attributes:
+        is_enabled: Whether `checkpoint.enabled` lets any be made; one to start from is read anyhow.
         last: The newest checkpoint that is known to be committed; the same on every rank.
         best: The committed checkpoint with the lowest held-out loss, if any was evaluated.
         cadence: When a save is due by the count of steps, and what the newest one took.
@@ -72,6 +74,7 @@ class CheckpointStore:
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.time,
         shards: Shards | None = None,
+        ranks_on_node: int = 1,
         costs: CheckpointCosts | None = None,
     ) -> None:
         """Open the store; nothing is read or written before `restore`.
@@ -80,8 +83,10 @@ class CheckpointStore:
         another `job` or `fingerprint` are refused on restore. `fence` is rank 0's, which has the
         folder; None on the others. `warn` receives a sentence on rank 0
         for each thing that went wrong and was survived; `clock` is in seconds since the epoch.
-        `shards` puts states into files: by DCP if None. `costs` is told what everything took.
+        `shards` puts states into files: by DCP if None. So many
+        `ranks_on_node` share the host's memory. `costs` is told what everything took.
         """
+        self.is_enabled = config.enabled
         self.last: CheckpointRef | None = None
         self.best: CheckpointRef | None = None
         self.cadence = Cadence(config)
@@ -89,6 +94,7 @@ class CheckpointStore:
         self._root = Path(config.dir).absolute()
         self._rank = rank
         self._world_size = world_size
+        self._ranks_on_node = ranks_on_node
         self._group = group
         self._job = job
         self._fingerprint = fingerprint
@@ -109,14 +115,17 @@ class CheckpointStore:
         Only rank 0 ever says so, and not at a step that is saved anyway: the others learn it from
         the agreement at the step boundary, as clocks differ. `now` is in seconds of any clock.
         """
-        return self._rank == 0 and not self.cadence.is_due(step) and self.cadence.is_over(now)
+        if self._rank != 0 or not self.is_enabled or self.cadence.is_due(step):
+            return False
+        return self.cadence.is_over(now)
 
     def save(self, step: int, state: State, *, eval_loss: float | None = None) -> float:
         """Start a save of `state` as it is now, and return the seconds the caller was blocked.
 
         `state` may change as soon as this returns. A save in flight is finished first. A step
         that is committed or in flight already is not saved again. A save that fails is reported
-        to `warn`, leaves the checkpoints before it alone, and never ends training.
+        to `warn`, leaves the checkpoints before it alone, and never ends training. None is made
+        where checkpoints are off.
 
         `state` has sections of named tensors and plain values; that of `trainer` holds JSON alone.
         `eval_loss` is the held-out loss of this state, if it was evaluated.
@@ -126,6 +135,8 @@ class CheckpointStore:
                 and `wait`.
         """
         started = time.perf_counter()
+        if not self.is_enabled:
+            return 0.0
         if self._in_flight is not None and self._in_flight[0] == step:
             return 0.0
         self._finish()
@@ -191,7 +202,8 @@ class CheckpointStore:
             OvertakenError: there is a higher claim on the folder.
         """
         self._course, source, self.last, self.best = self._agree_on_start()
-        self._shards.reserve(_tensors_of(state))
+        if self.is_enabled:
+            self._shards.reserve(_tensors_of(state))
         if source is None:
             return None
         folder, manifest = source
@@ -234,12 +246,18 @@ class CheckpointStore:
         return best
 
     def check_space(self, state: State) -> None:
-        """Refuse to start when the disk cannot hold the checkpoints that `state` will need.
+        """Refuse to start when disk or host memory cannot hold what `state` will need.
 
         Raises:
             ConfigError: there is less room than `checkpoint.keep` checkpoints and the one being
-                written take; checkpoints that are there already count as room.
+                written take; checkpoints that are there already count as room. Or the copy of this
+                node's ranks in pinned memory is larger than what is free there.
         """
+        if not self.is_enabled:
+            return
+        refuse_pinning(
+            pinned_size(state), self._ranks_on_node, free_host_memory(), "a copy of the checkpoint"
+        )
         free, held = self._on_rank_0(lambda: measure(self._root))
         size, keep = size_bytes(state), self._config.keep
         refuse_small_disk(self._root, size=size, keep=keep, free=free, held=held)

@@ -4,7 +4,7 @@ Each decoder layer is gathered on its own just before it is used; embeddings, fi
 belong to the loss module around the model, whose forward is the only one that is ever called.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import psutil
@@ -23,26 +23,33 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
+from finetune_trainer.memory.host import free_host_memory, refuse_pinning
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.strategies.fsdp_room import (
+    SHARE_OF_FREE_MEMORY,
+    Kept,
+    Sizes,
+    choose_kept,
+)
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.skeleton import empty_copy, filled
 from finetune_trainer.world import World, gather_objects
-
-# Share of the free memory that gathered layers, gradients and moments may take; activations and
-# logits need the rest.
-_SHARE_OF_FREE_MEMORY = 0.5
 
 
 class FsdpStrategy(NativeStrategy):
     """`torch.distributed.fsdp.fully_shard` on every decoder layer and on the loss module."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, free_memory: Callable[[], int] | None = None
+    ) -> None:
+        """Open the mesh; `free_memory` says how many bytes are free for this rank."""
         super().__init__(config, world)
+        self._free_memory = free_memory or self._measure
         self._mesh = _mesh(config, world)
         self._sharded: list[FSDPModule]
         self._skeleton: nn.Module | None = None
-        self._reshards = True
+        self._kept = Kept(weights=False, gradients=False)
 
     def prepare(self, module: CausalLoss) -> None:
         """Shard the module, make the optimizer, and assert that what was asked is what is there.
@@ -65,17 +72,22 @@ class FsdpStrategy(NativeStrategy):
         self._assert_built_as_asked()
         shards = self._mesh["shard"].get_group()
         training, device = self._config.training, self._world.device
-        self._reshards = not self._has_room()
+        self._kept = self._choose_kept()
         for layer in self._sharded[:-1]:  # the root keeps its parameters until backward needs them
-            layer.set_reshard_after_forward(self._reshards, recurse=False)
+            layer.set_reshard_after_forward(not self._kept.weights, recurse=False)
         self._optimizer = NativeOptimizer(self.model, training, device, shards)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
-        """Run the forward pass; gradients will travel with the last micro-batch."""
-        root = self._sharded[-1]
-        root.set_requires_gradient_sync(is_last)
+        """Run the forward pass; where whole gradients are kept, the last micro-batch sends them.
+
+        Elsewhere each micro-batch's are divided among the shards at once, and only replicas wait
+        for the last one.
+        """
+        root, kept = self._sharded[-1], self._kept
+        root.set_requires_gradient_sync(is_last or not kept.gradients)
+        root.set_requires_all_reduce(is_last)
         # Where there is room, weights are gathered once for all micro-batches of a step.
-        root.set_reshard_after_backward(is_last or self._reshards)
+        root.set_reshard_after_backward(is_last or not kept.weights)
         loss_sum: Tensor = self._module(**inputs)
         return loss_sum
 
@@ -111,6 +123,8 @@ class FsdpStrategy(NativeStrategy):
         offload = OffloadPolicy()
         if self._config.strategy.offload == "cpu":
             offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
+            if self._world.device.type == "cuda":
+                self._refuse_to_pin(module)
         names = getattr(base_of(module.model), "_no_split_modules", None) or ()
         layers = [part for part in module.model.modules() if type(part).__name__ in names]
         if not layers:
@@ -122,6 +136,15 @@ class FsdpStrategy(NativeStrategy):
             fully_shard(part, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
             for part in (*layers, module)
         ]
+
+    def _refuse_to_pin(self, module: CausalLoss) -> None:
+        """Refuse offloaded parameters and gradients that the host has no room to pin."""
+        size = sum(
+            p.numel() * p.element_size() * (1 + p.requires_grad) for p in module.parameters()
+        )
+        size //= self._mesh["shard"].size()
+        ranks = self._config.world.nproc_per_node
+        refuse_pinning(size, ranks, free_host_memory(), "spec.strategy.offload cpu")
 
     def _scatter(self, weights: Mapping[str, Tensor]) -> None:
         """Give every rank its part of rank 0's weights; no other one ever holds a whole model."""
@@ -154,25 +177,30 @@ class FsdpStrategy(NativeStrategy):
                 "modules as they were; this version of torch cannot be used"
             )
 
-    def _has_room(self) -> bool:
-        """Say whether whole layers may stay in memory from forward to backward, on every rank."""
-        asked = self._config.strategy.reshard_after_forward
-        if asked is not None:
-            return not asked
+    def _choose_kept(self) -> Kept:
+        """Say what stays whole between micro-batches, the same on every rank; a collective."""
         wide = 8 if self._config.training.precision == "fp64" else 4
         width = 2 if self._config.training.precision in NARROW else wide
-        trained = [p.numel() for p in self._module.parameters() if p.requires_grad]
-        whole = width * sum(p.numel() for p in self._module.parameters())
-        state = 3 * wide * sum(trained) // self._mesh["shard"].size()  # gradients and two moments
-        accumulated = wide * sum(trained) * (self._config.gradient_accumulation_steps > 1)
-        if self._world.device.type == "cuda":
-            free = torch.cuda.mem_get_info()[0]
-        else:
-            free = psutil.virtual_memory().available // self._config.world.nproc_per_node
-        fits = whole + state + accumulated <= free * _SHARE_OF_FREE_MEMORY
+        trained = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        sizes = Sizes(
+            state=3 * wide * trained // self._mesh["shard"].size(),  # gradients and two moments
+            weights=width * sum(p.numel() for p in self._module.parameters()),
+            gradients=wide * trained,
+        )
+        accumulates = self._config.gradient_accumulation_steps > 1
+        return choose_kept(self._config.strategy, sizes, self._fits, accumulates=accumulates)
+
+    def _fits(self, size: int) -> bool:
+        """Say whether `size` bytes are no more than their share of what is free on every rank."""
+        fits = size <= self._free_memory() * SHARE_OF_FREE_MEMORY
         agreed = torch.tensor(float(fits), device=self._world.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         return bool(agreed.item())
+
+    def _measure(self) -> int:
+        if self._world.device.type == "cuda":
+            return torch.cuda.mem_get_info()[0]
+        return psutil.virtual_memory().available // self._config.world.nproc_per_node
 
     def _reshard(self) -> None:
         """Free what an evaluation has left gathered."""

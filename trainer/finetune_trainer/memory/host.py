@@ -1,0 +1,88 @@
+"""Pinned memory of the host, looked at before it is taken: nothing can be swapped out of it.
+
+The checkpoint store asks for the copies that it stages, FSDP for parameters that it offloads. A
+container is killed at its cgroup's limit, without a word, long before the node runs out.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GIB = 2**30
+
+
+def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that may still be taken: free on the node, and within the cgroup's limit.
+
+    Of what the cgroup is charged for, the kernel gives back files that nobody uses.
+    """
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    free = next(1024 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        stat = (cgroup / limit).parent / "memory.stat"
+        if not (cgroup / limit).is_file() or not (cgroup / used).is_file():
+            continue  # the root of cgroup 2 has no limit
+        most = (cgroup / limit).read_text().strip()
+        if most == "max":
+            continue
+        counted = dict(line.split() for line in stat.read_text().splitlines())
+        taken = int((cgroup / used).read_text()) - int(counted.get(cached, 0))
+        free = min(free, max(0, int(most) - taken))
+    return free
+
+
+def pinned_size(state: dict[str, Any], device: str = "cuda") -> int:
+    """Return the bytes of this rank's part of `state` that are copied into pinned memory.
+
+    Only those on `device` are: what is in host memory is copied into ordinary memory.
+    """
+    from torch.distributed.tensor import DTensor
+
+    total = 0
+    for tensor in _tensors_in(state):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        total += local.numel() * local.element_size() * (local.device.type == device)
+    return total
+
+
+def refuse_pinning(size: int, ranks_on_node: int, free: int, what: str) -> None:
+    """Refuse to pin `size` bytes for each rank of a node where fewer than all of them are free.
+
+    Raises:
+        ConfigError: says how much is wanted and free, and what would help.
+    """
+    wanted = size * ranks_on_node
+    if wanted <= free:
+        return
+    helps = (
+        "spec.checkpoint.enabled false" if "checkpoint" in what else "spec.strategy.offload none"
+    )
+    raise ConfigError(
+        f"spec.resources: {what} takes {_gib(wanted)} of pinned host memory on each node "
+        f"({ranks_on_node} ranks x {_gib(size)}), of which {_gib(free)} are free within the limit "
+        f"of the container; use nodes or limits with more memory, more nodes with a strategy that "
+        f"shards, or {helps}"
+    )
+
+
+def _tensors_in(value: Any) -> "Iterator[Tensor]":
+    import torch
+
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors_in(part)
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def _gib(size: int) -> str:
+    return f"{math.ceil(10 * size / _GIB) / 10} GiB"
