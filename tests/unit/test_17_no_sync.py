@@ -1,25 +1,44 @@
 """Test 17 of the trainer's plan: no micro-batch makes the host wait for the device."""
 
-import json
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fake_device import DEVICE, FakeDevice, MovedToHostError, on_host
+from finetune_trainer import evaluation, loop, numerics
+from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.config import DataReport
 from finetune_trainer.config.metrics import TimedPhase
-from finetune_trainer.control import StopSignal
+from finetune_trainer.control import Agreement, StopSignal
+from finetune_trainer.data.batch import collate, eval_batches
+from finetune_trainer.data.plan import DataPlan
+from finetune_trainer.data.sequences import TokenDataset
+from finetune_trainer.data.store import StoredTokens
+from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.gpu import device_clock
-from finetune_trainer.launch.claim import claim_folders
+from finetune_trainer.model import attention
 from finetune_trainer.model.loss import loss_inputs
 from finetune_trainer.model.prepare import prepare_model
-from finetune_trainer.rank import run
+from finetune_trainer.numerics import LateNumbers
+from finetune_trainer.stopping import Patience
+from finetune_trainer.strategies import create
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.slots import Block
 from finetune_trainer.world import World
 from launches import train_config
 from model_families import family, pack
-from text_fixtures import tiny_model
 
 # Operators whose result the host must have: each one makes it wait on a GPU.
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
@@ -72,55 +91,151 @@ def test_the_watch_sees_an_item_and_a_branch():
     assert waits.names == ["_local_scalar_dense", "_local_scalar_dense", "nonzero"]
 
 
-# Where the host looks at what a step computed, it has arrived: `LateNumbers` waits for it by event.
-_WITHOUT_WAITING = set(TimedPhase) - {
-    TimedPhase.DATA_WAIT,
-    TimedPhase.H2D,  # it searches on the CPU, before anything is moved
-    TimedPhase.CHECKPOINT_BLOCKING,
-    TimedPhase.EVAL,
-    TimedPhase.LOGGING,
-    TimedPhase.OTHER,
+class Untouched:
+    """The checkpoints of a run that never saves."""
+
+    cadence = SimpleNamespace(is_due=lambda step: False)
+    wants_save = staticmethod(lambda step, now: False)
+    poll = staticmethod(lambda: None)
+    save = staticmethod(lambda step, state, eval_loss: None)
+
+
+class Arrivals:
+    """Stands for a CUDA event."""
+
+    def record(self):
+        pass
+
+
+class AgreedWait(LateNumbers):
+    """Reads a step's numbers without values: the one place where the host may wait."""
+
+    reports = 0
+
+    def report(self):
+        if self._in_flight is not None:
+            assert self._in_flight.arrived is not None
+            self._in_flight = None
+            self.reports += 1
+
+
+def rows_of(lengths):
+    tokens = np.concatenate([np.arange(3, 3 + length, dtype=np.int32) for length in lengths])
+    sizes = np.asarray(lengths, np.int32)
+    first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    is_label = np.ones(len(tokens), np.bool_)
+    is_label[first] = False
+    arrays = {
+        "tokens": tokens,
+        "is_label": is_label,
+        "lengths": sizes,
+        "label_counts": sizes - 1,
+        "rows": np.arange(1, len(sizes) + 1),
+    }
+    return TokenDataset([(StoredTokens(arrays, DataReport(), "rows"), 1.0)])
+
+
+def attend_as_on_cuda(rows, bounds, window, dropout, scaling):
+    return attention._attend_at_once(rows, bounds, len(rows[0]), window, scaling)
+
+
+def fake_steps(tmp_path, monkeypatch, planted=None, **training):
+    """Make two steps of two micro-batches, with an evaluation after each; return the run."""
+    device = FakeDevice()
+    monkeypatch.setattr(numerics, "is_on_gpu", lambda values: isinstance(values, FakeTensor))
+    monkeypatch.setattr(torch.cuda, "Event", Arrivals)
+    monkeypatch.setattr(loop, "collate", on_host(collate))
+    monkeypatch.setattr(loop, "loss_inputs", device.fed_by(loss_inputs))
+    monkeypatch.setattr(evaluation, "eval_batches", on_host(eval_batches))
+    monkeypatch.setattr(evaluation, "loss_inputs", device.fed_by(loss_inputs))
+    monkeypatch.setattr(attention, "_attend_each", attend_as_on_cuda)
+    config = train_config(
+        tmp_path,
+        world={"nproc_per_node": 1},
+        data={"max_seq_len": 24, "packing": True},
+        training={
+            **{"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 2, "max_grad_norm": 1.0},
+            **{"eval_every_steps": 1, **training},
+        },
+    )
+    world = World(rank=0, local_rank=0, world_size=1, device=DEVICE)
+    dataset = rows_of([20, 12, 9, 18, 6, 15, 21, 8, 11, 17])
+    batch = pack([(9, 7, 5)], width=24)
+    module = prepare_model(family("llama").train(), config, DEVICE, lambda: batch)
+    device.put(module)
+    strategy = create(config, world)
+    telemetry = Telemetry(config, rank=0, world_size=1)
+    # An evaluation ends with a number for the host: it waits for the device here, once a pass.
+    waits: list[str] = []
+    monkeypatch.setattr(World, "sum", staticmethod(lambda values: Awaited.of(values, waits)))
+    with closing(telemetry), device.active():
+        strategy.prepare(module)
+        run = loop.Run(
+            config=config,
+            world=world,
+            strategy=strategy,
+            dataset=dataset,
+            plan=DataPlan.of(dataset, config),
+            store=cast(CheckpointStore, Untouched()),
+            telemetry=telemetry,
+            stop=StopSignal(),
+            agreement=Agreement(world),
+            fence=None,
+            patience=Patience(None),
+            evaluate=partial(held_out_loss, strategy, dataset, world, lambda: False, round_to=8),
+            notes=dict,
+            pad_to=24,
+            pad_id=0,
+            flops_of_rows=None,
+        )
+        run.numbers = AgreedWait(world, run.agreement, telemetry, str)
+        if planted is not None:
+            step = strategy.step
+            monkeypatch.setattr(strategy, "step", lambda *args: planted(step(*args)))
+        loop.train(run, 0)
+    return run, waits
+
+
+class Awaited:
+    """Totals of an evaluation, whose `tolist` is noted; other sums stay what they are."""
+
+    def __init__(self, waits):
+        self._waits = waits
+
+    @classmethod
+    def of(cls, values, waits):
+        return values if values.ndim == 0 else cls(waits)
+
+    def tolist(self):
+        self._waits.append("evaluation")
+        return [1.0, 1.0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_host_waits_in_a_step_for_nothing_but_late_numbers(precision, tmp_path, monkeypatch):
+    run, waits = fake_steps(tmp_path, monkeypatch, precision=precision)
+    assert run.config.gradient_accumulation_steps == 2
+    assert run.numbers.reports == 2
+    assert waits == ["evaluation"] * 2
+
+
+PLANTED = {
+    "item": lambda norm: norm.item(),
+    "bool": lambda norm: bool(norm > 1),
+    "tolist": lambda norm: norm[None].tolist(),
+    "nonzero": lambda norm: norm[None].nonzero(),
+    "an index by a mask": lambda norm: norm[None][norm[None] > 1],
+    "cpu": lambda norm: norm.cpu(),
+    "numpy": lambda norm: norm.numpy(),
+    "to the host": lambda norm: norm.to("cpu"),
 }
 
 
-class WaitsOfSteps(Waits):
-    """Note them with the phase that a rank is in, where it must not wait."""
-
-    def __init__(self, phases):
-        super().__init__()
-        self.seen = set()
-        self._phases = phases
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.add(self._phases.phase)
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        if self._phases.phase not in _WITHOUT_WAITING:
-            self.names.clear()
-        assert self.names == [], f"in phase {self._phases.phase}"
-        return result
-
-
-def test_a_whole_step_reads_no_value_from_the_device(tmp_path):
-    model = tiny_model(tmp_path / "base")
-    rows = "".join(json.dumps({"text": f"Row {n} of these."}) + "\n" for n in range(8))
-    (tmp_path / "train.jsonl").write_text(rows)
-    made = train_config(
-        tmp_path,
-        world={"nproc_per_node": 1},
-        model={"path": str(model)},
-        method={"type": "lora", "lora": {"r": 2}},
-        output={"format": "adapter"},
-        data={"format": "text"},
-        training={"global_batch_size": 4, "max_steps": 3},
-    )
-    fence = claim_folders(made, lambda: False)
-    telemetry = Telemetry(made, rank=0, world_size=1)
-    world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    with WaitsOfSteps(telemetry.phases) as waits:
-        run(made, world, StopSignal(), telemetry, fence)
-    telemetry.close()
-    computing = {TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER}
-    assert computing | {TimedPhase.COMM_EXPOSED} <= waits.seen
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_wait_fails_the_step(planted, tmp_path, monkeypatch):
+    waiting = (MovedToHostError, DataDependentOutputException, DynamicOutputShapeException)
+    with pytest.raises(waiting):
+        fake_steps(tmp_path, monkeypatch, PLANTED[planted], precision="fp16")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

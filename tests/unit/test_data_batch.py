@@ -89,6 +89,19 @@ def test_evaluation_takes_a_row_longer_than_the_limit_alone() -> None:
     assert longest.input_ids.shape == (1, int(rows.lengths.max()))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rounded_evaluation_has_few_shapes_and_sees_every_row_once(world_size: int) -> None:
+    rows = random_rows(400)
+    options: Any = {"max_tokens_per_batch": 200, "world_size": world_size, "round_to": 16}
+    batches = [list(eval_batches(rows, rank=rank, **options)) for rank in range(world_size)]
+    shapes = [[batch.input_ids.shape for batch in mine] for mine in batches]
+    assert all(mine == shapes[0] for mine in shapes)
+    assert set(shapes[0]) <= {(4, 48), (6, 32), (12, 16)}
+    seen = [batch for mine in batches for batch in mine]
+    assert sum(batch.tokens for batch in seen) == rows.lengths.sum()
+    assert sum(batch.label_tokens for batch in seen) == rows.label_counts.sum()
+
+
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import AutoModelForCausalLM

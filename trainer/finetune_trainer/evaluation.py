@@ -14,6 +14,9 @@ from finetune_trainer.world import World
 
 # Tokens of one forward pass without gradients; activations are freed layer by layer.
 MAX_TOKENS_PER_BATCH = 2048
+# On a GPU rows are rounded up to so many positions, so that there are few shapes: each new one may
+# be compiled anew, and costs the allocator a block of its own.
+ROUND_TO_ON_GPU = 128
 
 
 @contextmanager
@@ -29,26 +32,34 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def held_out_loss(
-    strategy: Strategy, dataset: TokenDataset, world: World, is_stopping: Callable[[], bool]
+    strategy: Strategy,
+    dataset: TokenDataset,
+    world: World,
+    is_stopping: Callable[[], bool],
+    *,
+    round_to: int = 1,
 ) -> float | None:
     """Return the mean loss over all label tokens of `dataset`, the same on every rank.
 
-    Every rank sums the losses of its own batches; sums and counts meet in one reduction, so the
-    result does not depend on how the rows were divided. After each batch `is_stopping` is asked,
-    a collective; once it is true the result is None.
+    Every rank sums the losses of its own batches where they were computed, so that the host waits
+    for the device once, at the end; sums and counts meet in one reduction, so the result does not
+    depend on how the rows were divided. After each batch `is_stopping` is asked, a collective of
+    the hosts; once it is true the result is None. `round_to` is `eval_batches`'.
     """
-    totals = torch.zeros(2, dtype=torch.float64)  # summed loss, label tokens
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    label_tokens = 0
     with in_evaluation_mode(strategy.model):
         for batch in eval_batches(
             dataset,
             max_tokens_per_batch=MAX_TOKENS_PER_BATCH,
             rank=world.rank,
             world_size=world.world_size,
+            round_to=round_to,
         ):
-            inputs = loss_inputs(batch, world.device)
-            totals[0] += strategy.evaluate(inputs).item()  # waits for the device
-            totals[1] += batch.label_tokens
+            loss_sum += strategy.evaluate(loss_inputs(batch, world.device))
+            label_tokens += batch.label_tokens
             if is_stopping():
                 return None
-    summed = world.sum(totals.to(world.device)).tolist()
+    totals = torch.stack([loss_sum, torch.full_like(loss_sum, label_tokens)])
+    summed = world.sum(totals).tolist()  # waits for the device, once a pass
     return float(summed[0] / summed[1])

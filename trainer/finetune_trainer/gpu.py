@@ -29,6 +29,20 @@ def device_clock(device: torch.device) -> DeviceClock | None:
     return CudaClock() if device.type == "cuda" else None
 
 
+def is_on_gpu(values: torch.Tensor) -> bool:
+    """Whether the host would have to wait for `values`."""
+    return values.is_cuda
+
+
+def begin_copy(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """Begin the copy of `values` to the host; they are there once the event is over."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return host, arrived
+
+
 def find_gpu(device: torch.device) -> Gpu | None:
     """Return what telemetry shows of `device`; None for a CPU."""
     if device.type != "cuda":

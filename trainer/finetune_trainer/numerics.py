@@ -14,6 +14,7 @@ from torch import Tensor
 from finetune_trainer.control import Agreement
 from finetune_trainer.data.plan import Pack
 from finetune_trainer.errors import NonFiniteLossError
+from finetune_trainer.gpu import begin_copy, is_on_gpu
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.telemetry.phases import Marks
 from finetune_trainer.world import World, gather_objects
@@ -65,12 +66,10 @@ class LateNumbers:
         `loss` is the mean over the step's label tokens of all ranks; `grad_norm` is not finite
         when the step was skipped; `own_losses` are the sums of this rank's micro-batches.
         """
-        values, arrived = torch.stack([loss, grad_norm.to(loss.dtype), *own_losses]), None
-        if values.is_cuda:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = host.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+        values = torch.stack([loss, grad_norm.to(loss.dtype), *own_losses])
+        arrived: Event | None = None
+        if is_on_gpu(values):
+            values, arrived = begin_copy(values)
         marks = self._telemetry.phases.take_marks()
         self._in_flight = _InFlight(report, micro_batches, values, arrived, marks)
 

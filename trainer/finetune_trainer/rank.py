@@ -32,7 +32,7 @@ from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.evaluation import held_out_loss
+from finetune_trainer.evaluation import ROUND_TO_ON_GPU, held_out_loss
 from finetune_trainer.export import check_replaceable, export
 from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
@@ -107,6 +107,8 @@ def run(
         _tell_data(config, telemetry, plan, dataset, held_out)
     # Compiled kernels and a GPU want one length; a CPU saves the padding.
     pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
+    # Not where rows hold one document: such a model may have no positions beyond its longest row.
+    round_to = ROUND_TO_ON_GPU if pads else 1
     patience = Patience(config.training.early_stopping)
 
     def is_stopping() -> bool:
@@ -129,7 +131,7 @@ def run(
         patience=patience,
         evaluate=None
         if held_out is None
-        else partial(held_out_loss, strategy, held_out, world, is_stopping),
+        else partial(held_out_loss, strategy, held_out, world, is_stopping, round_to=round_to),
         notes=partial(_notes, telemetry, patience),
         pad_to=config.data.max_seq_len if pads else None,
         pad_id=tokenizer.pad_token_id,

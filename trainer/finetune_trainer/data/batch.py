@@ -88,22 +88,35 @@ def collate(
 
 
 def eval_batches(
-    dataset: TokenDataset, *, max_tokens_per_batch: int, rank: int, world_size: int, pad_id: int = 0
+    dataset: TokenDataset,
+    *,
+    max_tokens_per_batch: int,
+    rank: int,
+    world_size: int,
+    pad_id: int = 0,
+    round_to: int = 1,
 ) -> Iterator[MicroBatch]:
     """Yield every sequence once over all ranks, in a fixed order that needs little padding.
 
     Sequences go from long to short, one a row, neighbours to different ranks; a batch holds at most
     `max_tokens_per_batch` positions, padding counted (more only when a single sequence is longer).
-    Every rank yields the same number of batches of the same shape or nearly so, as collectives
-    inside the forward pass need; where there are no more sequences a row is empty.
+    Every rank yields the same number of batches, as collectives inside the forward pass need;
+    where there are no more sequences a row is empty.
+
+    With `round_to` above 1 there are few shapes, the same on every rank: T is a multiple of it, and
+    B as many rows as fit, also in the last batch of a T. Without, padding is the least, and so is
+    the arithmetic.
     """
     order = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
     num_rows = -(-len(order) // world_size)
     start = 0
     while start < num_rows:
         longest = max(MIN_LENGTH, int(dataset.lengths[order[start * world_size]]))
-        end = min(num_rows, start + max(1, max_tokens_per_batch // longest))
+        width = -(-longest // round_to) * round_to
+        end = start + max(1, max_tokens_per_batch // width)
+        if round_to == 1:
+            end = min(num_rows, end)
         mine = [row * world_size + rank for row in range(start, end)]
         packs = [(int(order[place]),) if place < len(order) else () for place in mine]
-        yield collate(dataset, packs, pad_to=None, pad_id=pad_id)
+        yield collate(dataset, packs, pad_to=width if round_to > 1 else None, pad_id=pad_id)
         start = end
