@@ -28,18 +28,39 @@ _T = TypeVar("_T")
 
 # What gloo, NCCL and the store say when the process at the other end is gone or does not answer.
 _LOST_PEER_PHRASES = (
+    "application timeout caused pair closure",
     "broken pipe",
     "communicator was aborted",
     "connectfullmesh failed",
-    "connection closed by peer",
+    "connection closed by",
     "connection refused",
     "connection reset by peer",
+    "connection timed out",
+    "connection was likely closed",
     "failed to recv",
+    "nccl timeout in communicator initialization",
+    "ncclremoteerror",
+    "no route to host",
+    "operations have failed or timed out",
     "remote process exited",
     "socket timeout",
     "timed out waiting",
+    "wait timeout after",
+    "watchdog caught collective operation timeout",
 )
-_OUT_OF_MEMORY_PHRASES = ("can't allocate memory", "cuda out of memory")
+# NCCL's own name for any call of the system that failed: mostly a connection. What it adds says
+# where it was something of this node, as shared memory that is too small.
+_SYSTEM_ERROR_OF_NCCL = "ncclsystemerror"
+_OF_THIS_NODE = ("shared memory", "/dev/shm", "no space left", "malloc failed", "mmap")
+_LAST_ERROR_OF_NCCL = "Last error:"
+_OUT_OF_MEMORY_PHRASES = (
+    "can't allocate memory",
+    "cuda out of memory",
+    "cuda error: out of memory",
+    "cuda failure 2 'out of memory'",
+    "cuda failure 'out of memory'",
+    "failed to cuda calloc",
+)
 
 
 class BrokenOff(BaseException):
@@ -247,7 +268,7 @@ def judge(error: BaseException) -> Verdict:
             "spec.training.maxSeqLength, or set spec.strategy.activationCheckpointing to full",
         )
     # torch raises RuntimeError for its peers; Python's ConnectionError is about some other host.
-    if isinstance(error, RuntimeError) and any(p in text for p in _LOST_PEER_PHRASES):
+    if isinstance(error, RuntimeError) and _is_of_a_peer(text):
         return Verdict(
             FailureClass.WORKER_LOST,
             ExitCode.ERROR,
@@ -259,6 +280,15 @@ def judge(error: BaseException) -> Verdict:
         ExitCode.ERROR,
         f"{type(error).__name__}: {_sentence(error)}; the traceback is in the rank's log",
     )
+
+
+def _is_of_a_peer(text: str) -> bool:
+    """Whether such a text, in small letters, says that another rank is gone or does not answer."""
+    if any(phrase in text for phrase in _LOST_PEER_PHRASES):
+        return True
+    _, is_there, added = text.partition(_SYSTEM_ERROR_OF_NCCL)
+    added = added.partition(_LAST_ERROR_OF_NCCL.lower())[2]  # its name alone mentions malloc
+    return bool(is_there) and not any(phrase in added for phrase in _OF_THIS_NODE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -307,7 +337,12 @@ def leave(code: int) -> NoReturn:
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the first paragraph of the message; libraries add pages of C++ frames."""
+    """Return the first paragraph of the message; libraries add pages of C++ frames.
+
+    NCCL says what went wrong in the line behind "Last error:".
+    """
     lines = [line.strip() for line in str(error).strip().splitlines()]
     text = lines[0] if lines else type(error).__name__
+    if _LAST_ERROR_OF_NCCL in lines[:-1]:
+        text = f"{text}: {lines[lines.index(_LAST_ERROR_OF_NCCL) + 1]}".rstrip(": ")
     return text.rstrip(".")

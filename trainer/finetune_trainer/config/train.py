@@ -50,7 +50,7 @@ class LoraSettings(ContractModel):
     alpha: Annotated[float, Field(gt=0)] = 32
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: tuple[str, ...] = Field(
-        (), description="Module name endings; empty means every linear layer but the head."
+        (), description="Module name endings; empty: all linear layers but head and routers."
     )
     rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv:2312.03732).")
     dora: bool = Field(False, description="Train magnitudes apart (arXiv:2402.09353).")

@@ -32,6 +32,10 @@ _SHARED = {
 }
 
 
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Where a model's configuration says how many experts a layer has."""
+
+
 def choose_trained(model: "PreTrainedModel", config: TrainConfig) -> "PreTrainedModel | PeftModel":
     """Return the model with exactly the parameters that `config` trains requiring gradients.
 
@@ -52,7 +56,9 @@ def choose_trained(model: "PreTrainedModel", config: TrainConfig) -> "PreTrained
 def attach_lora(
     model: "PreTrainedModel", settings: LoraSettings, new_tokens: Sequence[int] = ()
 ) -> "PeftModel":
-    """Freeze the base and add adapters to the named linear layers, or to all but the head.
+    """Freeze the base and add adapters to the named linear layers.
+
+    Without names, to all but the head and the `routers` of experts.
 
     Adapter weights are fp32 whatever the base is stored in, so that small updates are not lost.
 
@@ -86,6 +92,8 @@ def attach_lora(
         use_dora=settings.dora,
         trainable_token_indices=_token_rows(model, list(new_tokens)),
     )
+    if not settings.target_modules:
+        _leave_routers(model, lora)
     try:
         adapted = adapt(model, lora)
     except ValueError as error:
@@ -93,6 +101,59 @@ def attach_lora(
     if settings.start_from is not None:
         _start_from(adapted, Path(settings.start_from))
     return adapted
+
+
+def routers(model: "PreTrainedModel") -> list[str]:
+    """Name the modules that choose experts, or say how much one of them counts.
+
+    Few rows decide where every token goes: adapted without the loss that keeps experts evenly used,
+    they unlearn that. They are told by their class or the one around them, or by their width, as
+    names differ. Not all are linear layers, but peft adapts those that were in an earlier version.
+    """
+    from torch import nn
+
+    text = model.config.get_text_config()
+    counts = {getattr(text, name, None) for name in NUM_EXPERTS} - {None, 0, 1}
+    if not counts:
+        return []
+    modules = dict(model.named_modules())
+
+    def is_router(name: str, module: "nn.Module") -> bool:
+        is_linear = isinstance(module, nn.Linear)
+        if is_linear and (module.out_features == 1 or module.out_features in counts):
+            return True
+        around = [name.rsplit(".", up)[0] for up in range(3) if name.count(".") >= up]
+        if not any("Router" in type(modules[one]).__name__ for one in around):
+            return False
+        return is_linear or any(p.ndim == 2 for p in module.parameters(recurse=False))
+
+    return [name for name, module in modules.items() if is_router(name, module)]
+
+
+def _leave_routers(model: "PreTrainedModel", lora: "LoraConfig") -> None:
+    """Take the routers of experts out of what "all-linear" means."""
+    names = routers(model)
+    if not names:
+        return
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_config_for_transformers,
+        get_model_conversion_mapping,
+    )
+
+    lora.exclude_modules = names
+    # Experts that are stacked in a parameter, and routers beside them, are found by peft when it
+    # attaches adapters, and left out by nobody. Asked for it here, it finds nothing more then.
+    convert_peft_config_for_transformers(lora, model, get_model_conversion_mapping(model))
+    own = {
+        f".{name}.{parameter}"
+        for name in names
+        for parameter, _ in model.get_submodule(name).named_parameters(recurse=False)
+    }
+    lora.target_parameters = [
+        target
+        for target in sorted(lora.target_parameters or ())
+        if not any(parameter.endswith(f".{target}") for parameter in own)
+    ] or None
 
 
 def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":

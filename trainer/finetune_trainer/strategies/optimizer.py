@@ -44,6 +44,10 @@ class NativeOptimizer:
         """
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._device = device
+        # Where parameters are offloaded, the kernel that reads the scale runs on the host. Torch
+        # would move it there without waiting for the device (`torch.optim.adam._fused_adam`), and
+        # the kernel could read what was there before: so it is moved here, which waits.
+        self._home = next((p.device for p in self._trained.values()), device)
         self._shards = shards
         self._is_scaled = training.precision == "fp16"
         self._scale = torch.tensor(FIRST_LOSS_SCALE if self._is_scaled else 1.0, device=device)
@@ -68,8 +72,9 @@ class NativeOptimizer:
             for grad in self._grads():
                 grad.div_(clip)
             clip = torch.ones_like(clip)
-        self._adamw.grad_scale = (self._scale * clip).float()  # type: ignore[attr-defined]
-        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
+        divisor = (self._scale * clip).float()
+        self._adamw.grad_scale = divisor.to(self._home)  # type: ignore[attr-defined]
+        self._adamw.found_inf = found_inf.to(self._home)  # type: ignore[attr-defined]
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
