@@ -95,8 +95,7 @@ def pack(
             targets[index, start : start + length - 1] = wanted
             start += length
         positions[index, start:] = torch.arange(width - start)
-    labels = int((targets != NO_TARGET).sum())
-    return MicroBatch(ids, positions, targets, tokens=sum(map(sum, rows)), label_tokens=labels)
+    return MicroBatch.of(ids, positions, targets, tokens=sum(map(sum, rows)))
 
 
 def sequences(batch: MicroBatch, lengths: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
@@ -131,4 +130,4 @@ def joined(batch: MicroBatch, rows: Sequence[Sequence[tuple[torch.Tensor, ...]]]
             start += len(document[0])
         fields[1][index, start:] = torch.arange(width - start)
     ids, positions, targets = fields
-    return MicroBatch(ids, positions, targets, batch.tokens, batch.label_tokens)
+    return MicroBatch.of(ids, positions, targets, tokens=batch.tokens)

@@ -327,7 +327,7 @@ def _collate(rows: Sequence[Row]) -> MicroBatch:
         targets[place, : len(wanted)] = torch.tensor(wanted, dtype=torch.int64)
     positions = torch.arange(width).expand(len(rows), -1).contiguous()
     tokens_of = sum(len(tokens) for tokens, _ in rows)
-    return MicroBatch(ids, positions, targets, tokens_of, int((targets != -100).sum()))
+    return MicroBatch.of(ids, positions, targets, tokens=tokens_of)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -53,11 +53,10 @@ def test_without_isolation_the_gradient_would_be_another_one(name):
     batch = pack([LENGTHS])
     documents = sequences(batch, LENGTHS)
     expected = gradients(family(name).double(), [joined(batch, [[d]]) for d in documents])
-    leaking = type(batch)(
+    leaking = type(batch).of(
         batch.input_ids,
         torch.arange(sum(LENGTHS))[None],
         batch.targets,
         tokens=batch.tokens,
-        label_tokens=batch.label_tokens,
     )
     assert error(gradients(family(name).double(), [leaking]), expected)[1] > 1e-1

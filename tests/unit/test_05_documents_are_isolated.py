@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def logits(model, batch, is_isolating):
-    bounds = loss_inputs(batch, CPU)["cu_seq_lens"]
+    bounds = loss_inputs(batch, CPU)["bounds"]
     with torch.no_grad():
         return model(
             input_ids=batch.input_ids,
@@ -88,7 +88,7 @@ class Kernels(TorchDispatchMode):
 def test_off_the_cpu_one_kernel_a_layer_attends_in_all_documents(name, window):
     """Only shapes are computed, so this needs no GPU."""
     batch = pack([(9, 7, 5), (4, 8, 9)])
-    bounds = loss_inputs(batch, CPU)["cu_seq_lens"]
+    bounds = loss_inputs(batch, CPU)["bounds"]
     with torch.device("meta"):
         model = family(name).to(torch.bfloat16)
     assert isolate_documents(model, torch.device("cuda"), torch.bfloat16)

@@ -46,6 +46,15 @@ def test_targets_are_shifted_and_never_cross_documents() -> None:
     assert (batch.tokens, batch.label_tokens) == (9, 4)
 
 
+def test_a_batch_carries_the_bounds_of_its_documents_and_the_places_of_its_labels() -> None:
+    batch = collate(THREE, [(0, 1), (2,)], pad_to=None, pad_id=PAD)
+    assert batch.cu_seq_lens.tolist() == [0, 3, 5, 9, 10]
+    assert batch.cu_seq_lens.dtype == torch.int32
+    assert batch.max_length == 4
+    assert batch.label_positions.tolist() == [0, 1, 3, 7]
+    assert collate(THREE, [()], pad_to=2, pad_id=PAD).cu_seq_lens.tolist() == [0, 2]
+
+
 def test_padding_is_apart_and_no_longer_than_a_document_of_the_batch() -> None:
     batch = collate(THREE, [(0,)], pad_to=8, pad_id=PAD)
     assert batch.input_ids.tolist() == [[11, 12, 13, PAD, PAD, PAD, PAD, PAD]]

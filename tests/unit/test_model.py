@@ -25,12 +25,12 @@ from finetune_trainer.config import (
     TrainingConfig,
 )
 from finetune_trainer.control import judge
-from finetune_trainer.data.batch import MicroBatch
+from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
 from finetune_trainer.model.identity import model_fingerprint
 from finetune_trainer.model.load import base_name, load_model, load_tokenizer
-from finetune_trainer.model.loss import IGNORE, CausalLoss, loss_inputs
+from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from finetune_trainer.strategies.optimizer import make_adamw
 from model_families import family
 from text_fixtures import tiny_model
@@ -66,12 +66,12 @@ def config(folder: Path, *, method="lora", precision="fp32", dropout=None) -> Tr
 def micro_batch(rows=2, length=12, labels=((3, 4, 5), (4, 9))):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 700, (rows, length), generator=generator)
-    targets = torch.full((rows, length), IGNORE)
+    targets = torch.full((rows, length), NO_TARGET)
     for row, positions in enumerate(labels):
         for position in positions:
             targets[row, position] = ids[row, position + 1]
     positions = torch.arange(length).expand(rows, -1)
-    return MicroBatch(ids, positions, targets, tokens=ids.numel(), label_tokens=0)
+    return MicroBatch.of(ids, positions, targets, tokens=ids.numel())
 
 
 def gradients(module, batch):

@@ -6,10 +6,10 @@ from peft import LoraConfig, get_peft_model
 
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import isolate_documents
+from finetune_trainer.model.compile import compile_layers
+from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from finetune_trainer.model.prepare import (
-    compile_layers,
-    decoder_layers,
     prepare_model,
     use_float8,
 )
@@ -35,12 +35,12 @@ def test_compiled_layers_give_the_same_gradients_and_packs_share_one_graph():
 
     expected = one_step(family("llama"))
     model, counter = family("llama", num_hidden_layers=4), CompileCounterWithBackend("aot_eager")
-    compile_layers(model, CPU, backend=counter)
+    compile_layers(model, CPU, is_asked=True, warn=pytest.fail, backend=counter)
     for packs in ([(9, 7, 5)], [(4, 4, 4, 4)], [(20,)], [(3, 3, 9)]):
         one_step(model, pack(packs, width=24))
     assert counter.frame_count <= 2  # one kind of layer, whatever the documents
     model = family("llama")
-    compile_layers(model, CPU, backend="aot_eager")
+    compile_layers(model, CPU, is_asked=True, warn=pytest.fail, backend="aot_eager")
     torch.testing.assert_close(one_step(model), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -53,9 +53,31 @@ def test_decoder_layers_are_found_in_any_family_and_under_adapters(name):
     assert len(decoder_layers(get_peft_model(model, lora).get_base_model())) == 2
 
 
-def test_a_model_without_a_list_of_layers_is_refused():
-    with pytest.raises(ConfigError, match=r"^spec.training.compile cannot find .* of Linear"):
-        decoder_layers(torch.nn.Linear(2, 2))
+def broken(graph, inputs):
+    raise RuntimeError("no such kernel")
+
+
+def test_a_model_that_cannot_be_compiled_is_refused_where_the_manifest_asks_for_it():
+    fault = r"^spec.training.compile: the decoder layers of Linear are in no list; set it to false"
+    with pytest.raises(ConfigError, match=fault):
+        compile_layers(torch.nn.Linear(2, 2), CPU, is_asked=True, warn=pytest.fail)
+    model = family("llama")
+    compile_layers(model, CPU, is_asked=True, warn=pytest.fail, backend=broken)
+    with pytest.raises(ConfigError, match=r"^spec.training.compile: layers of LlamaForCausalLM ca"):
+        one_step(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_model_that_cannot_be_compiled_goes_on_without_where_it_is_the_default():
+    said: list[str] = []
+    expected = one_step(family("llama"))
+    compile_layers(torch.nn.Linear(2, 2), CPU, is_asked=False, warn=said.append)
+    model = family("llama")
+    compile_layers(model, CPU, is_asked=False, warn=said.append, backend=broken)
+    torch.testing.assert_close(one_step(model), expected, rtol=0, atol=0)
+    assert len(said) == 2
+    assert all(one.startswith("training goes on without compiled layers: ") for one in said)
+    assert "no such kernel" in said[1]
 
 
 @pytest.mark.parametrize(

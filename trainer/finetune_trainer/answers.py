@@ -24,7 +24,9 @@ def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) 
     The model's mode is put back, and nothing of its state changes.
     """
     inputs = _encode(tokenizer, prompt).to(next(model.parameters()).device)
-    with torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
+    # Answers grow by a token at a time: compiled layers would be compiled for each length.
+    stance = torch.compiler.set_stance("force_eager")
+    with stance, torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
         output = model.generate(  # type: ignore[operator]  # a transformers or peft model
             **inputs,
             max_new_tokens=MAX_NEW_TOKENS,

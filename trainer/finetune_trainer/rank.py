@@ -98,7 +98,7 @@ def run(
     telemetry.device(find_gpu(world.device))
     flops = model_flops(module.model)
     of_rows = None if flops is None else flops.of(dataset.lengths, dataset.label_counts).data
-    strategy.prepare(module)
+    strategy.prepare(module, telemetry.warn)
     telemetry.collectives.begin()
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
     settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)

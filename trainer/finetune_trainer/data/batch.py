@@ -31,15 +31,49 @@ class MicroBatch:
             longer than the longest of the batch, as a table of positions may end there.
         targets: (B, T) int64, the token that position t must predict, so already shifted;
             -100 where there is none.
+        cu_seq_lens: (N + 1,) int32, where the N documents of the flattened batch begin, and its
+            end; padding is documents, too, and none goes on in the next row.
+        max_length: Of the longest document, at least 2.
+        label_positions: (K,) int64, the positions of the flattened batch that have a target.
         tokens: Positions that are not padding.
-        label_tokens: Positions that have a target.
     """
 
     input_ids: "torch.Tensor"
     position_ids: "torch.Tensor"
     targets: "torch.Tensor"
+    cu_seq_lens: "torch.Tensor"
+    max_length: int
+    label_positions: "torch.Tensor"
     tokens: int
-    label_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: "torch.Tensor",
+        position_ids: "torch.Tensor",
+        targets: "torch.Tensor",
+        *,
+        tokens: int,
+    ) -> "MicroBatch":
+        """Find bounds and labels, all (B, T) being on the CPU: a GPU would be waited for."""
+        begins = (position_ids == 0).flatten().nonzero().flatten()
+        cu_seq_lens = begins.new_empty(len(begins) + 1)
+        cu_seq_lens[:-1], cu_seq_lens[-1] = begins, position_ids.numel()
+        return cls(
+            input_ids,
+            position_ids,
+            targets,
+            cu_seq_lens=cu_seq_lens.int(),
+            # A length of 1 would be compiled apart from all others.
+            max_length=max(MIN_LENGTH, int(cu_seq_lens.diff().max())),
+            label_positions=(targets != NO_TARGET).flatten().nonzero().flatten(),
+            tokens=tokens,
+        )
+
+    @property
+    def label_tokens(self) -> int:
+        """How many positions have a target."""
+        return len(self.label_positions)
 
 
 def collate(
@@ -78,12 +112,11 @@ def collate(
             )
             start = end
         position_ids[row, start:] = np.arange(width - start) % max(MIN_LENGTH, longest)
-    return MicroBatch(
+    return MicroBatch.of(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),
         torch.from_numpy(targets),
         tokens=sum(num_tokens),
-        label_tokens=int((targets != NO_TARGET).sum()),
     )
 
 

@@ -39,9 +39,9 @@ def is_isolating(base: Any) -> bool:
     return bool(base.config._attn_implementation == NAME)
 
 
-def bounds_as_mask(cu_seq_lens: Tensor) -> Tensor:
-    """Return the documents' bounds (N + 1,) in the form in which models pass them on."""
-    return cu_seq_lens[None, None, None]
+def bounds_as_mask(bounds: Tensor) -> Tensor:
+    """Return the documents' bounds (L, N + 1) in the form in which models pass them on."""
+    return bounds[None, None]
 
 
 def _is_plain(base: Any) -> bool:
@@ -94,19 +94,19 @@ def _attend(
     on_cpu = query.device.type == "cpu"
     dtype = torch.promote_types(value.dtype, torch.float32) if on_cpu else value.dtype
     rows = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    bounds, window = attention_mask.flatten(), kwargs.get("sliding_window") or 0
+    bounds, window = attention_mask[0, 0, 0], kwargs.get("sliding_window") or 0
     if on_cpu:
         with torch.autocast("cpu", enabled=False):
             output = _attend_each(rows, bounds, window, dropout, scaling)
     else:
-        output = _attend_at_once(rows, bounds, length, window, scaling)
+        output = _attend_at_once(rows, bounds, attention_mask.shape[2], window, scaling)
     return output.to(value.dtype).view(batch, length, *output.shape[1:]), None
 
 
 def _attend_at_once(
     rows: list[Tensor], bounds: Tensor, length: int, window: int, scaling: float | None
 ) -> Tensor:
-    """Attend in all documents in one kernel; `length` bounds theirs, and waits for nothing."""
+    """Attend in all documents in one kernel; the longest has `length` tokens."""
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = rows

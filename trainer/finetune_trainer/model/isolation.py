@@ -187,7 +187,6 @@ def _lay_out(rows: Sequence[Row], width: int, vocabulary: int) -> MicroBatch:
         wanted[len(tokens) - last : len(tokens)] = ids[-1][len(tokens) - last : len(tokens)]
         targets.append(wanted)
     count = sum(len(document) for documents in rows for document in documents)
-    label_tokens = sum(len(documents[-1]) for documents in rows)
-    return MicroBatch(
-        torch.stack(ids), torch.stack(positions), torch.stack(targets), count, label_tokens
+    return MicroBatch.of(
+        torch.stack(ids), torch.stack(positions), torch.stack(targets), tokens=count
     )

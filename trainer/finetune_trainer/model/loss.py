@@ -22,8 +22,6 @@ from finetune_trainer.model.fused_head import FusedHead, fuse_head
 if TYPE_CHECKING:
     from finetune_trainer.data.batch import MicroBatch
 
-IGNORE = -100  # no token is to be predicted here
-
 
 class CausalLoss(nn.Module):
     """Wrap a causal language model so that calling it returns the sum of its token losses.
@@ -61,7 +59,7 @@ class CausalLoss(nn.Module):
         position_ids: Tensor,  # (B, T) int64, restarting at 0 with each document
         kept: Tensor,  # (K,) int64, positions of the flattened batch that hold a target
         targets: Tensor,  # (K,) int64, the token to predict at each of them
-        cu_seq_lens: Tensor,  # (N + 1,) int32, where documents of the flattened batch begin
+        bounds: Tensor,  # (L, N + 1) int32, `cu_seq_lens` as often as the longest document is long
     ) -> Tensor:
         """Return the summed loss, a scalar in at least fp32.
 
@@ -73,7 +71,7 @@ class CausalLoss(nn.Module):
         if self.gives_positions:
             call["position_ids"] = position_ids
             if is_isolating(base):
-                call["attention_mask"] = bounds_as_mask(cu_seq_lens)
+                call["attention_mask"] = bounds_as_mask(bounds)
         head = base.get_output_embeddings()
         if isinstance(head, FusedHead):
             with self._head_of(kept), head.summing(targets):
@@ -118,23 +116,20 @@ def base_of(model: nn.Module) -> Any:
 
 
 def loss_inputs(batch: "MicroBatch", device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments of `CausalLoss.forward`; all searches come before the move.
-
-    On a GPU each search would wait for the device.
-    """
-    targets = batch.targets.flatten()
-    kept = (targets != IGNORE).nonzero().flatten()
-    begins = (batch.position_ids.flatten() == 0).nonzero().flatten()
+    """Return the arguments of `CausalLoss.forward`; nothing is searched for, nothing waits."""
     tensors = {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,
-        "kept": kept,
-        "targets": targets[kept],
-        "cu_seq_lens": functional.pad(begins, (0, 1), value=len(targets)).int(),
+        "kept": batch.label_positions,
+        "targets": batch.targets.flatten()[batch.label_positions],
+        "cu_seq_lens": batch.cu_seq_lens,
     }
     if device.type == "cuda":
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    # The longest document's length travels as a size, which is read without waiting.
+    moved["bounds"] = moved.pop("cu_seq_lens").expand(batch.max_length, -1)
+    return moved
 
 
 def scale_factor(label_tokens: int, world_size: int) -> float:

@@ -1,10 +1,9 @@
-"""Give a loaded model the attention, the recomputation and the kernels that were asked for.
+"""Give a loaded model the attention and the kernels that were asked for.
 
-Called by `rank` once adapters are attached, before a strategy wraps the model. What would have no
+Called by `rank` once adapters are attached, before a strategy makes it parallel. What would have no
 effect on this device or model is refused with a sentence.
 """
 
-import shutil
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.attention import isolate_documents
+from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
-from finetune_trainer.model.recompute import recompute
 
 if TYPE_CHECKING:
     from finetune_trainer.data.batch import MicroBatch
@@ -50,7 +49,6 @@ def prepare_model(
             if hasattr(module, "cast_input_dtype_enabled"):
                 # peft widens inputs to fp32, only for autocast to narrow them again.
                 module.cast_input_dtype_enabled = False  # type: ignore[assignment]
-    recompute(base, config.strategy.activation_checkpointing)
     module = CausalLoss(model)
     if training.float8:
         if config.method.type != "full":
@@ -59,41 +57,7 @@ def prepare_model(
                 "it to false"
             )
         use_float8(module, loss_inputs(first_batch(), device), device)
-    if training.compile:
-        compile_layers(base, device)
     return module
-
-
-def compile_layers(
-    base: Any, device: torch.device, backend: str | Callable[..., Any] = "inductor"
-) -> None:
-    """Compile each decoder layer; layers of one kind share one graph.
-
-    Raises:
-        ConfigError: there is no compiler.
-    """
-    if device.type == "cpu" and backend == "inductor" and not shutil.which("g++"):
-        raise ConfigError("spec.training.compile needs g++ on a CPU; install it or set it to false")
-    for layer in decoder_layers(base):
-        layer.compile(backend=backend)
-
-
-def decoder_layers(base: Any) -> list[nn.Module]:
-    """Return the layers between embedding and head, in order.
-
-    Raises:
-        ConfigError: the model does not keep them in one list.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    for module in base.modules():
-        layers = list(module) if isinstance(module, nn.ModuleList) else []
-        if layers and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-            return layers
-    raise ConfigError(
-        f"spec.training.compile cannot find the decoder layers of {type(base).__name__}; set it "
-        "to false"
-    )
 
 
 def _use_liger(base: Any, device: torch.device) -> None:
@@ -132,10 +96,16 @@ def use_float8(
         raise ConfigError("spec.training.float8 needs a GPU of Ada or Hopper; set it to false")
     if find_spec("torchao") is None:
         raise ConfigError("spec.training.float8 needs the package torchao; install it")
-    torchao = import_module("torchao.float8")
+    torchao, base = import_module("torchao.float8"), base_of(module.model)
+    layers = decoder_layers(base)
+    if not layers:
+        raise ConfigError(
+            f"spec.training.float8 cannot find the decoder layers of {type(base).__name__}; set it "
+            "to false"
+        )
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
         before = module(**inputs)
-        for layer in decoder_layers(base_of(module.model)):
+        for layer in layers:
             torchao.convert_to_float8_training(
                 layer, config=torchao.Float8LinearConfig(emulate=emulate)
             )

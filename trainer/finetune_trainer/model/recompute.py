@@ -1,6 +1,6 @@
 """Recompute activations in the backward pass rather than keep them.
 
-Called by `prepare` before layers are compiled or sharded.
+Called by `parallelize` before layers are compiled or sharded.
 """
 
 from functools import partial

@@ -3,6 +3,8 @@
 A new engine is a new file that keeps this protocol; the loop never learns its name.
 """
 
+import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -17,8 +19,11 @@ class Strategy(Protocol):
 
     def __init__(self, config: TrainConfig, world: World) -> None: ...
 
-    def prepare(self, module: CausalLoss) -> None:
-        """Wrap the module, make the optimizer, and assert the engine built what was asked."""
+    def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
+        """Parallelize the module, make the optimizer, and assert that what was asked was built.
+
+        `warn` is told what cannot be had that was only a default.
+        """
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
         """Run the forward pass of one micro-batch; `backward` must follow.

@@ -3,15 +3,19 @@
 With one rank there is nothing to share and nothing is wrapped.
 """
 
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune_trainer.errors import WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
 
 
@@ -20,29 +24,18 @@ class DdpStrategy(NativeStrategy):
 
     _wrapped: nn.Module
 
-    def prepare(self, module: CausalLoss) -> None:
+    def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
         """Wrap the module and make the optimizer.
 
         Raises:
             ConfigError: the trained parameters are not stored as the precision asks for.
             WorldSizeError: the process group holds another number of ranks than was asked for.
         """
-        self._module = self._wrapped = module
-        if self._world.world_size > 1:
-            wrapped = DistributedDataParallel(
-                module,
-                process_group=self._world.group,
-                gradient_as_bucket_view=True,
-                # Every rank computes them alike; else each step has a collective for them.
-                forward_sync_buffers=False,
-            )
-            built = wrapped.process_group.size()
-            if built != self._config.world.world_size:
-                raise WorldSizeError(
-                    f"DDP was built over {built} ranks, not {self._config.world.world_size}; "
-                    "check the launcher"
-                )
-            self._wrapped = wrapped
+        self._module, mesh = module, None
+        if self._world.group is not None:
+            device = self._world.device.type
+            mesh = DeviceMesh.from_group(self._world.group, device, mesh_dim_names=("replica",))
+        self._wrapped = parallelize(module, mesh, self._config, self._wrap, warn)
         self._optimizer = NativeOptimizer(self.model, self._config.training, self._world.device)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
@@ -65,6 +58,24 @@ class DdpStrategy(NativeStrategy):
     def whole_model(self) -> nn.Module | None:
         """Return the model on rank 0: every rank holds all of it."""
         return self.model if self._world.is_main else None
+
+    def _wrap(self, module: CausalLoss, mesh: DeviceMesh | None) -> nn.Module:
+        if mesh is None:
+            return module
+        wrapped = DistributedDataParallel(
+            module,
+            process_group=mesh.get_group("replica"),
+            gradient_as_bucket_view=True,
+            # Every rank computes them alike; else each step has a collective for them.
+            forward_sync_buffers=False,
+        )
+        built = wrapped.process_group.size()
+        if built != self._config.world.world_size:
+            raise WorldSizeError(
+                f"DDP was built over {built} ranks, not {self._config.world.world_size}; "
+                "check the launcher"
+            )
+        return wrapped
 
     def _autocast(self) -> torch.autocast:
         narrow = NARROW.get(self._config.training.precision)

@@ -4,6 +4,7 @@ Each decoder layer is gathered on its own just before it is used; embeddings, fi
 belong to the loss module around the model, whose forward is the only one that is ever called.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.memory.host import free_host_memory, refuse_pinning
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies.fsdp_room import (
     SHARE_OF_FREE_MEMORY,
     Kept,
@@ -51,7 +53,7 @@ class FsdpStrategy(NativeStrategy):
         self._skeleton: nn.Module | None = None
         self._kept = Kept(weights=False, gradients=False)
 
-    def prepare(self, module: CausalLoss) -> None:
+    def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
         """Shard the module, make the optimizer, and assert that what was asked is what is there.
 
         Raises:
@@ -65,10 +67,10 @@ class FsdpStrategy(NativeStrategy):
         if is_loaded_once(self._config):
             weights = {name: p.detach() for name, p in module.named_parameters()}
             _forget_weights(module, self._world)
-            self._sharded = self._shard(module)
+            self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
             self._scatter(weights)
         else:
-            self._sharded = self._shard(module)
+            self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
         self._assert_built_as_asked()
         shards = self._mesh["shard"].get_group()
         training, device = self._config.training, self._world.device
@@ -115,7 +117,7 @@ class FsdpStrategy(NativeStrategy):
             return None
         return filled(self._skeleton, weights).train(self.model.training)
 
-    def _shard(self, module: CausalLoss) -> list[FSDPModule]:
+    def _shard(self, module: CausalLoss, mesh: DeviceMesh | None) -> list[FSDPModule]:
         """Shard the decoder layers, then the module itself; it comes last."""
         narrow = NARROW.get(self._config.training.precision)
         wide = torch.float32 if narrow else None  # gradients are added up over ranks in fp32
@@ -133,7 +135,7 @@ class FsdpStrategy(NativeStrategy):
                 "that must stay whole; use zero3 or ddp"
             )
         return [
-            fully_shard(part, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
+            fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
             for part in (*layers, module)
         ]
 

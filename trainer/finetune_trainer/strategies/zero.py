@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies import zero_state
 from finetune_trainer.strategies.optimizer import make_adamw
 from finetune_trainer.strategies.skeleton import empty_copy, filled
@@ -43,7 +45,7 @@ class ZeroStrategy:
         self._is_copied = self._stage == 3 or config.training.precision != "fp32"
         self._skeleton: nn.Module | None = None
 
-    def prepare(self, module: CausalLoss) -> None:
+    def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
         """Let DeepSpeed shard the module, and assert that it built what was asked.
 
         Every rank has loaded the whole model; what stage 3 shards is given back only now.
@@ -57,13 +59,19 @@ class ZeroStrategy:
         self._module = module
         if self._is_copied and self._world.is_main:
             self._skeleton = empty_copy(module.model)
-        with redirect_stdout(None):  # it prints how much memory each group of weights takes
-            self._engine, *_ = self._deepspeed.initialize(
-                model=module,
-                optimizer=make_adamw(self._trained(), self._config.training),
-                config=settings,
-                dist_init_required=False,
-            )
+
+        def shard(whole: CausalLoss, _: object) -> Any:
+            with redirect_stdout(None):  # it prints how much memory each group of weights takes
+                engine, *_ = self._deepspeed.initialize(
+                    model=whole,
+                    optimizer=make_adamw(self._trained(), self._config.training),
+                    config=settings,
+                    dist_init_required=False,
+                )
+            return engine
+
+        # DeepSpeed divides over the default process group and takes no mesh of ours.
+        self._engine = parallelize(module, None, self._config, shard, warn)
         self._assert_built_as_asked()
         if self._engine.fp16_enabled():  # the loop ends a run whose steps are all skipped
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False

@@ -1,0 +1,98 @@
+"""Compile each decoder layer by itself: layers of one kind share one graph.
+
+Called by `parallelize`. Where compilation was only the default, a model that cannot be compiled is
+trained without it, which is said once; where a manifest asks for it, it is refused.
+"""
+
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.layers import decoder_layers
+
+# Graphs of one layer's code, which all layers share: two kinds of layers, the first one's input
+# without a gradient, with gradients and without, a length of evaluation. Torch gives up at 8.
+_MOST_GRAPHS = 64
+
+
+def compile_layers(
+    base: Any,
+    device: torch.device,
+    *,
+    is_asked: bool,
+    warn: Callable[[str], None],
+    backend: str | Callable[..., Any] = "inductor",
+) -> None:
+    """Compile the decoder layers of a transformers model; they are compiled when first called.
+
+    Raises:
+        ConfigError: they cannot be, and `is_asked` says that a manifest wants it.
+    """
+    layers = decoder_layers(base)
+    fault = _fault(base, layers, device, backend)
+    if fault is not None:
+        if is_asked:
+            raise ConfigError(f"spec.training.compile: {fault}; set it to false")
+        warn(_without(fault))
+        return
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
+    name = type(base).__name__
+    for layer in layers:
+        layer.compile(backend=backend)
+    for layer in layers:
+        _guard(layer, layers, name, is_asked=is_asked, warn=warn)
+
+
+def _fault(
+    base: Any, layers: list[nn.Module], device: torch.device, backend: str | Callable[..., Any]
+) -> str | None:
+    """Say why nothing can be compiled, as far as that shows before the first call."""
+    if not layers:
+        return f"the decoder layers of {type(base).__name__} are in no list"
+    if backend != "inductor":
+        return None
+    if device.type == "cpu" and not shutil.which("g++"):
+        return "it needs g++ on a CPU, which is not installed"
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "it needs the package triton on a GPU, which is not installed"
+    return None
+
+
+def _guard(
+    layer: nn.Module,
+    layers: list[nn.Module],
+    name: str,
+    *,
+    is_asked: bool,
+    warn: Callable[[str], None],
+) -> None:
+    """Let a layer whose graph the compiler refuses go on without, and with it all others."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    compiled = layer._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)  # type: ignore[misc]  # `compile` has set it
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)  # of the backend
+            reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+            fault = f"layers of {name} cannot be compiled ({reason})"
+            if is_asked:
+                raise ConfigError(f"spec.training.compile: {fault}; set it to false") from error
+            for other in layers:
+                other._compiled_call_impl = None
+            warn(_without(fault))
+            return layer._call_impl(*args, **kwargs)
+
+    layer._compiled_call_impl = call
+
+
+def _without(fault: str) -> str:
+    return f"training goes on without compiled layers: {fault}"

@@ -1,0 +1,16 @@
+"""Find the decoder layers of a transformers model, whatever its family calls them."""
+
+from typing import Any
+
+from torch import nn
+
+
+def decoder_layers(base: Any) -> list[nn.Module]:
+    """Return the layers between embedding and head, in order; none where they are in no list."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in base.modules():
+        layers = list(module) if isinstance(module, nn.ModuleList) else []
+        if layers and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+            return layers
+    return []
