@@ -21,7 +21,7 @@ from finetune_trainer.config import (
     Termination,
     TrainConfig,
 )
-from finetune_trainer.control import Agreement, StopSignal
+from finetune_trainer.control import Agreement, StopSignal, unless_stopped
 from finetune_trainer.errors import ConfigError, DataError, Preempted, WorldSizeError
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.world import World, barrier
@@ -70,6 +70,22 @@ def hang(
     telemetry.phase(Phase.TRAINING)
     if world.rank == 1:
         time.sleep(600)
+    return finish(config, world, stop, telemetry, fence)
+
+
+def work_alone(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
+    """Let rank 0 work alone for three times as long as a collective waits."""
+    telemetry.phase(Phase.EXPORTING)
+    seconds = 3.0 * config.control.collective_timeout_seconds
+
+    def work() -> None:
+        (Path(config.run_dir) / f"pid-{world.rank}").write_text(str(os.getpid()))
+        if world.is_main:
+            time.sleep(seconds)
+
+    unless_stopped(Agreement(world), stop, work)
     return finish(config, world, stop, telemetry, fence)
 
 

@@ -94,6 +94,7 @@ def test_the_watch_sees_an_item_and_a_branch():
 class Untouched:
     """The checkpoints of a run that never saves."""
 
+    is_enabled = True
     cadence = SimpleNamespace(is_due=lambda step: False)
     wants_save = staticmethod(lambda step, now: False)
     poll = staticmethod(lambda: None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeVar
 
 from finetune_trainer import first_signal
 from finetune_trainer.config import ExitCode, FailureClass, Termination
-from finetune_trainer.errors import Preempted, TrainerError
+from finetune_trainer.errors import LostRankError, Preempted, TrainerError
 from finetune_trainer.world import World
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ class Agreement:
 
     def __init__(self, world: World) -> None:
         self._group = world.control_group
+        self._meet = world.meet
         self._in_flight: tuple[Work, torch.Tensor] | None = None
         self._open = Agreed(False, False)  # seen between two boundaries, and kept for the next
 
@@ -187,7 +188,8 @@ class Agreement:
         return agreed.stop
 
     def any(self, vote: bool) -> bool:
-        """Return whether any rank votes so; unlike the others it waits for all of them."""
+        """Return whether any rank votes so; it waits for all of them, however long they work."""
+        self._meet()
         own = self._vote(vote, False)
         return (self.settle() or own).stop
 
@@ -258,7 +260,12 @@ class Verdict:
 def judge(error: BaseException) -> Verdict:
     """Name the failure class, the exit code and the sentence for any exception."""
     if isinstance(error, TrainerError):
-        return Verdict(error.failure_class, error.exit_code, _sentence(error))
+        return Verdict(
+            error.failure_class,
+            error.exit_code,
+            _sentence(error),
+            is_collateral=isinstance(error, LostRankError),
+        )
     text = str(error).lower()
     if is_out_of_memory(error):
         return Verdict(

@@ -7,6 +7,7 @@
     │   └── OutputNotWritableError   78    a folder the run must write into is not writable
     ├── Preempted                    75    asked to stop; a checkpoint is committed
     ├── CheckpointError               1    a save or a restore failed
+    ├── LostRankError                 1    another rank is gone
     ├── ClaimLostError                1    a folder was moved or emptied under the run
     ├── OvertakenError               93    a later attempt writes here now; never retried
     ├── ExportError                  93    the trained weights cannot be exported; never retried
@@ -60,6 +61,12 @@ class Preempted(TrainerError):  # noqa: N818 - the field's own word, and no faul
 
 class CheckpointError(TrainerError):
     """A checkpoint could not be written or read back."""
+
+
+class LostRankError(TrainerError, RuntimeError):
+    """Another rank, to which this one is not to blame, is gone; like what gloo and NCCL raise."""
+
+    failure_class = FailureClass.WORKER_LOST
 
 
 class ClaimLostError(TrainerError):

@@ -94,6 +94,7 @@ def run(
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
     if world.is_main:
         try_export(module.model, tokenizer, config)
+    world.meet()  # the strategy's own collectives would not wait for rank 0
     _tell_model(telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
     flops = model_flops(module.model)
@@ -288,6 +289,7 @@ def _store(
         warn=telemetry.warn,
         ranks_on_node=config.world.nproc_per_node,
         costs=telemetry.checkpoint_costs,
+        waiting=world.waiting,
     )
 
 

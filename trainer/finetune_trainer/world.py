@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, CONTROL
+from finetune_trainer.waiting import SILENT_SECONDS, Waiting
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-# Longer than any save, evaluation or tokenisation that ranks wait for each other in. A lost rank
-# never has to run into it: the supervisor ends the others as soon as one is gone.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 # Of one try to reach a store that was there a moment ago, as the library hears no signal meanwhile.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
@@ -75,6 +73,7 @@ class World:
             in flight never pairs with a training collective.
         checkpoint_group: gloo, for the saver's background thread only (its collectives on the
             default group corrupt those of training).
+        waiting: where ranks wait for what others do alone.
     """
 
     rank: int
@@ -84,11 +83,21 @@ class World:
     group: "ProcessGroup | None" = None
     control_group: "ProcessGroup | None" = None
     checkpoint_group: "ProcessGroup | None" = None
+    waiting: Waiting | None = None
 
     @property
     def is_main(self) -> bool:
         """True on rank 0, which writes progress, manifests and the export."""
         return self.rank == 0
+
+    def meet(self) -> None:
+        """Wait until every rank is here, however long one works alone; for the main thread.
+
+        Raises:
+            LostRankError: one is gone.
+        """
+        if self.waiting is not None:
+            self.waiting.meet()
 
     def sum(self, values: "torch.Tensor") -> "torch.Tensor":
         """Add `values` up over all ranks, in place, and return them."""
@@ -200,12 +209,13 @@ def open_world(
     backend = "nccl" if device.type == "cuda" else "gloo"
     store = _store(config, place, environ, should_stop, rendezvous_timeout)
     _meet(store, place.world_size, should_stop, rendezvous_timeout)
+    timeout = timedelta(seconds=config.control.collective_timeout_seconds)
     dist.init_process_group(
         backend,
         store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
     world = World(
@@ -214,21 +224,44 @@ def open_world(
         world_size=dist.get_world_size(),
         device=device,
         group=dist.group.WORLD,
-        control_group=_gloo_group(CONTROL),
-        checkpoint_group=_gloo_group(CHECKPOINT),
+        control_group=_gloo_group(CONTROL, timeout),
+        checkpoint_group=_gloo_group(CHECKPOINT, timeout),
+        waiting=_waiting(store, place, timeout),
     )
     try:
         yield world
     except Preempted:
-        barrier(world)
-        dist.destroy_process_group()
+        _take_leave(world)
         raise
+    except BaseException:
+        if world.waiting is not None:
+            world.waiting.leave()
+        raise
+    _take_leave(world)
+
+
+def _waiting(store: "Store", place: Launch, timeout: timedelta) -> Waiting:
+    """Give the ranks a place to wait, on a connection of its own: torch may wait in another."""
+    silent_seconds = min(SILENT_SECONDS, timeout.total_seconds())
+    connection: Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+    connection.set_timeout(timedelta(seconds=silent_seconds))
+    return Waiting(
+        connection, rank=place.rank, world_size=place.world_size, silent_seconds=silent_seconds
+    )
+
+
+def _take_leave(world: World) -> None:
+    import torch.distributed as dist
+
     barrier(world)
+    if world.waiting is not None:
+        world.waiting.close()
     dist.destroy_process_group()
 
 
 def barrier(world: World) -> None:
     """Wait until every rank is here; nothing to do for one process."""
+    world.meet()
     if world.control_group is not None:
         import torch.distributed as dist
 
@@ -280,10 +313,10 @@ def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     return device
 
 
-def _gloo_group(name: str) -> "ProcessGroup":
+def _gloo_group(name: str, timeout: timedelta) -> "ProcessGroup":
     import torch.distributed as dist
 
-    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=name)
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
     return cast("ProcessGroup", group)
 
 

@@ -7,6 +7,8 @@ the others waiting in the next collective; here all of them raise instead.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
+from finetune_trainer.waiting import Waiting
 from finetune_trainer.world import gather_objects
 
 if TYPE_CHECKING:
@@ -19,19 +21,25 @@ class RankError(Exception):
     """At least one rank failed; the message names each with its reason."""
 
 
-def on_every_rank(group: "ProcessGroup | None", work: Callable[[], T]) -> list[T]:
+def on_every_rank(
+    group: "ProcessGroup | None", work: Callable[[], T], waiting: Waiting | None = None
+) -> list[T]:
     """Call `work` here and on all other ranks of `group`; return what each returned, by rank.
 
-    Without a group it is a plain call. It is a collective: every rank must come here.
+    Without a group it is a plain call. It is a collective: every rank must come here, in time for
+    the group unless they wait for each other in `waiting`.
 
     Raises:
         RankError: `work` raised on at least one rank; raised on all of them alike.
+        LostRankError: a rank is gone that the others waited for.
     """
     outcome: tuple[T | None, str | None]  # what it returned, why it failed
     try:
         outcome = work(), None
     except Exception as error:  # whatever it is, the other ranks must hear of it
         outcome = None, describe(error)
+    if waiting is not None:
+        waiting.meet(CHECKPOINT)
     outcomes = gather_objects(group, outcome)
     failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
     if failures:

@@ -32,6 +32,7 @@ from finetune_trainer.files import make_anew
 from finetune_trainer.memory.host import free_host_memory, pinned_size, refuse_pinning
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.slots import Block
+from finetune_trainer.waiting import Waiting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,6 +77,7 @@ class CheckpointStore:
         shards: Shards | None = None,
         ranks_on_node: int = 1,
         costs: CheckpointCosts | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         """Open the store; nothing is read or written before `restore`.
 
@@ -85,6 +87,7 @@ class CheckpointStore:
         for each thing that went wrong and was survived; `clock` is in seconds since the epoch.
         `shards` puts states into files: by DCP if None. So many
         `ranks_on_node` share the host's memory. `costs` is told what everything took.
+        In `waiting` the ranks wait for each other; only within the time of `group` if None.
         """
         self.is_enabled = config.enabled
         self.last: CheckpointRef | None = None
@@ -96,6 +99,7 @@ class CheckpointStore:
         self._world_size = world_size
         self._ranks_on_node = ranks_on_node
         self._group = group
+        self._waiting = waiting
         self._job = job
         self._fingerprint = fingerprint
         self._fence = fence
@@ -330,7 +334,9 @@ class CheckpointStore:
     def _digests(self, folder: Path, names: list[str]) -> dict[str, commit.FileDigest]:
         """Hash the files of `folder`, each by the rank that wrote it; `names` are this rank's."""
         parts = on_every_rank(
-            self._group, lambda: {name: commit.digest_file(folder / name) for name in names}
+            self._group,
+            lambda: {name: commit.digest_file(folder / name) for name in names},
+            self._waiting,
         )
         return dict(sorted(item for part in parts for item in part.items()))
 
@@ -391,7 +397,7 @@ class CheckpointStore:
             except TrainerError as error:
                 return error  # keeps its class, and with it the exit code, on every rank
 
-        result = on_every_rank(self._group, try_it)[0]
+        result = on_every_rank(self._group, try_it, self._waiting)[0]
         if isinstance(result, TrainerError):
             raise result
         return cast(T, result)

@@ -289,6 +289,11 @@ class ControlConfig(ContractModel):
         description="Longest time without progress before all stacks are dumped and it ends; "
         "tokenising and exporting may take longer.",
     )
+    collective_timeout_seconds: Annotated[int, Field(ge=1)] = Field(
+        1_800,
+        description="Longest time a rank waits for another in a collective. What a rank does alone "
+        "may take longer: the others wait for that elsewhere, and notice when it is gone.",
+    )
     scheduled_events_url: str | None = Field(
         None, description="Azure Scheduled Events endpoint to poll; None polls nothing."
     )

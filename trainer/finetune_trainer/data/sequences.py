@@ -1,7 +1,7 @@
 """Tokenise a data set once, and read it back memory-mapped.
 
-Every rank calls `prepare` before a process group exists: one process of a machine tokenises, the
-others wait at a file lock, so that a large data set cannot run into a collective's time-out.
+Every rank calls `prepare`: one process of a machine tokenises, the others wait at a file lock, and
+machines for each other in `waiting`, so that nobody runs into a collective's time-out.
 """
 
 import hashlib

@@ -72,7 +72,9 @@ def pinned(config: TrainConfig, world: World) -> TrainConfig:
     path = Path(config.model.path)
     if path.is_absolute() or path.is_dir():
         return config
-    found = gather_objects(world.control_group, _commit(config) if world.is_main else None)
+    commit = _commit(config) if world.is_main else None
+    world.meet()  # the hub may be slow
+    found = gather_objects(world.control_group, commit)
     if found[0] is None:
         return config
     model = config.model.model_copy(update={"revision": found[0]})
