@@ -162,7 +162,10 @@ def fake_steps(tmp_path, monkeypatch, planted=None, **training):
     world = World(rank=0, local_rank=0, world_size=1, device=DEVICE)
     dataset = rows_of([20, 12, 9, 18, 6, 15, 21, 8, 11, 17])
     batch = pack([(9, 7, 5)], width=24)
-    module = prepare_model(family("llama").train(), config, DEVICE, lambda: batch)
+    model = family("llama").train()
+    if config.training.optimizer == "adamw8bit":
+        model = model.bfloat16()
+    module = prepare_model(model, config, DEVICE, lambda: batch)
     device.put(module)
     strategy = create(config, world)
     telemetry = Telemetry(config, rank=0, world_size=1)
@@ -212,9 +215,17 @@ class Awaited:
         return [1.0, 1.0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_the_host_waits_in_a_step_for_nothing_but_late_numbers(precision, tmp_path, monkeypatch):
-    run, waits = fake_steps(tmp_path, monkeypatch, precision=precision)
+@pytest.mark.parametrize(
+    "training",
+    [
+        pytest.param({"precision": "bf16"}, id="bf16"),
+        pytest.param({"precision": "fp16"}, id="fp16"),
+        pytest.param({"precision": "fp32"}, id="fp32"),
+        pytest.param({"precision": "bf16", "optimizer": "adamw8bit"}, id="8-bit moments"),
+    ],
+)
+def test_the_host_waits_in_a_step_for_nothing_but_late_numbers(training, tmp_path, monkeypatch):
+    run, waits = fake_steps(tmp_path, monkeypatch, **training)
     assert run.config.gradient_accumulation_steps == 2
     assert run.numbers.reports == 2
     assert waits == ["evaluation"] * 2

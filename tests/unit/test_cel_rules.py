@@ -186,6 +186,29 @@ def test_a_job_may_go_on_with_one_process_that_may_not_begin_with_one() -> None:
     assert problems({**sharded, "status": {"attempt": 1}}) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        pytest.param({}, None, id="possible"),
+        pytest.param({"strategy__type": "fsdp", "topology__nodes": 2}, None, id="sharded"),
+        pytest.param(
+            {"training__precision": "fp32"}, "adamw8bit keeps parameters in bf16", id="fp32"
+        ),
+        pytest.param({"method__type": "lora"}, "adamw8bit is for method type full", id="adapters"),
+        pytest.param(
+            {"strategy__type": "zero2", "topology__nodes": 2},
+            "adamw8bit is not possible with DeepSpeed's optimizer",
+            id="ZeRO",
+        ),
+    ],
+)
+def test_8_bit_moments_are_for_full_fine_tuning_in_bf16(changes, says) -> None:
+    settings = {"method__type": "full", "training__optimizer": "adamw8bit", **changes}
+    found = problems(manifest(**settings))
+    assert len(found) == (says is not None)
+    assert all(f'spec.training.optimizer "adamw8bit" {says}' in one for one in found), found
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2"])
 def test_a_quantized_base_goes_with_every_strategy_but_zero3(strategy: str) -> None:
     made = manifest(method__type="qlora", strategy__type=strategy, topology__nodes=2)

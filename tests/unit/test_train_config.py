@@ -270,6 +270,25 @@ def test_train_config_has_the_8_bit_optimizer():
     )
 
 
+@pytest.mark.parametrize(
+    ("section", "changes", "reason"),
+    [
+        ("training", {"precision": "fp32"}, r"training\.precision bf16, not fp32"),
+        ("training", {"precision": "fp64"}, r"training\.precision bf16, not fp64"),
+        ("method", {"type": "lora", "lora": {}}, r"method\.type full, not lora"),
+        ("strategy", {"type": "zero2"}, r"strategy\.type fsdp or ddp, not zero2"),
+    ],
+)
+def test_train_config_refuses_8_bit_moments_where_they_cannot_be(section, changes, reason):
+    made = derived(
+        method={"type": "full"}, training={"optimizer": "adamw8bit", "precision": "bf16"}
+    ).model_dump()
+    made[section] |= changes
+    said = rf"spec\.training\.optimizer adamw8bit needs spec\.{reason}; or use adamw"
+    with pytest.raises(ValidationError, match=said):
+        TrainConfig.model_validate(made)
+
+
 def test_train_config_has_the_model_and_the_control_of_the_manifest():
     config = derived(
         model={

@@ -50,7 +50,12 @@ from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
-from finetune_trainer.strategies import create, emulation_warning, single_process_warning
+from finetune_trainer.strategies import (
+    create,
+    emulation_warning,
+    rounding_warning,
+    single_process_warning,
+)
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.flops import model_flops
 from finetune_trainer.world import World
@@ -225,6 +230,7 @@ def _tell_data(
     of_run = (
         warmup_warning(config.training, plan.total_steps),
         single_process_warning(config),
+        rounding_warning(config),
         emulation_warning(config, torch.cpu.get_capabilities()),
     )
     for sentence in (*of_rows, *filter(None, of_run)):
@@ -307,6 +313,7 @@ def _fingerprint(
         data=dataset.fingerprint,
         order=plan.fingerprint,
         weights=weights_fingerprint(config.model) if world.is_main else "",
+        optimizer=config.training.optimizer,
     )
 
 

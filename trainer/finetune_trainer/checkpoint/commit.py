@@ -41,6 +41,7 @@ class Fingerprint(ContractModel):
     weights: str = Field(
         "", description="Identifies the base weights by content; empty where it is not known."
     )
+    optimizer: str = Field("adamw", description="Decides what is kept of the optimizer.")
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_known(
@@ -48,7 +49,9 @@ class Fingerprint(ContractModel):
     ) -> dict[str, object]:
         """Write an older version's record as it was: its hash is over that text."""
         values: dict[str, object] = handler(self)
-        return {name: value for name, value in values.items() if name != "weights" or value}
+        fields = type(self).model_fields
+        added = ("weights", "optimizer")
+        return {n: v for n, v in values.items() if n not in added or v != fields[n].default}
 
     def difference(self, other: "Fingerprint") -> str:
         """Name what differs, and the fields that decide it; empty where nothing does.
@@ -61,6 +64,8 @@ class Fingerprint(ContractModel):
         parts = []
         if self.method != other.method:
             parts.append("method (spec.method)")
+        if self.optimizer != other.optimizer:
+            parts.append("optimizer (spec.training.optimizer)")
         if self.model != other.model:
             parts.append("model (spec.model)")
         elif self.weights and other.weights and self.weights != other.weights:

@@ -186,7 +186,7 @@ class TrainingConfig(ContractModel):
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = Field(
         "fp32",
         description="Number format of forward and backward; trained parameters are fp32 (fp64 with "
-        "fp64, which shows whether a difference is more than rounding).",
+        "fp64, which shows whether a difference is more than rounding; bf16 with adamw8bit).",
     )
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         "adamw", description="adamw8bit: bf16 parameters, rounded stochastically, 8-bit moments."
@@ -360,6 +360,21 @@ class TrainConfig(ContractModel):
                 f"spec.output.format {self.output.format} needs spec.method.type lora; use merged "
                 "for the whole model"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _8_bit_moments_are_possible(self) -> Self:
+        if self.training.optimizer == "adamw":
+            return self
+        wants = None
+        if self.training.precision != "bf16":
+            wants = f"spec.training.precision bf16, not {self.training.precision}"
+        elif self.method.type != "full":
+            wants = f"spec.method.type full, not {self.method.type}"
+        elif self.strategy.type.startswith("zero"):
+            wants = f"spec.strategy.type fsdp or ddp, not {self.strategy.type}"
+        if wants:
+            raise ValueError(f"spec.training.optimizer adamw8bit needs {wants}; or use adamw")
         return self
 
     @model_validator(mode="after")

@@ -104,8 +104,8 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
     """Load the base model for training: parameters that are trained in fp32, frozen ones narrow.
 
     With adapters the frozen base is kept in the format of the arithmetic, or quantised; with full
-    fine-tuning every parameter stays in fp32 and autocast narrows the arithmetic alone. On the
-    meta device the model has no weights, only its buffers.
+    fine-tuning every parameter stays in fp32 and autocast narrows the arithmetic alone, unless the
+    optimizer keeps them in bf16. On the meta device the model has no weights, only its buffers.
 
     Raises:
         ConfigError: the model cannot be found or read, `training.dropout` has no effect on it, or
@@ -169,6 +169,8 @@ def _base_dtype(config: TrainConfig) -> "torch.dtype":
     import torch
 
     precision = config.training.precision
+    if config.training.optimizer == "adamw8bit":
+        return torch.bfloat16
     if config.method.type == "full" and precision != "fp64":
         return torch.float32
     formats = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

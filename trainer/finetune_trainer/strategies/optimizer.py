@@ -1,7 +1,8 @@
 """The optimizer of the native strategies: AdamW, clipping and fp16's loss scale, never waiting.
 
-One kernel unscales, clips and updates, or leaves everything as it is when a gradient of any rank
-is not finite. Every rank computes the same norm, so every rank decides alike.
+Its update is torch's, or that of `adamw8bit`. One kernel unscales, clips and updates, or leaves
+everything as it is when a gradient of any rank is not finite. Every rank computes the same norm, so
+every rank decides alike.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from finetune_trainer.config import TrainConfig, TrainingConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.strategies.adamw8bit import AdamW8bit
 from finetune_trainer.world import World
 
 # The type of forward and backward where it is not that of the trained parameters.
@@ -52,10 +54,14 @@ class NativeOptimizer:
         self._is_scaled = training.precision == "fp16"
         self._scale = torch.tensor(FIRST_LOSS_SCALE if self._is_scaled else 1.0, device=device)
         self._good_steps = torch.tensor(0.0, device=device)
-        _expect_wide(self._trained, training)
-        self._adamw = make_adamw(self._trained, training)
-        for parameter in self._trained.values():
-            self._adamw.state[parameter] = fresh_state(parameter)
+        _expect_dtype(self._trained, training)
+        self._adamw: torch.optim.AdamW | AdamW8bit
+        if training.optimizer == "adamw8bit":
+            self._adamw = make_adamw8bit(self._trained, training)
+        else:
+            self._adamw = make_adamw(self._trained, training)
+            for parameter in self._trained.values():
+                self._adamw.state[parameter] = fresh_state(parameter)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss as backward needs it: with fp16 so large that gradients do not vanish."""
@@ -65,7 +71,20 @@ class NativeOptimizer:
         """Clip, update, clear the gradients; see `Strategy.step`."""
         norm = self._norm() / self._scale
         clip = (norm / max_norm).clamp(min=1) if max_norm > 0 else torch.ones_like(norm)
-        found_inf = (~norm.isfinite()).float()
+        is_finite = norm.isfinite()
+        if isinstance(self._adamw, AdamW8bit):
+            self._adamw.step(learning_rate, 1 / clip, is_finite)
+        else:
+            self._update(self._adamw, learning_rate, clip, (~is_finite).float())
+        for parameter in self._trained.values():
+            parameter.grad = None
+        if self._is_scaled:
+            self._rescale((~is_finite).float())
+        return norm
+
+    def _update(
+        self, adamw: torch.optim.AdamW, learning_rate: float, clip: Tensor, found_inf: Tensor
+    ) -> None:
         # As torch's GradScaler does it: the kernel divides by the one, and changes nothing, Adam's
         # step count included, when the other is 1.
         if clip.dtype == torch.float64:  # of which the kernel's divisor would keep half
@@ -73,15 +92,11 @@ class NativeOptimizer:
                 grad.div_(clip)
             clip = torch.ones_like(clip)
         divisor = (self._scale * clip).float()
-        self._adamw.grad_scale = divisor.to(self._home)  # type: ignore[attr-defined]
-        self._adamw.found_inf = found_inf.to(self._home)  # type: ignore[attr-defined]
-        for group in self._adamw.param_groups:
+        adamw.grad_scale = divisor.to(self._home)  # type: ignore[attr-defined]
+        adamw.found_inf = found_inf.to(self._home)  # type: ignore[attr-defined]
+        for group in adamw.param_groups:
             group["lr"] = learning_rate
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
-        if self._is_scaled:
-            self._rescale(found_inf)
-        return norm
+        adamw.step()
 
     def state(self) -> dict[str, Any]:
         """Return live tensors as `Strategy.state` describes them; `scaler` only with fp16."""
@@ -98,7 +113,7 @@ class NativeOptimizer:
 
     def _norm(self) -> Tensor:
         """Return the norm over all gradients of all ranks, as backward left them."""
-        norm = nn.utils.get_total_norm(self._grads()).to(self._device)
+        norm = _total_norm(self._grads()).to(self._device)
         if self._shards is None:
             return norm
         squared = norm.square()
@@ -163,6 +178,25 @@ def make_adamw(trained: Mapping[str, nn.Parameter], training: TrainingConfig) ->
     )
 
 
+def make_adamw8bit(trained: Mapping[str, nn.Parameter], training: TrainingConfig) -> AdamW8bit:
+    """Make AdamW with moments in 8 bits, which decays what `make_adamw` decays."""
+    return AdamW8bit(
+        {p: training.weight_decay * _is_decayed(name, p) for name, p in trained.items()},
+        {p: name for name, p in trained.items()},
+        seed=training.seed,
+        compiled=training.compile,
+    )
+
+
+def _total_norm(grads: list[Tensor]) -> Tensor:
+    """Return the norm over all gradients, in fp32 where they are narrower."""
+    if not any(grad.dtype == torch.bfloat16 for grad in grads):
+        return nn.utils.get_total_norm(grads)
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
 def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
     """Say whether a parameter is a matrix of weights.
 
@@ -180,11 +214,14 @@ def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _expect_wide(trained: dict[str, nn.Parameter], training: TrainingConfig) -> None:
-    wide = torch.float64 if training.precision == "fp64" else torch.float32
+def _expect_dtype(trained: dict[str, nn.Parameter], training: TrainingConfig) -> None:
+    asked = f"spec.training.precision {training.precision}"
+    expected = torch.float64 if training.precision == "fp64" else torch.float32
+    if training.optimizer == "adamw8bit":  # which rounds by chance, so that updates are not lost
+        asked, expected = "spec.training.optimizer adamw8bit", torch.bfloat16
     for name, parameter in trained.items():
-        if parameter.dtype != wide:
+        if parameter.dtype != expected:
             raise ConfigError(
-                f"spec.training.precision {training.precision}: the trained parameter {name} is "
-                f"{parameter.dtype}, not {wide}; small updates would be lost in it"
+                f"{asked}: the trained parameter {name} is {parameter.dtype}, not {expected}; "
+                "small updates would be lost in it, or memory"
             )

@@ -1,0 +1,235 @@
+"""AdamW (arXiv:1711.05101) on bf16 parameters, with moments in 8 bits: 4 bytes a parameter.
+
+Called by `optimizer`, for full fine-tuning. One pass reads gradient, parameter and moments of a few
+million numbers at a time, computes in fp32 and writes them back, so nothing exists twice. A step
+that found a gradient not finite writes back what was there; the host does not wait to know.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import tensor as dtensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from finetune_trainer.strategies.blockwise import Codes, block_length, decode, encode
+from finetune_trainer.strategies.rounding import key_of, rounded
+
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+# Numbers updated at a time: on a GPU enough to occupy it (a buffer in fp32 takes 64 MiB), on a CPU
+# so few that the buffers stay in its cache.
+_AT_ONCE = 2**24
+_AT_ONCE_ON_CPU = 2**18
+
+
+class Scalars(NamedTuple):
+    """What all numbers of a parameter share in one step; scalars on its device."""
+
+    step: Tensor  # updates before this one, fp32
+    is_finite: Tensor  # bool; False leaves everything as it is
+    factor: Tensor  # of the gradients: clipping
+    learning_rate: Tensor
+    decay: Tensor  # learning rate x weight decay
+    key: Tensor  # of the rounding, int32
+
+
+class Moment(NamedTuple):
+    """A moment: codes (N, B) and scales (N,), or numbers (N, 1) in fp32."""
+
+    values: Tensor
+    scales: Tensor | None
+    meaning: Codes  # of the codes
+
+
+class AdamW8bit:
+    """Optimizer of some parameters, plain tensors or `DTensor`s sharded by their first dimension.
+
+    `state` has, of each parameter, `step` and both moments: as `exp_avg.codes`, shaped like the
+    parameter, and `exp_avg.scales` (first dimension, blocks), or in fp32 as `exp_avg` where 8 bits
+    would not pay (vectors).
+    """
+
+    def __init__(
+        self,
+        decays: Mapping[nn.Parameter, float],
+        names: Mapping[nn.Parameter, str],
+        *,
+        seed: int,
+        compiled: bool,
+    ) -> None:
+        """Make the state.
+
+        Args:
+            decays: The trained parameters and their weight decay.
+            names: Theirs, the same in every attempt.
+            seed: Of the rounding.
+            compiled: Let torch.compile make one kernel of the pass where it runs on a GPU; else
+                every operation is a pass of its own, through the GPU's memory.
+        """
+        self._decays = decays
+        self._keys = {parameter: key_of(seed, name) for parameter, name in names.items()}
+        self._compiled: Callable[..., None] | None = None
+        if compiled and any(parameter.is_cuda for parameter in decays):
+            self._compiled = torch.compile(update)
+        self.state = {parameter: _fresh_state(parameter) for parameter in decays}
+        self._codes = {
+            device: (Codes.on(device, signed=True), Codes.on(device, signed=False))
+            for device in {parameter.device for parameter in decays}
+        }
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, factor: Tensor, is_finite: Tensor) -> None:
+        """Update with the gradients times `factor`, or change nothing where `is_finite` is False.
+
+        Never waits for a device that holds parameters and both scalars.
+        """
+        for parameter, decay in self._decays.items():
+            if parameter.grad is None:
+                continue
+            state, device = self.state[parameter], parameter.device
+            scalars = Scalars(
+                step=state["step"],
+                is_finite=is_finite.to(device),  # syncs where parameters are offloaded
+                factor=factor.to(device),
+                # Filled there: a copy from the host would wait.
+                learning_rate=torch.full((), learning_rate, device=device),
+                decay=torch.full((), learning_rate * decay, device=device),
+                key=torch.full((), self._keys[parameter], dtype=torch.int32, device=device),
+            )
+            for piece in _pieces(parameter, state, self._codes[device]):
+                if self._compiled is None or not parameter.is_cuda:
+                    update(*piece, scalars)
+                else:
+                    self._compiled(*_of_any_length(piece), scalars)
+            state["step"] += scalars.is_finite
+
+
+def update(
+    weights: Tensor,
+    grads: Tensor,
+    first: Moment,
+    second: Moment,
+    rows: Tensor,
+    scalars: Scalars,
+) -> None:
+    """Update a piece of one parameter in place.
+
+    Args:
+        weights: (N, B) in bf16.
+        grads: Likewise.
+        first: Mean of the gradients.
+        second: Mean of their squares.
+        rows: Numbers (N,) of the rows within the whole parameter, in int32.
+        scalars: Of this step.
+    """
+    beta1, beta2 = BETAS
+    count = scalars.step + 1
+    grad = grads.float() * scalars.factor
+    mean = _read(first).lerp(grad, 1 - beta1)
+    square = _read(second).lerp(grad.square(), 1 - beta2)
+    spread = (square / (1 - beta2**count)).sqrt() + EPSILON
+    new = weights.float() * (1 - scalars.decay)
+    new = new - scalars.learning_rate * (mean / (1 - beta1**count)) / spread
+    _write(first, mean, scalars.is_finite)
+    _write(second, square, scalars.is_finite)
+    # Of updates made, so a resume rounds alike, and a skipped step leaves no trace here either.
+    key = scalars.key ^ scalars.step.to(torch.int32)
+    weights.copy_(torch.where(scalars.is_finite, rounded(new, key, rows), weights))
+
+
+def _read(moment: Moment) -> Tensor:
+    values, scales, meaning = moment
+    return values if scales is None else decode(values, scales, meaning)
+
+
+def _write(moment: Moment, new: Tensor, is_finite: Tensor) -> None:
+    values, scales, meaning = moment
+    if scales is not None:
+        new, new_scales = encode(new, meaning)
+        scales.copy_(torch.where(is_finite, new_scales, scales))
+    values.copy_(torch.where(is_finite, new, values))
+
+
+Piece = tuple[Tensor, Tensor, Moment, Moment, Tensor]
+
+
+def _pieces(
+    parameter: nn.Parameter, state: Mapping[str, Tensor], codes: tuple[Codes, Codes]
+) -> Iterator[Piece]:
+    """Yield this rank's part of a parameter as views of its blocks, few at a time."""
+    assert parameter.grad is not None, "callers skip parameters without a gradient"
+    length = block_length(parameter.shape)
+    width = length or 1
+    weights = _local(parameter.detach()).view(-1, width)
+    grads = _local(parameter.grad).reshape(-1, width)
+    whole = [
+        _moment(state, name, width, meaning)
+        for name, meaning in zip(("exp_avg", "exp_avg_sq"), codes, strict=True)
+    ]
+    start, device = _first_index(parameter) // width, weights.device
+    at_once = (_AT_ONCE if weights.is_cuda else _AT_ONCE_ON_CPU) // width
+    for low in range(0, len(weights), at_once):
+        part = slice(low, min(low + at_once, len(weights)))
+        rows = torch.arange(start + low, start + part.stop, dtype=torch.int32, device=device)
+        first, second = (
+            Moment(values[part], None if scales is None else scales[part], meaning)
+            for values, scales, meaning in whole
+        )
+        yield weights[part], grads[part], first, second, rows
+
+
+def _moment(state: Mapping[str, Tensor], name: str, width: int, meaning: Codes) -> Moment:
+    if name in state:
+        return Moment(_local(state[name]).view(-1, width), None, meaning)
+    codes, scales = (_local(state[f"{name}.{part}"]) for part in ("codes", "scales"))
+    return Moment(codes.view(-1, width), scales.view(-1), meaning)
+
+
+def _of_any_length(piece: Piece) -> Piece:
+    """Have one kernel compiled for pieces of all lengths, not one for each."""
+    weights, grads, first, second, rows = piece
+    for tensor in (weights, grads, *first[:2], *second[:2], rows):
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return piece
+
+
+def _first_index(parameter: Tensor) -> int:
+    """Return which number of the whole parameter this rank's part begins with."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return int(offsets[0]) * parameter.shape[1:].numel()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    length = block_length(parameter.shape)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if length is None:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            continue
+        code_of_zero = 127 if name == "exp_avg" else 0
+        state[f"{name}.codes"] = torch.full_like(parameter, code_of_zero, dtype=torch.uint8)
+        blocks = (parameter.shape[0], parameter.shape[1:].numel() // length)
+        state[f"{name}.scales"] = _zeros_beside(parameter, blocks)
+    return state
+
+
+def _zeros_beside(parameter: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return zeros in fp32 whose first dimension is divided over ranks as the parameter's is."""
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, device=parameter.device)
+    zeros: Tensor = dtensor.zeros(
+        shape, device_mesh=parameter.device_mesh, placements=parameter.placements
+    )
+    return zeros.to(parameter.device)  # the host, where parameters are offloaded
