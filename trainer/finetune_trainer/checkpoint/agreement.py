@@ -7,6 +7,7 @@ the others waiting in the next collective; here all of them raise instead.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from finetune_trainer.errors import TrainerError
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 from finetune_trainer.waiting import Waiting
 from finetune_trainer.world import gather_objects
@@ -45,6 +46,39 @@ def on_every_rank(
     if failures:
         raise RankError("; ".join(failures))
     return [cast(T, value) for value, _ in outcomes]
+
+
+def do_nothing() -> None:
+    """Leave rank 0 alone."""
+
+
+def on_rank_0(
+    group: "ProcessGroup | None",
+    rank: int,
+    work: Callable[[], T],
+    beside: Callable[[], None] = do_nothing,
+    waiting: Waiting | None = None,
+) -> T:
+    """Call `work` on rank 0 and `beside` on the others; return what `work` did, on every rank.
+
+    Raises:
+        TrainerError: that of `work`; it keeps its class, and with it the exit code, on every rank.
+        RankError: anything else that was raised.
+    """
+
+    def try_it() -> T | TrainerError | None:
+        if rank != 0:
+            beside()
+            return None
+        try:
+            return work()
+        except TrainerError as error:
+            return error
+
+    result = on_every_rank(group, try_it, waiting)[0]
+    if isinstance(result, TrainerError):
+        raise result
+    return cast(T, result)
 
 
 def describe(error: BaseException) -> str:

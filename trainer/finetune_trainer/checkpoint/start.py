@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finetune_trainer.checkpoint import commit
-from finetune_trainer.checkpoint.commit import Course, Fingerprint, Manifest
+from finetune_trainer.checkpoint.commit import Confirm, Course, Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best
 from finetune_trainer.claims.enter import Wanted
 from finetune_trainer.claims.fence import Fence
@@ -32,11 +32,12 @@ def prepare_start(
     fingerprint: Fingerprint,
     fence: Fence,
     warn: Callable[[str], None],
+    confirm: Confirm,
 ) -> Start:
     """Choose the checkpoint to start from and clear the way for those that will follow it.
 
-    Leftovers of a killed process are deleted. Checkpoints beyond the chosen step stay, and count
-    no more: that is written down.
+    `confirm` says which files need not be read here. Leftovers of a killed process are deleted.
+    Checkpoints beyond the chosen step stay, and count no more: that is written down.
 
     Raises:
         ConfigError: the folder holds checkpoints of another job, the one to start from was
@@ -47,7 +48,7 @@ def prepare_start(
     _refuse_another_job(root, wanted)
     fence.check()
     commit.remove_leftovers(root, claim)
-    source = _choose(root, config, wanted.job, warn)
+    source = _choose(root, config, wanted.job, warn, confirm)
     if source is not None:
         _refuse_foreign(*source, wanted, config)
         _refuse_other_training(*source, wanted, fingerprint)
@@ -145,7 +146,11 @@ def _refuse_other_training(
 
 
 def _choose(
-    root: Path, config: CheckpointConfig, job: JobRef, warn: Callable[[str], None]
+    root: Path,
+    config: CheckpointConfig,
+    job: JobRef,
+    warn: Callable[[str], None],
+    confirm: Confirm,
 ) -> tuple[Path, Manifest] | None:
     """Return the named checkpoint, or the newest of the job's own where that is further on.
 
@@ -154,7 +159,7 @@ def _choose(
     """
     own = named = None
     if config.resume_from == "auto" or config.is_continued:
-        own = commit.newest_verified(root, warn, _writer(config, job))
+        own = commit.newest_verified(root, warn, _writer(config, job), confirm)
     if config.resume_from not in ("auto", "none"):
         folder = Path(config.resume_from).absolute()
         if not folder.is_dir():
@@ -162,7 +167,7 @@ def _choose(
                 f"spec.checkpoint.resumeFrom {config.resume_from} is not a folder; name the "
                 "folder of one checkpoint (status.checkpoint.last.uri), auto or none"
             )
-        named = folder, commit.verify(folder)
+        named = folder, commit.verify(folder, confirm)
     if own is None or named is None:
         return own or named
     return own if own[1].step > named[1].step else named

@@ -14,19 +14,27 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from finetune_trainer.checkpoint import commit
-from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank
+from finetune_trainer.checkpoint.agreement import (
+    RankError,
+    describe,
+    do_nothing,
+    on_every_rank,
+    on_rank_0,
+)
 from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best, retire
 from finetune_trainer.checkpoint.shards import Shards, State, TensorShards, size_bytes
+from finetune_trainer.checkpoint.shared_hashes import SharedHashes
 from finetune_trainer.checkpoint.space import measure, refuse_small_disk
 from finetune_trainer.checkpoint.start import Start, prepare_start
 from finetune_trainer.claims.fence import Fence
+from finetune_trainer.claims.names import Mark
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
-from finetune_trainer.errors import CheckpointError, TrainerError
+from finetune_trainer.errors import CheckpointError
 from finetune_trainer.failpoints import reach
 from finetune_trainer.files import make_anew
 from finetune_trainer.memory.host import free_host_memory, pinned_size, refuse_pinning
@@ -242,7 +250,10 @@ class CheckpointStore:
         if best is None:
             return None
         try:
-            self._on_rank_0(lambda: commit.verify(Path(best.path)))
+            hashes = self._hashes()
+            self._on_rank_0(
+                lambda: hashes.lead(partial(commit.verify, Path(best.path))), beside=hashes.help
+            )
         except (RankError, CheckpointError) as error:
             self._warn(f"the best checkpoint cannot be used ({error}); the last weights stay")
             return None
@@ -268,19 +279,32 @@ class CheckpointStore:
 
     def _agree_on_start(self) -> Start:
         """Let rank 0 choose and prepare the folder; all ranks return or raise alike."""
+        hashes = self._hashes()
 
-        def choose() -> Start:
+        def choose(confirm: commit.Confirm) -> Start:
             assert self._fence is not None, "rank 0 has it"
             return prepare_start(
-                self._root, self._config, self._fingerprint, self._fence, self._warn
+                self._root, self._config, self._fingerprint, self._fence, self._warn, confirm
             )
 
         try:
-            return self._on_rank_0(choose)
+            return self._on_rank_0(lambda: hashes.lead(choose), beside=hashes.help)
         except RankError as error:
             raise CheckpointError(
                 f"spec.checkpoint.uri {self._root} cannot be used: {error}"
             ) from error
+
+    def _hashes(self) -> SharedHashes:
+        claim = None
+        if self._fence is not None:
+            claim = self._fence.holding(self._root).claim.path(self._root, Mark.HELD)
+        return SharedHashes(
+            self._group,
+            self._waiting,
+            rank=self._rank,
+            ranks_on_node=self._ranks_on_node,
+            claim=claim,
+        )
 
     def _start(self, write: Callable[[], _Written]) -> Future[_Written]:
         future: Future[_Written] = Future()
@@ -388,19 +412,9 @@ class CheckpointStore:
             f"is {before}{advice}"
         )
 
-    def _on_rank_0(self, work: Callable[[], T]) -> T:
+    def _on_rank_0(self, work: Callable[[], T], beside: Callable[[], None] = do_nothing) -> T:
         """Call `work` on rank 0, and return its result or raise its TrainerError on every rank."""
-
-        def try_it() -> T | TrainerError | None:
-            try:
-                return work() if self._rank == 0 else None
-            except TrainerError as error:
-                return error  # keeps its class, and with it the exit code, on every rank
-
-        result = on_every_rank(self._group, try_it, self._waiting)[0]
-        if isinstance(result, TrainerError):
-            raise result
-        return cast(T, result)
+        return on_rank_0(self._group, self._rank, work, beside, self._waiting)
 
 
 def _tensors_of(state: State) -> State:

@@ -1,0 +1,111 @@
+"""Share the hashing of a checkpoint over the ranks, where rank 0 verifies one.
+
+The store of every rank makes one for each piece of work of rank 0 that verifies: rank 0 leads, the
+others help until it is done. A rank only ever confirms that a file is right. Whatever nobody
+confirms rank 0 reads itself, so that it finds what is wrong, and says it, as it would alone.
+"""
+
+import heapq
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from finetune_trainer.checkpoint.agreement import on_every_rank
+from finetune_trainer.checkpoint.commit import Confirm, FileDigest, Manifest, digest_file
+from finetune_trainer.waiting import Waiting
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class _Asked(NamedTuple):
+    """What rank 0 asks the others to look at."""
+
+    folder: Path
+    files: dict[str, FileDigest]
+
+
+class SharedHashes:
+    """One rank's part; its collectives are those of the checkpoint store."""
+
+    def __init__(
+        self,
+        group: "ProcessGroup | None",
+        waiting: Waiting | None,
+        *,
+        rank: int,
+        ranks_on_node: int,
+        claim: Path | None,
+        digest: Callable[[Path], FileDigest] = digest_file,
+    ) -> None:
+        """Prepare to hash.
+
+        A rank on another node helps only where it sees the same files as rank 0: `claim`, which
+        rank 0 names, is a file in a folder beside them, and nobody else ever has one like it.
+        """
+        self._group, self._waiting = group, waiting
+        self._rank, self._is_on_node_of_rank_0 = rank, rank < ranks_on_node
+        self._claim = claim
+        self._digest = digest
+
+    def lead(self, work: Callable[[Confirm], T]) -> T:
+        """Do `work` on rank 0; what it is given has files confirmed by all ranks that can."""
+        if self._group is None:
+            return work(lambda folder, manifest: frozenset())
+        try:
+            return work(self._confirm)
+        finally:
+            self._tell(None)
+
+    def help(self) -> None:
+        """Hash what rank 0 asks for, until it asks for nothing more."""
+        while (asked := self._tell(None)) is not None:
+            self._hash_together(asked)
+
+    def _confirm(self, folder: Path, manifest: Manifest) -> frozenset[str]:
+        asked = self._tell(_Asked(folder, manifest.files))
+        assert asked is not None, "rank 0 has told it"
+        return self._hash_together(asked)
+
+    def _tell(self, asked: _Asked | None) -> _Asked | None:
+        told = (asked, self._claim)
+        asked, self._claim = on_every_rank(self._group, lambda: told, self._waiting)[0]
+        return asked
+
+    def _hash_together(self, asked: _Asked) -> frozenset[str]:
+        """Return the names of the files that some rank has found to be right."""
+        able = on_every_rank(self._group, lambda: self._sees(asked.folder), self._waiting)
+        ranks = [rank for rank, is_able in enumerate(able) if is_able]
+        mine = _shares(asked.files, ranks).get(self._rank, ())
+        found = on_every_rank(
+            self._group,
+            lambda: [name for name in mine if self._is_right(asked, name)],
+            self._waiting,
+        )
+        return frozenset(name for names in found for name in names)
+
+    def _sees(self, folder: Path) -> bool:
+        if self._is_on_node_of_rank_0:
+            return True
+        claim = self._claim
+        return claim is not None and folder.parent == claim.parents[1] and claim.exists()
+
+    def _is_right(self, asked: _Asked, name: str) -> bool:
+        path, expected = asked.folder / name, asked.files[name]
+        try:
+            return path.stat().st_size == expected.size and self._digest(path) == expected
+        except OSError:
+            return False  # rank 0 will read it, and say why it cannot
+
+
+def _shares(files: dict[str, FileDigest], ranks: list[int]) -> dict[int, list[str]]:
+    """Divide files over `ranks`: the largest first, each to whoever has least to read."""
+    load = [(0, rank) for rank in ranks]
+    shares: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for name in sorted(files, key=lambda one: (-files[one].size, one)):
+        size, rank = load[0]
+        shares[rank].append(name)
+        heapq.heapreplace(load, (size + files[name].size, rank))
+    return shares
