@@ -15,6 +15,7 @@ from typing import Any
 from finetune_trainer.config import DataConfig, DataFormat, LongRows
 from finetune_trainer.data.cutting import Cutter
 from finetune_trainer.data.formats import Conversation, read_example
+from finetune_trainer.data.prompt_tokens import PromptTokens
 from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import ControlTokens, Offsets, OwnTokenizer
 from finetune_trainer.data.template import ChatTemplate, Span
@@ -71,6 +72,7 @@ class RowEncoder:
         # Characters that no vocabulary has give the unknown token, and are no forgery.
         self._special = set(self._control.ids.values()) - {tokenizer.unk_token_id}
         self._own: OwnTokenizer | None = None
+        self._prompts = PromptTokens(tokenizer)
         is_truncated = config.long_rows is LongRows.TRUNCATE
         self._cutter = Cutter(tokenizer, config.max_seq_len) if is_truncated else None
 
@@ -89,9 +91,9 @@ class RowEncoder:
         whole = [self._draft(row) for row in rows]
         drafts = [[self._cut(one) for one in draft] for draft in whole]
         # One call for all texts of the batch: a call of its own for each costs more than its text.
-        tokens_of = self._tokenize(
-            text for draft in drafts for one in draft if not one.is_shielded for text in _cuts(one)
-        )
+        plain = [one for draft in drafts for one in draft if not one.is_shielded]
+        tokens_of = self._tokenize(one.text for one in plain)
+        tokens_of |= self._tokenize(p for one in plain for p in self._own_prompts(one, tokens_of))
         for row, draft, all_of_it in zip(rows, drafts, whole, strict=True):
             kept = list(map(partial(self._unless_it_matters, tokens_of), draft, all_of_it))
             parts = [part for one in kept for part in self._label(one, tokens_of, row.where)]
@@ -116,8 +118,19 @@ class RowEncoder:
         is_enough = len(tokens_of[cut.text].numbers) > self._cutter.max_tokens
         if is_enough and self._plain_labels(cut, tokens_of) is not None:
             return cut
-        tokens_of |= self._tokenize(_cuts(whole))
+        tokens_of |= self._tokenize([whole.text])
+        tokens_of |= self._tokenize(self._own_prompts(whole, tokens_of))
         return whole
+
+    def _own_prompts(self, rendered: Rendered, tokens_of: dict[str, "_Tokens"]) -> Iterator[str]:
+        """Yield the prompts that have to be tokenised by themselves."""
+        for start, _ in rendered.spans:
+            if self._count_prompt(rendered.text, start, tokens_of[rendered.text]) is None:
+                yield rendered.text[:start]
+
+    def _count_prompt(self, text: str, start: int, whole: "_Tokens") -> int | None:
+        """Return how many tokens the prompt before `start` has; see `PromptTokens.count`."""
+        return self._prompts.count(text, whole.numbers, whole.encoding, start)
 
     def _draft(self, row: Row) -> list[Rendered]:
         example = read_example(row, self._config.format, self._config.columns)
@@ -177,8 +190,11 @@ class RowEncoder:
         whole = tokens_of[rendered.text]
         labels = []
         for start, end in rendered.spans:
-            prompt = tokens_of[rendered.text[:start]].numbers
-            if whole.numbers[: len(prompt)] != prompt:
+            begin = self._count_prompt(rendered.text, start, whole)
+            if begin is None:
+                prompt = tokens_of[rendered.text[:start]].numbers
+                begin = len(prompt) if whole.numbers[: len(prompt)] == prompt else -1
+            if begin < 0:
                 return None
             until = whole.count_until(end) if end < len(rendered.text) else len(whole.numbers)
             if until is None:
@@ -186,7 +202,7 @@ class RowEncoder:
                 if whole.numbers[: len(cut)] != cut:
                     return None
                 until = len(cut)
-            labels.append((len(prompt), until))
+            labels.append((begin, until))
         return labels
 
     def _careful(
@@ -317,10 +333,3 @@ def _begin_tokens(tokenizer: Any) -> list[int]:
     """Return the begin token, if it is one of those that the tokenizer adds to a plain text."""
     added = tokenizer("", add_special_tokens=True)["input_ids"]
     return [token for token in added[:1] if token == tokenizer.bos_token_id]
-
-
-def _cuts(rendered: Rendered) -> Iterator[str]:
-    """Yield the text, and the prompt of each turn that is learned."""
-    yield rendered.text
-    for start, _ in rendered.spans:
-        yield rendered.text[:start]

@@ -9,9 +9,11 @@ docs/decisions/0050-what-is-learned.md.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
+from finetune_trainer.data.beginnings import Beginnings
 from finetune_trainer.data.formats import Conversation, Message
 from finetune_trainer.data.special import (
     FIRST_MARK,
@@ -73,6 +75,7 @@ def learned_rows(
             or drops or changes what a turn says.
     """
     finder = _Finder(template, control, conversation, where)
+    finder.render_at_once(conversation.learned)
     rows: list[Rendered] = []
     for found in reversed([finder.find(turn) for turn in conversation.learned]):
         said = found.text[: found.end]
@@ -122,8 +125,33 @@ class _Finder:
                     f"{where}: {error}, so it cannot be distinguished from text; "
                     "set spec.dataset.allowSpecialTokens, or delete the row"
                 ) from error
+        self._texts = self._prompts = Beginnings()
         if self._tools:
             self._refuse_unseen_tools()
+
+    def render_at_once(self, learned: tuple[int, ...]) -> None:
+        """Render what the turns need in two passes, without a prompt and with one.
+
+        Kept is what the template is proven to make of each beginning, if it also makes the whole
+        conversation as it does by itself. A row that writes out special tokens needs more.
+        """
+        if len(learned) < 2 or self.is_shielded:
+            return
+        marked = {turn: _mark_turn(self._messages[turn]).message for turn in learned}
+        beginnings = partial(self._template.beginnings, self._messages, self._tools)
+        after = {turn + 1 for turn in learned} | {len(self._messages)}
+        texts = beginnings(after, marked, add_generation_prompt=False)
+        prompts = beginnings(learned, {}, add_generation_prompt=True)
+        if texts and prompts and texts.whole == self.render(self._messages):
+            self._texts, self._prompts = texts, prompts
+
+    def _beginning(self, count: int, *, add_generation_prompt: bool = False) -> str:
+        """Return what the template makes of the first messages."""
+        known = self._prompts if add_generation_prompt else self._texts
+        text = known.text(count)
+        if text is not None:
+            return text
+        return self.render(self._messages[:count], add_generation_prompt=add_generation_prompt)
 
     def render(self, messages: tuple[Message, ...], *, add_generation_prompt: bool = False) -> str:
         """Render messages; broken special tokens must not have changed what the template does."""
@@ -147,10 +175,10 @@ class _Finder:
     def find(self, turn: int) -> _Turn:
         """Place one learned turn."""
         where = f"{self._where}: turn {turn + 1}"
-        before, messages = self._messages[:turn], self._messages[: turn + 1]
-        text = self.render(messages)
+        before = self._messages[:turn]
+        text = self._beginning(turn + 1)
         try:
-            prompt = self.render(before, add_generation_prompt=True)
+            prompt = self._beginning(turn, add_generation_prompt=True)
         except DataError as error:
             if before:
                 raise
@@ -206,12 +234,10 @@ class _Finder:
             DataError: the template leaves out something that the turn says, or changes it.
         """
         said = self._messages[turn]
-        marks = (chr(number) for number in count(FIRST_MARK))
-        marked, mark_of = _mark_texts(said, marks)
-        calls, marks_of_calls = _mark_calls(said.get("tool_calls", []), marks)
-        if calls:
-            marked["tool_calls"] = calls
-        shown = self._template.render((*self._messages[:turn], marked), self._tools, where)
+        marked, mark_of, marks_of_calls = _mark_turn(said)
+        shown = self._texts.other(turn)
+        if shown is None:
+            shown = self._template.render((*self._messages[:turn], marked), self._tools, where)
         every = [*mark_of.values(), *marks_of_calls]
         shown = _legible(shown, every)
         if any(mark not in shown for mark in marks_of_calls):
@@ -225,7 +251,7 @@ class _Finder:
         if _without(shown, every) != text:
             raise DataError(_changed(where, "content", said["content"]))
         ends = [len(_without(shown.split(mark)[0], every)) for mark in mark_of.values()]
-        return max(ends) if ends and not calls else None
+        return max(ends) if ends and not said.get("tool_calls") else None
 
     def _end(self, turn: int, text: str, said_end: int | None, start: int) -> int | None:
         """Return where the turn's stop token ends; None where it has none."""
@@ -258,9 +284,11 @@ class _Finder:
         all the same, as inference has to produce it.
         """
         messages = self._messages[: turn + 1]
-        marks = self._template.generation_marks(messages, self._tools, self._where)
-        if marks is None:
+        if not self._template.has_generation_marks(bool(self._tools)):
             return
+        marks = self._texts.marks(turn + 1)
+        if marks is None:
+            marks = self._template.generation_marks(messages, self._tools, self._where) or []
         start, end = learned
         own = [(first, last) for first, last in marks if last > start]
         said_start = None
@@ -315,6 +343,28 @@ def _without_thoughts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         kept = {key: text for key, text in said.items() if key not in THOUGHTS}
         made.append(kept | {"content": ""} if said.get("tool_calls") else kept)
     return tuple(made)
+
+
+class _Marked(NamedTuple):
+    """A turn with a mark behind everything that it says.
+
+    Attributes:
+        mark_of: By name, the mark of each text.
+        marks_of_calls: Those behind names and arguments of its calls.
+    """
+
+    message: Message
+    mark_of: dict[str, str]
+    marks_of_calls: list[str]
+
+
+def _mark_turn(said: Message) -> _Marked:
+    marks = (chr(number) for number in count(FIRST_MARK))
+    marked, mark_of = _mark_texts(said, marks)
+    calls, marks_of_calls = _mark_calls(said.get("tool_calls", []), marks)
+    if calls:
+        marked["tool_calls"] = calls
+    return _Marked(marked, mark_of, marks_of_calls)
 
 
 def _mark_texts(said: Message, marks: Iterator[str]) -> tuple[Message, dict[str, str]]:
