@@ -22,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer bench-gpu bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -168,7 +168,10 @@ bench-trainer: install quickstart-assets  ## Measure the trainer beside HF Train
 # Compares speeds, too. With INTERPRETER=python3 nothing is installed: that Python has the packages.
 DEVICE ?= cuda
 INTERPRETER ?=
-ON_GPU := $(OFFLINE) PYTHONPATH="tests:trainer$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(INTERPRETER),$(BIN)/python)
+ON_GPU := $(OFFLINE) PYTHONPATH="tests:trainer:operator$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(INTERPRETER),$(BIN)/python)
+
+gpu-check: $(if $(INTERPRETER),,install)  ## Check what a GPU computes (8 min; DEVICE=cpu: what a CPU can of it, 2 min)
+	FINETUNE_TEST_DEVICE=$(DEVICE) $(ON_GPU) -m pytest tests/gpu -m gpu --durations=8 $(PYTEST_ARGS)
 
 bench-gpu: $(if $(INTERPRETER),,install)  ## Measure the trainer on a GPU (1 h; DEVICE=cpu: 3 min, that each row runs)
 	$(if $(INTERPRETER)$(filter cpu,$(DEVICE)),,$(BIN)/python -m pip install -qq -e ".[gpu,bench]")

@@ -165,7 +165,9 @@ def by_manifest(family: str, folder: Path, method: str, *, is_packed: bool) -> F
     return Found(losses, {key: value for file in files for key, value in load_file(file).items()})
 
 
-def by_loop(folder: Path, method: str, rows: Sequence[Sequence[int]]) -> tuple[Found, Found]:
+def by_loop(
+    folder: Path, method: str, rows: Sequence[Sequence[int]], device: str = "cpu"
+) -> tuple[Found, Found]:
     """Train in a plain loop; return what it began with and what came of it."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -176,7 +178,7 @@ def by_loop(folder: Path, method: str, rows: Sequence[Sequence[int]]) -> tuple[F
             whole = PeftModel.from_pretrained(base_of(folder), folder / "adapter")
             whole.load_state_dict(model.state_dict())
             whole = whole.merge_and_unload()
-        state = {name: tensor.detach().clone() for name, tensor in whole.state_dict().items()}
+        state = {name: tensor.cpu().clone() for name, tensor in whole.state_dict().items()}
         return Found(losses, state)
 
     def base_of(folder: Path) -> Any:
@@ -185,7 +187,7 @@ def by_loop(folder: Path, method: str, rows: Sequence[Sequence[int]]) -> tuple[F
     model = base_of(folder)
     if method == "lora":
         model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
-    model.train()
+    model.to(device).train()
     first = saved([])
     trained = [one for one in model.parameters() if one.requires_grad]
     groups = [
@@ -198,7 +200,7 @@ def by_loop(folder: Path, method: str, rows: Sequence[Sequence[int]]) -> tuple[F
     for _ in range(STEPS):
         total = 0.0
         for row in rows:
-            ids = torch.tensor([row])
+            ids = torch.tensor([row], device=device)
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             loss = functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / num_labels
             loss.backward()

@@ -19,14 +19,12 @@ from fake_device import DEVICE, FakeDevice, MovedToHostError, on_host
 from finetune_trainer import evaluation, loop, numerics
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.config import DataReport
-from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import Agreement, StopSignal
 from finetune_trainer.data.batch import collate, eval_batches
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset
 from finetune_trainer.data.store import StoredTokens
 from finetune_trainer.evaluation import held_out_loss
-from finetune_trainer.gpu import device_clock
 from finetune_trainer.model import attention
 from finetune_trainer.model.loss import loss_inputs
 from finetune_trainer.model.prepare import prepare_model
@@ -34,8 +32,6 @@ from finetune_trainer.numerics import LateNumbers
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import create
 from finetune_trainer.telemetry import Telemetry
-from finetune_trainer.telemetry.phases import PhaseClock
-from finetune_trainer.telemetry.slots import Block
 from finetune_trainer.world import World
 from launches import train_config
 from model_families import family, pack
@@ -248,26 +244,3 @@ def test_a_planted_wait_fails_the_step(planted, tmp_path, monkeypatch):
     waiting = (MovedToHostError, DataDependentOutputException, DynamicOutputShapeException)
     with pytest.raises(waiting):
         fake_steps(tmp_path, monkeypatch, PLANTED[planted], precision="fp16")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_micro_batch_never_waits_for_the_gpu(tmp_path):
-    device = torch.device("cuda")
-    module, batch = prepared("llama", device, tmp_path)
-    phases, taken = PhaseClock(Block.private()), []
-    phases.follow(device_clock(device))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(2):
-            phases.enter(TimedPhase.FORWARD)
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = module(**loss_inputs(batch, device))
-            phases.enter(TimedPhase.BACKWARD)
-            (loss * 0.5).backward()
-            phases.enter(TimedPhase.LOGGING)
-            taken.append(phases.take_marks())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    for marks in taken:
-        phases.count(marks)
