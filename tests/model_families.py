@@ -1,12 +1,17 @@
 """Tiny random models of several families, and packs of documents to run them on."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from finetune_trainer.data.batch import NO_TARGET, MicroBatch
+from finetune_trainer.model.attention import is_isolating
+from finetune_trainer.model.kernels import Card, choose_attention
 
+CPU = torch.device("cpu")
 VOCAB = 96
 
 SMALL = {
@@ -69,6 +74,22 @@ def family(name: str, *, seed: int = 0, **changes: Any) -> Any:
             if parameter.ndim == 2:
                 parameter.mul_(8)
     return model
+
+
+AMPERE = Card((8, 0), has_triton=True)
+
+
+def isolate(model: Any, dtype: torch.dtype = torch.float32, card: Card | None = None) -> bool:
+    """Give the model the attention that a run would, and say whether it is told of documents."""
+    said: list[str] = []
+    choose_attention(model, card, dtype, warn=said.append)
+    return is_isolating(model)
+
+
+def lift_flex_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have flex's backward run on a CPU, which torch refuses by a check of the device alone."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
 
 
 def pack(

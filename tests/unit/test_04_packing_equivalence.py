@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from finetune_trainer.model.attention import isolate_documents
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
-from model_families import FAMILIES, family, joined, pack, sequences
+from model_families import FAMILIES, family, isolate, joined, pack, sequences
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 2, 7, 5, 6)
@@ -38,7 +37,7 @@ def test_packed_equals_padded_equals_one_document_at_a_time(name, is_isolating):
 
     model = family(name).double()
     if is_isolating:
-        assert isolate_documents(model, CPU, torch.float64) == (name != "gemma2")
+        assert isolate(model, torch.float64) == (name != "gemma2")
     packed = gradients(model, [batch])
     padded = gradients(model, [joined(batch, [[d] for d in documents])])
     in_rows = gradients(model, [joined(batch, [documents[:2], documents[2:]])])

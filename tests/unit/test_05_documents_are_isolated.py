@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune_trainer.model.attention import bounds_as_mask, isolate_documents
+from finetune_trainer.model.attention import bounds_as_mask
 from finetune_trainer.model.loss import loss_inputs
-from model_families import FAMILIES, family, pack
+from model_families import AMPERE, FAMILIES, family, isolate, pack
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def logits(model, batch, is_isolating):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_first_document_leaves_the_others_bitwise_as_they_were(name):
     model = family(name)
-    is_isolating = isolate_documents(model, CPU, torch.float32)
+    is_isolating = isolate(model, torch.float32)
     batch = pack([(9, 7, 5), (4, 8, 9)])
     before = logits(model, batch, is_isolating)
     batch.input_ids[0, :9] = (batch.input_ids[0, :9] + 1) % 90 + 2
@@ -40,31 +40,15 @@ def test_answers_with_a_cache_are_the_same_with_the_documents_attention():
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     plain = family("mistral with a window")
     isolating = family("mistral with a window")
-    assert isolate_documents(isolating, CPU, torch.float32)
+    assert isolate(isolating, torch.float32)
     assert torch.equal(isolating.generate(prompt, **options), plain.generate(prompt, **options))
 
 
 def test_the_attention_is_not_written_into_a_saved_model(tmp_path):
     model = family("llama")
-    isolate_documents(model, CPU, torch.float32)
+    isolate(model, torch.float32)
     model.save_pretrained(tmp_path)
     assert "documents" not in (tmp_path / "config.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "changes", "is_chosen"),
-    [
-        pytest.param("cuda", torch.bfloat16, {}, True, id="bf16 on a GPU"),
-        pytest.param("cuda", torch.float16, {}, True, id="fp16 on a GPU"),
-        pytest.param("cuda", torch.float32, {}, False, id="fp32 on a GPU has no kernel"),
-        pytest.param("cuda", torch.bfloat16, {"attention_dropout": 0.1}, False, id="dropout"),
-        pytest.param("cpu", torch.float32, {"attention_dropout": 0.1}, True, id="dropout, CPU"),
-    ],
-)
-def test_the_documents_attention_is_chosen_where_a_kernel_serves(device, dtype, changes, is_chosen):
-    model = family("llama", **changes)
-    assert isolate_documents(model, torch.device(device), dtype) == is_chosen
-    assert (model.config._attn_implementation == "documents") == is_chosen
 
 
 class Kernels(TorchDispatchMode):
@@ -91,7 +75,7 @@ def test_off_the_cpu_one_kernel_a_layer_attends_in_all_documents(name, window):
     bounds = loss_inputs(batch, CPU)["bounds"]
     with torch.device("meta"):
         model = family(name).to(torch.bfloat16)
-    assert isolate_documents(model, torch.device("cuda"), torch.bfloat16)
+    assert isolate(model, torch.bfloat16, AMPERE)
     with Kernels() as kernels:
         model(
             input_ids=batch.input_ids.to("meta"),

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.attention import isolate_documents
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from finetune_trainer.model.recompute import recompute
-from model_families import family, pack
+from model_families import family, isolate, pack
 
 CPU = torch.device("cpu")
 
@@ -15,7 +14,7 @@ CPU = torch.device("cpu")
 def one_step(name, how):
     """Return loss, gradients and the bytes that the forward pass left for the backward pass."""
     model = family(name)
-    isolate_documents(model, CPU, torch.float32)
+    isolate(model, torch.float32)
     recompute(model, how)
     module = CausalLoss(model.train())
     kept = {}

@@ -18,12 +18,11 @@ from every_family import (
     write_settings,
 )
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.attention import isolate_documents
 from finetune_trainer.model.families import ENCODERS, settle_family
 from finetune_trainer.model.isolation import settle_isolation
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from launches import train_config
-from model_families import joined, pack, sequences
+from model_families import isolate, joined, pack, sequences
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 4, 7)
@@ -54,7 +53,7 @@ def test_a_family_learns_as_alone_or_is_refused_by_its_configuration(
     documents = sequences(batch, LENGTHS)
     expected = alone(model, [d[0] for d in documents], [d[2] for d in documents])
 
-    isolate_documents(model, CPU, torch.float32)
+    isolate(model, torch.float32)
     module = CausalLoss(model)
 
     def evaluate(inputs):

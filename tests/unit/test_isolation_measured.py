@@ -13,14 +13,13 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import StopSignal
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.launch.claim import claim_folders
-from finetune_trainer.model.attention import isolate_documents
 from finetune_trainer.model.isolation import NARROW_LIMIT, measure, settle_isolation
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
 from launches import train_config
-from model_families import FAMILIES, family
+from model_families import FAMILIES, family, isolate
 from text_fixtures import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -55,7 +54,7 @@ def test_what_keeps_documents_apart_stays_far_below_the_limit(
 ) -> None:
     model = family(name)
     if is_isolating:
-        isolate_documents(model, CPU, torch.float32)
+        isolate(model, torch.float32)
     found = measure(*wrapped(model, dtype), train_config(tmp_path), CPU)
     assert max(found.neighbours, found.later_tokens) <= 1e-5, "each row is computed alike"
     assert found.alone <= (1e-5 if dtype is None else NARROW_LIMIT / 2)

@@ -274,7 +274,7 @@ def _load(
     base = load_model(config, load_device(config, world.rank, world.device))
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
     model: nn.Module = choose_trained(base, config)
-    return prepare_model(model, config, world.device, first_batch)
+    return prepare_model(model, config, world.device, first_batch, telemetry.warn)
 
 
 def _store(

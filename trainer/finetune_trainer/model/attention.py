@@ -13,30 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+from finetune_trainer.model import flex
 
 NAME = "documents"
+_WIDEST_HEAD = 256  # of flash attention
+
+# Torch 2.11 lacks it.
+_VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def isolate_documents(base: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Register and choose the attention for a transformers model, where it is known to be right.
-
-    Everywhere else the model keeps its own attention with the mask that it makes, which is slower;
-    whether that mask keeps documents apart is for `isolation` to find out.
-    """
+def use_documents(base: Any) -> None:
+    """Register the attention and choose it, for a transformers model with no `fault`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # for answers, which are made with a cache
-    chosen = _is_plain(base) and (device.type == "cpu" or _has_kernel(base, dtype))
-    if chosen:
-        base.set_attn_implementation(NAME)
-    return chosen
+    base.set_attn_implementation(NAME)
 
 
 def is_isolating(base: Any) -> bool:
-    """Say whether the model was given this attention."""
-    return bool(base.config._attn_implementation == NAME)
+    """Say whether the model was given an attention that is told where documents are."""
+    return base.config._attn_implementation in (NAME, flex.NAME)
+
+
+def as_mask(base: Any, bounds: Tensor, position_ids: Tensor) -> Tensor:
+    """Return where documents are (bounds (L, N + 1)) in the form that its attention reads."""
+    if base.config._attn_implementation == flex.NAME:
+        return flex.documents_as_mask(position_ids)
+    return bounds_as_mask(bounds)
 
 
 def bounds_as_mask(bounds: Tensor) -> Tensor:
@@ -44,27 +51,54 @@ def bounds_as_mask(bounds: Tensor) -> Tensor:
     return bounds[None, None]
 
 
-def _is_plain(base: Any) -> bool:
-    """Say whether all layers attend causally, fully or in a window that they name."""
+def dynamic_dimensions(mask: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of such a mask that differ from pack to pack."""
+    is_bounds = mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[2] > 1
+    return (2, 3) if is_bounds else ()
+
+
+def fault(base: Any, *, on_gpu: bool, compiles: bool) -> str | None:
+    """Say why this attention cannot be proved right for a model; the dtype is not looked at.
+
+    Such a model may keep its own attention with the mask that it makes, which is slower; whether
+    that mask keeps documents apart is for `isolation` to find out.
+    """
+    config = base.config.get_text_config()
+    if not (base._supports_attention_backend and base._can_set_attn_implementation()):
+        return "transformers lets nobody choose the attention of this family"
+    if not base._supports_sdpa:
+        return "it changes the scores before the softmax, as by a cap"
+    widths = (getattr(part, "head_dim", 0) for part in base.modules())  # layers' may differ
+    width = max((width for width in widths if isinstance(width, int)), default=0)
+    if on_gpu and width > _WIDEST_HEAD:
+        return f"its heads are {width} wide, flash attention's at most {_WIDEST_HEAD}"
+    knows_dropout = not (on_gpu or compiles)
+    return shape_fault(base) or (None if knows_dropout else dropout_fault(config))
+
+
+def shape_fault(base: Any) -> str | None:
+    """Say which layers attend neither causally to all before them nor in a window they name."""
     config = base.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others := kinds - {"sliding_attention"}:
+        return f"it has layers of another kind ({', '.join(sorted(others))})"
+    if getattr(config, "attention_chunk_size", None):
+        return "its layers attend in chunks"
     source = inspect.getsource(sys.modules[type(base).__module__])
     tells_window = re.search(r"sliding_window=(self|getattr)", source) is not None
-    return (
-        base._supports_attention_backend
-        and base._supports_sdpa
-        and base._can_set_attn_implementation()
-        and kinds <= {"sliding_attention"}
-        and not getattr(config, "attention_chunk_size", None)
-        and (tells_window or not getattr(config, "sliding_window", None))
-    )
+    if not tells_window and getattr(config, "sliding_window", None):
+        return "its layers do not say how wide their window is"
+    if re.search(r"\b(s_aux|position_bias)=", source):
+        return "its layers add terms of their own to the scores"
+    return None
 
 
-def _has_kernel(base: Any, dtype: torch.dtype) -> bool:
-    """Say whether the GPU's kernel can serve: it knows no dropout and no wide numbers."""
-    config = base.config.get_text_config()
+def dropout_fault(config: Any) -> str | None:
+    """Say that a model has dropout in attention, which kernels do not know."""
     rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
-    return dtype in (torch.bfloat16, torch.float16) and not any(rates)
+    return (
+        "it has dropout in attention (spec.training.dropout 0 removes it)" if any(rates) else None
+    )
 
 
 def _attend(
@@ -91,11 +125,11 @@ def _attend(
     batch, _, length, _ = query.shape
     # Positions may have widened query and key alone, which kernels refuse. On a CPU torch's bf16
     # attention takes three times as long as its fp32 one (documents of 60 tokens, Zen 4).
-    on_cpu = query.device.type == "cpu"
-    dtype = torch.promote_types(value.dtype, torch.float32) if on_cpu else value.dtype
+    each = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    dtype = torch.promote_types(value.dtype, torch.float32) if each else value.dtype
     rows = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     bounds, window = attention_mask[0, 0, 0], kwargs.get("sliding_window") or 0
-    if on_cpu:
+    if each:
         with torch.autocast("cpu", enabled=False):
             output = _attend_each(rows, bounds, window, dropout, scaling)
     else:
@@ -107,9 +141,13 @@ def _attend_at_once(
     rows: list[Tensor], bounds: Tensor, length: int, window: int, scaling: float | None
 ) -> Tensor:
     """Attend in all documents in one kernel; the longest has `length` tokens."""
-    from torch.nn.attention.varlen import varlen_attn
-
     query, key, value = rows
+    options: dict[str, Any] = {}
+    if _VARLEN_GROUPS_HEADS:
+        options["enable_gqa"] = True
+    else:
+        shared = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(shared, 1) for tensor in (key, value))
     output = varlen_attn(
         query,
         key,
@@ -120,7 +158,7 @@ def _attend_at_once(
         length,
         scale=scaling,
         window_size=(window - 1, 0),
-        enable_gqa=True,
+        **options,
     )
     assert isinstance(output, Tensor), "nothing else was asked for"
     return output

@@ -10,9 +10,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.model import cpu_varlen
+from finetune_trainer.model.attention import dynamic_dimensions
 from finetune_trainer.model.layers import decoder_layers
 
 # Graphs of one layer's code, which all layers share: two kinds of layers, the first one's input
@@ -40,6 +42,8 @@ def compile_layers(
             raise ConfigError(f"spec.training.compile: {fault}; set it to false")
         warn(_without(fault))
         return
+    if device.type == "cpu":
+        cpu_varlen.register()
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
     name = type(base).__name__
@@ -78,6 +82,10 @@ def _guard(
     compiled = layer._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor):
+            for dimension in dynamic_dimensions(mask):
+                torch._dynamo.mark_dynamic(mask, dimension)
         try:
             return compiled(*args, **kwargs)  # type: ignore[misc]  # `compile` has set it
         except TorchDynamoException as error:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.attention import bounds_as_mask, is_isolating
+from finetune_trainer.model.attention import as_mask, is_isolating
 from finetune_trainer.model.families import takes_positions
 from finetune_trainer.model.fused_head import FusedHead, fuse_head
 
@@ -71,7 +71,7 @@ class CausalLoss(nn.Module):
         if self.gives_positions:
             call["position_ids"] = position_ids
             if is_isolating(base):
-                call["attention_mask"] = bounds_as_mask(bounds)
+                call["attention_mask"] = as_mask(base, bounds, position_ids)
         head = base.get_output_embeddings()
         if isinstance(head, FusedHead):
             with self._head_of(kept), head.summing(targets):

@@ -4,6 +4,7 @@ Called by `rank` once adapters are attached, before a strategy makes it parallel
 effect on this device or model is refused with a sentence.
 """
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.attention import isolate_documents
+from finetune_trainer.model.kernels import Card, choose_attention
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 
@@ -30,11 +31,12 @@ def prepare_model(
     config: TrainConfig,
     device: torch.device,
     first_batch: Callable[[], "MicroBatch"],
+    warn: Callable[[str], None] = warnings.warn,
 ) -> CausalLoss:
     """Change an unsharded transformers or peft model, and return the module that strategies wrap.
 
     `first_batch` makes a batch, the same one on every rank, on which float8 shows what it does to
-    the loss.
+    the loss. `warn` is told what is used in place of a kernel that the card cannot run.
 
     Raises:
         ConfigError: an option cannot work with this model or on this device.
@@ -42,8 +44,14 @@ def prepare_model(
     base, training = base_of(model), config.training
     if training.liger:
         _use_liger(base, device)
-    if not (training.compile and device.type == "cpu"):  # lengths as numbers would recompile it
-        isolate_documents(base, device, _DTYPES.get(training.precision, torch.float32))
+    choose_attention(
+        base,
+        Card.of(device),
+        _DTYPES.get(training.precision, torch.float32),
+        asked=training.attention,
+        compiles=training.compile,
+        warn=warn,
+    )
     if training.precision in ("bf16", "fp16"):
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):

@@ -1,0 +1,128 @@
+"""Compiled layers: packs of any number of documents share their graphs, which never break.
+
+Attention of packs runs through torch's own operator as on a GPU, with the CPU kernels that
+`compile_layers` registers; Gemma 2 runs through flex, whose check of the device is lifted.
+"""
+
+import random
+from itertools import pairwise, product
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
+
+from finetune_trainer.model import cpu_varlen
+from finetune_trainer.model.attention import NAME, _attend_at_once, _attend_each
+from finetune_trainer.model.compile import compile_layers
+from finetune_trainer.model.kernels import use_flex
+from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
+from finetune_trainer.model.recompute import recompute
+from model_families import CPU, family, isolate, lift_flex_check, pack
+
+WIDTH = 128
+WARM_UP, PACKS, MOST_DOCUMENTS = 3, 50, 30
+
+# Dynamo looks at .grad of every tensor that it meets, and torch warns it.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+FAMILIES = (
+    "llama",
+    "mistral with a window",
+    "qwen2 with windows",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+)
+IN_EACH_RUN = {("mistral with a window", "lora", "selective"), ("gemma2", "full", "none")}
+CASES = [
+    pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.full)
+    for case in product(FAMILIES, ("lora", "full"), ("none", "selective", "full"))
+]
+
+
+def documents(numbers, count):
+    """Cut a pack of the width into as many documents."""
+    cuts = sorted(numbers.sample(range(1, WIDTH), count - 1))
+    return [end - start for start, end in pairwise([0, *cuts, WIDTH])]
+
+
+def module_of(name, method, how):
+    model = family(name, max_position_embeddings=WIDTH)
+    if name == "gemma2":
+        use_flex(model)
+    else:
+        assert isolate(model)
+    if method == "lora":
+        lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+        model = get_peft_model(model, lora)
+    recompute(base_of(model), how)
+    return CausalLoss(model).train()
+
+
+def one_step(module, lengths):
+    """Make one forward and backward pass under autocast; return loss and gradients."""
+    module.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(**loss_inputs(pack([lengths], width=WIDTH), CPU))
+    loss.backward()
+    return loss.item(), torch.cat(
+        [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+    )
+
+
+@pytest.mark.parametrize(("name", "method", "how"), CASES)
+def test_fifty_packs_break_no_graph_and_recompile_none(name, method, how, monkeypatch):
+    lift_flex_check(monkeypatch)
+    torch._dynamo.reset()
+    counters.clear()
+    numbers = random.Random(0)
+    eager, module = module_of(name, method, how), module_of(name, method, how)
+    compile_layers(base_of(module.model), CPU, is_asked=True, warn=pytest.fail, backend="aot_eager")
+    for count in (1, MOST_DOCUMENTS, 7)[:WARM_UP]:
+        one_step(module, documents(numbers, count))
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for _ in range(PACKS - 1):
+        one_step(module, documents(numbers, numbers.randint(1, MOST_DOCUMENTS)))
+    last = documents(numbers, 11)
+    loss, gradient = one_step(module, last)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert dict(counters["graph_break"]) == {}
+    wanted, expected = one_step(eager, last)
+    assert loss == pytest.approx(wanted, rel=2e-2)
+    assert (gradient - expected).norm() / expected.norm() < 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [0, 4])
+def test_the_cpu_kernel_of_packed_documents_is_torch_s_attention_of_each(window, dtype):
+    cpu_varlen.register()
+    torch.manual_seed(0)
+    rows = [torch.randn(40, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+    bounds = torch.tensor([0, 9, 11, 12, 40], dtype=torch.int32)
+    slope = torch.randn(40, 4, 8, dtype=dtype)
+    found = _attend_at_once(rows, bounds, 28, window, 0.3)
+    expected = _attend_each(rows, bounds, window, 0.0, 0.3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    made, wanted = (torch.autograd.grad(one, rows, slope) for one in (found, expected))
+    torch.testing.assert_close(made, wanted, rtol=0, atol=1e-5)
+
+
+def test_without_dynamic_bounds_packs_would_be_compiled_again(monkeypatch):
+    """The counter sees what the test above says does not happen."""
+    monkeypatch.setattr("finetune_trainer.model.compile.dynamic_dimensions", lambda mask: ())
+    torch._dynamo.reset()
+    counters.clear()
+    module = module_of("llama", "full", "none")
+    assert base_of(module.model).config._attn_implementation == NAME
+    compile_layers(base_of(module.model), CPU, is_asked=True, warn=pytest.fail, backend="aot_eager")
+    one_step(module, [64, 64])
+    graphs = counters["stats"]["unique_graphs"]
+    one_step(module, [40, 40, 48])
+    assert counters["stats"]["unique_graphs"] > graphs

@@ -1,0 +1,170 @@
+"""Choose what computes attention: `spec.training.attention`.
+
+Called by `prepare`. `varlen` (`attention`) is the fastest and serves most models on a GPU of 2020
+or later, and on a CPU; `flex` serves what it cannot; `model` is the model's own, with a mask of a
+pack's length squared. What a manifest asks for and cannot have is refused; what the default cannot
+use because of the card is said once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model import attention, flex
+
+_FIRST_CARD = (8, 0)  # compute capability (Ampere) that flash attention and Triton want
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a GPU and its software can do.
+
+    Attributes:
+        capability: NVIDIA's number of what its kernels may use: (9, 0) is Hopper.
+        has_triton: Whether the compiler of kernels is installed.
+    """
+
+    capability: tuple[int, int]
+    has_triton: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Card | None":
+        """Return the card of a device; None for a CPU."""
+        if device.type != "cuda":
+            return None
+        has_triton = find_spec("triton") is not None
+        return cls(torch.cuda.get_device_capability(device), has_triton)
+
+
+class Kernel(StrEnum):
+    """What computes attention."""
+
+    VARLEN = "varlen"
+    FLEX = "flex"
+    MODEL = "model"
+
+
+def choose_attention(
+    base: Any,
+    card: Card | None,
+    dtype: torch.dtype,
+    *,
+    asked: str = "fastest",
+    compiles: bool = False,
+    warn: Callable[[str], None],
+) -> Kernel:
+    """Give a transformers model the attention that is asked for, or the fastest that serves it.
+
+    Args:
+        base: The model; `model` leaves it as it is.
+        card: Where it is trained; None is a CPU.
+        dtype: Of queries, keys and values.
+        asked: `fastest`, or the name of a kernel.
+        compiles: Whether its layers will be compiled.
+        warn: Told what is used in place of a kernel that the card cannot run.
+
+    Raises:
+        ConfigError: the kernel that is asked for cannot serve this model or run on this card.
+    """
+    of_card = None if card is None else _card_fault(dtype, card)
+    faults = {
+        Kernel.VARLEN: of_card or attention.fault(base, on_gpu=card is not None, compiles=compiles),
+        Kernel.FLEX: _flex_card_fault(dtype, card) or flex_fault(base),
+        Kernel.MODEL: None,
+    }
+    name = type(base).__name__
+    if asked != "fastest":
+        kernel = Kernel(asked)
+        if faults[kernel] is not None:
+            raise ConfigError(
+                f"spec.training.attention {asked} cannot serve {name}: {faults[kernel]}; use "
+                "fastest"
+            )
+    else:
+        kernel = next(one for one in Kernel if faults[one] is None)
+        if card and (kernel is Kernel.MODEL or (of_card and kernel is Kernel.FLEX)):
+            reasons = "; ".join(f"{one}: {why}" for one, why in faults.items() if why)
+            warn(f"attention of {name} is computed by {_SPELLED[kernel]} ({reasons})")
+    if kernel is Kernel.VARLEN:
+        attention.use_documents(base)
+        if card is not None:
+            use_newest_flash(card, warn)
+    elif kernel is Kernel.FLEX:
+        use_flex(base)
+    return kernel
+
+
+_SPELLED = {
+    Kernel.VARLEN: "flash attention",
+    Kernel.FLEX: "flex attention",
+    Kernel.MODEL: "the model's own code, with a mask of a pack's length squared",
+}
+
+
+def flex_fault(base: Any) -> str | None:
+    """Say why flex cannot serve a model, whatever the device."""
+    config = base.config.get_text_config()
+    if not (base._supports_flex_attn and base._can_set_attn_implementation()):
+        return "transformers does not offer it for this family"
+    return attention.shape_fault(base) or attention.dropout_fault(config)
+
+
+def use_flex(base: Any) -> None:
+    """Register flex with documents, and choose it."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register(flex.NAME, flex.attend)
+    AttentionMaskInterface.register(flex.NAME, eager_mask)  # for answers
+    base.set_attn_implementation(flex.NAME)
+
+
+def use_newest_flash(card: Card, warn: Callable[[str], None]) -> str | None:
+    """Put FlashAttention 3 or 4 in the place of 2, where its package is there and the card can.
+
+    Returns:
+        Which one is in use now; None for torch's own, which is 2.
+    """
+    from torch.nn.attention import activate_flash_attention_impl
+
+    for version in {9: ("FA3", "FA4"), 10: ("FA4",)}.get(card.capability[0], ()):
+        try:
+            activate_flash_attention_impl(version)
+        except ModuleNotFoundError:
+            continue  # not installed: nobody has asked for it
+        except (ImportError, RuntimeError, OSError) as error:
+            warn(f"{version} is installed and cannot be used, FlashAttention 2 is: {error}")
+            continue
+        return version
+    return None
+
+
+def _card_fault(dtype: torch.dtype, card: Card) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash attention computes in bf16 and fp16, not in {_plain(dtype)}"
+    return _too_old(card)
+
+
+def _flex_card_fault(dtype: torch.dtype, card: Card | None) -> str | None:
+    if card is None:
+        return "torch computes no gradients of it on a CPU"
+    if dtype == torch.float64:
+        return "it does not compute in fp64"
+    return _too_old(card) or (
+        None if card.has_triton else "it needs the package triton, which is not installed"
+    )
+
+
+def _too_old(card: Card) -> str | None:
+    if card.capability >= _FIRST_CARD:
+        return None
+    return "this GPU has compute capability {}.{}, it needs 8.0".format(*card.capability)
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.float64: "fp64"}.get(dtype, str(dtype))
