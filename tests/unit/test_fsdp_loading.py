@@ -22,8 +22,16 @@ CPU, META = torch.device("cpu"), torch.device("meta")
                 "strategy": {"type": "fsdp"},
                 "method": {"type": "qlora", "lora": {}, "quantization": "nf4"},
             },
+            [CPU, META],
+            id="quantised",
+        ),
+        pytest.param(
+            {
+                "strategy": {"type": "fsdp"},
+                "method": {"type": "qlora", "lora": {"dora": True}, "quantization": "nf4"},
+            },
             [CPU, CPU],
-            id="quantised weights are small",
+            id="DoRA measures quantised weights",
         ),
     ],
 )

@@ -43,7 +43,7 @@ from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import settle_family
 from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
 from finetune_trainer.model.isolation import settle_isolation
-from finetune_trainer.model.load import load_device, load_model, load_tokenizer
+from finetune_trainer.model.load import is_loaded_once, load_device, load_model, load_tokenizer
 from finetune_trainer.model.loss import CausalLoss, base_of
 from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
@@ -271,7 +271,8 @@ def _load(
     """Load, adapt and prepare the model, the same on every rank."""
     telemetry.phase(Phase.LOADING)
     reach("loading")
-    base = load_model(config, load_device(config, world.rank, world.device))
+    place = load_device(config, world.rank, world.device)
+    base = load_model(config, place, quantises=not is_loaded_once(config))
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
     model: nn.Module = choose_trained(base, config)
     return prepare_model(model, config, world.device, first_batch, telemetry.warn)

@@ -13,7 +13,7 @@ from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.model.quantize import quantization_config, settle
+from finetune_trainer.model.quantize import leave_to_quantise, quantization_config, settle
 
 if TYPE_CHECKING:
     import torch
@@ -70,10 +70,12 @@ def new_token_ids(config: ModelConfig) -> list[int]:
 def is_loaded_once(config: TrainConfig) -> bool:
     """Say whether rank 0 alone reads the weights, as the strategy hands the others their shards.
 
-    Quantised weights are small, and float8 is tried on a whole model.
+    DoRA measures weights as they will be quantised, so each rank needs them; float8 is tried on a
+    whole model.
     """
-    is_plain = config.method.quantization == "none" and not config.training.float8
-    return config.strategy.type == "fsdp" and is_plain
+    lora = config.method.lora
+    measures = config.method.quantization != "none" and lora is not None and lora.dora
+    return config.strategy.type == "fsdp" and not measures and not config.training.float8
 
 
 def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torch.device":
@@ -100,12 +102,16 @@ def load_settings(config: ModelConfig) -> "PretrainedConfig":
     return settings
 
 
-def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel":
+def load_model(
+    config: TrainConfig, device: "torch.device", *, quantises: bool = True
+) -> "PreTrainedModel":
     """Load the base model for training: parameters that are trained in fp32, frozen ones narrow.
 
     With adapters the frozen base is kept in the format of the arithmetic, or quantised; with full
     fine-tuning every parameter stays in fp32 and autocast narrows the arithmetic alone, unless the
     optimizer keeps them in bf16. On the meta device the model has no weights, only its buffers.
+    With `quantises` false its 4-bit layers still have plain weights, as also on the meta device:
+    they are quantised where they are moved to.
 
     Raises:
         ConfigError: the model cannot be found or read, `training.dropout` has no effect on it, or
@@ -128,11 +134,13 @@ def load_model(config: TrainConfig, device: "torch.device") -> "PreTrainedModel"
                 revision=source.revision or "main",
                 config=settings,
                 dtype=dtype,
-                quantization_config=quantization,
+                quantization_config=quantization if quantises else None,
                 device_map={"": device},
                 trust_remote_code=False,
                 use_safetensors=True,
             )
+        if quantization is not None and (device.type == "meta" or not quantises):
+            leave_to_quantise(model, quantization)
     settle(model)
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))

@@ -1,7 +1,8 @@
 """Keep the frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314); the only file that knows how.
 
-`load` asks for the configuration and settles the loaded layers; `export.merge` asks for a layer's
-weight in full. Head and embeddings are not quantised.
+`load` asks for the configuration and settles the loaded layers; FSDP has weights quantised as it
+divides them; `export.merge` asks for a layer's weight in full. Head and embeddings are not
+quantised.
 """
 
 import importlib.util
@@ -13,6 +14,12 @@ from finetune_trainer.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from finetune_trainer.world import World
+
+# Of a weight that is to be quantised.
+_SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
 
 
 def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
@@ -71,6 +78,64 @@ def settle(model: "nn.Module") -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def leave_to_quantise(model: "PreTrainedModel", quantization: Any) -> None:
+    """Put 4-bit layers into a plain model, whose weights are quantised once they are moved."""
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers import AutoHfQuantizer
+
+    plain = dict(model.named_modules())
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer.preprocess_model(model=model, device_map=None)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear4bit):
+            continue
+        weight = plain[name].weight.data
+        settings = {key: getattr(layer.weight, key) for key in _SETTINGS}
+        layer.weight = Params4bit(
+            weight.T if isinstance(plain[name], Conv1D) else weight,
+            requires_grad=False,
+            module=layer,
+            **settings,
+        )
+        layer.bias = plain[name].bias
+    quantizer.postprocess_model(model)
+
+
+def stored_as(parameter: "Tensor") -> "tuple[torch.Size, torch.dtype]":
+    """Return shape and type that a parameter has once it is moved, and quantised if need be."""
+    import torch
+
+    if getattr(parameter, "bnb_quantized", True):
+        return parameter.shape, parameter.dtype
+    storage: torch.dtype = parameter.quant_storage  # type: ignore[attr-defined]
+    numbers = (parameter.numel() + 1) // (2 * storage.itemsize)  # two to a byte
+    return torch.Size((numbers, 1)), storage
+
+
+def hand_out_scales(model: "nn.Module", skeleton: "nn.Module | None", world: "World") -> None:
+    """Give each rank rank 0's scales of all 4-bit layers, 1/32 of their weights; a collective.
+
+    They belong to the layer, so FSDP does not divide them. `skeleton` gets those of its layers, in
+    host memory.
+    """
+    import torch
+    import torch.distributed as dist
+
+    twins = dict(skeleton.named_modules()) if skeleton is not None else {}
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "quant_state"):
+            continue
+        from bitsandbytes.functional import QuantState
+
+        told: list[Any] = [layer.quant_state.as_dict(packed=True) if world.is_main else None]
+        if world.control_group is not None:
+            dist.broadcast_object_list(told, src=0, group=world.control_group)
+        layer.quant_state = QuantState.from_dict(told[0], device=world.device)
+        if name in twins:
+            twins[name].quant_state = QuantState.from_dict(told[0], device=torch.device("cpu"))
 
 
 def full_weight(module: "nn.Module", name: str) -> "Tensor":

@@ -5,7 +5,7 @@ belong to the loss module around the model, whose forward is the only one that i
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import psutil
@@ -27,6 +27,7 @@ from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.memory.host import free_host_memory, refuse_pinning
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.model.quantize import hand_out_scales, stored_as
 from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies.fsdp_room import (
     SHARE_OF_FREE_MEMORY,
@@ -65,10 +66,11 @@ class FsdpStrategy(NativeStrategy):
         if self._world.is_main:
             self._skeleton = empty_copy(module.model)
         if is_loaded_once(self._config):
-            weights = {name: p.detach() for name, p in module.named_parameters()}
+            weights: dict[str, Tensor] = dict(module.named_parameters())
             _forget_weights(module, self._world)
             self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
             self._scatter(weights)
+            hand_out_scales(module.model, self._skeleton, self._world)
         else:
             self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
         self._assert_built_as_asked()
@@ -148,8 +150,11 @@ class FsdpStrategy(NativeStrategy):
         ranks = self._config.world.nproc_per_node
         refuse_pinning(size, ranks, free_host_memory(), "spec.strategy.offload cpu")
 
-    def _scatter(self, weights: Mapping[str, Tensor]) -> None:
-        """Give every rank its part of rank 0's weights; no other one ever holds a whole model."""
+    def _scatter(self, weights: dict[str, Tensor]) -> None:
+        """Give every rank its part of rank 0's weights, which are given up one by one.
+
+        No other rank ever holds a whole model, and no device more than its part and one weight.
+        """
         world, offloads = self._world, self._config.strategy.offload == "cpu"
         home = torch.device("cpu") if offloads else world.device
         self._module._apply(  # type: ignore[no-untyped-call]  # to_empty forgets buffers as well
@@ -159,9 +164,12 @@ class FsdpStrategy(NativeStrategy):
             dist.broadcast(buffer, src=0)
         for name, parameter in self._module.named_parameters():
             shard = cast(DTensor, parameter.detach())
-            whole = torch.empty(shard.shape, dtype=shard.dtype, device=world.device)
+            own = weights.pop(name)
             if world.is_main:
-                whole.copy_(weights[name])
+                # Those that are to be of 4 bits are quantised by this.
+                whole = own.to(world.device).detach().as_subclass(Tensor)
+            else:
+                whole = torch.empty(shard.shape, dtype=shard.dtype, device=world.device)
             part = distribute_tensor(whole, shard.device_mesh, shard.placements)
             shard.to_local().copy_(part.to_local())
 
@@ -213,7 +221,7 @@ class FsdpStrategy(NativeStrategy):
 def _forget_weights(module: nn.Module, world: World) -> None:
     """Put every parameter on the meta device, with the shape and type it has on rank 0."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = {name: (parameter.shape, parameter.dtype) for parameter, name in names.items()}
+    own = {name: stored_as(parameter) for parameter, name in names.items()}
     whole = gather_objects(world.control_group, own)[0]
     if own.keys() != whole.keys():
         different = sorted(own.keys() ^ whole.keys())
