@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from device_runs import Device
-from finetune_trainer.model.kernels import Card, Kernel, choose_attention
+from finetune_trainer.model.attention import use_documents
+from finetune_trainer.model.kernels import Card, Kernel, choose_attention, use_flex
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
-from model_families import family, gradients, pack
+from model_families import family, gradients, lift_flex_check, pack
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +33,23 @@ def test_the_kernel_of_the_device_gives_the_gradients_of_the_masked_one(
             module(**loss_inputs(batch, torch.device(device))).backward()
         found.append(torch.cat([one.flatten() for one in gradients(module).values()]))
     assert (found[0] - found[1]).norm() / found[1].norm() < 3e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral with a window"])
+def test_flex_varlen_and_sdpa_give_one_another_s_gradients(
+    name: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        lift_flex_check(monkeypatch)
+    batch, found = pack([(19, 17, 5), (14, 8, 19)]), []
+    for use in (use_flex, use_documents, None):
+        model = family(name, head_dim=16).to(device)
+        if use is not None:
+            use(model)
+        module = CausalLoss(model)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            module(**loss_inputs(batch, torch.device(device))).backward()
+        found.append(torch.cat([one.flatten() for one in gradients(module).values()]))
+    flex, varlen, sdpa = found
+    for one, other in ((flex, varlen), (flex, sdpa), (varlen, sdpa)):
+        assert (one - other).norm() / other.norm() < 3e-2
