@@ -137,7 +137,8 @@ def _watched(
     trace = folder / "trace.json.gz"
     with ExitStack() as profiling:
         if is_profiled:
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+            # Of the host nothing is noted on a GPU: that would slow it down, and make idle time.
+            kinds = [ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]
             steps = schedule(wait=WARM_UP, warmup=2, active=4, repeat=1)
             made = profile(
                 activities=kinds,

@@ -71,6 +71,7 @@ def arguments(device: str, steps: int, folder: Path) -> dict[str, Any]:
         "optim": "adamw_torch_fused",
         "gradient_checkpointing": False,
         "logging_nan_inf_filter": False,  # it waits for the device at each step
+        "logging_steps": steps,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
