@@ -1,9 +1,9 @@
 """Measure the trainer on one GPU: each row of `gpu_bench/rows.py` in processes of its own.
 
 Called by `make bench-gpu`. After each row docs/benchmarks/gpu.json and gpu.md are written; begun
-again with the same card, commit and packages, it goes on where it was. A row that runs out of
-memory is noted as such, and the next one begins. Rounds go over all rows, so that rows that are
-compared are measured in turn.
+again with the same card, commit and packages, it goes on where it was, and tries again what
+failed. A row that runs out of memory is noted as such, and the next one begins. Rounds go over all
+rows, so that rows that are compared are measured in turn.
 
 With --device cpu or --shape tiny the same rows run with tiny models, which shows that they run and
 no more: what is written then goes to build/bench-gpu, never among the published pages.
@@ -24,6 +24,7 @@ from gpu_bench.rows import ROWS, Row
 from gpu_page import page
 from measured import FOLDER, ROOT, commit
 
+_LEFT_OUT = "left out"
 UNPUBLISHED = ROOT / "build" / "bench-gpu"
 
 
@@ -88,12 +89,13 @@ class _Results:
         self._begun = set[str]()  # of those that are measured anew
 
     def count(self, row: Row) -> int:
-        """Return how often the row was measured, an out-of-memory included."""
-        return len(self._found(row))
+        """Return how often the row was measured, an out-of-memory included, a failure not."""
+        return sum(not _has_failed(one) for one in self._found(row))
 
     def add(self, row: Row, result: Result) -> None:
         """Write what came of a row."""
-        found = [*self._found(row), {**result, "made_with": self._made_with}]
+        kept = [one for one in self._found(row) if not _has_failed(one)]
+        found = [*kept, {**result, "made_with": self._made_with}]
         self._begun.add(row.name)
         self._card["rows"][row.name] = found
         self._measured["cards"][self._card["name"]] = self._card
@@ -111,18 +113,18 @@ class _Results:
         if row.needs is None:
             return None
         if self._card["name"] == "CPU":
-            return f"left out: {row.needs} needs a GPU"
+            return f"{_LEFT_OUT}: {row.needs} needs a GPU"
         is_there = row.needs in self._card["versions"]
-        return None if is_there else f"left out: {row.needs} is not installed"
+        return None if is_there else f"{_LEFT_OUT}: {row.needs} is not installed"
 
     def has_failed(self, row: Row) -> bool:
         """Say whether a row has neither figures nor a reason that lies in the machine."""
-        return any(
-            "said" in result
-            and not result.get("is_out_of_memory")
-            and not result["said"].startswith("left out")
-            for result in self._found(row)
-        )
+        return any(map(_has_failed, self._found(row)))
+
+
+def _has_failed(result: Result) -> bool:
+    is_told = "said" in result and not result["said"].startswith(_LEFT_OUT)
+    return is_told and not result.get("is_out_of_memory")
 
 
 def made_with(card: dict[str, Any]) -> str:

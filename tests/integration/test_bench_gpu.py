@@ -34,11 +34,15 @@ def test_a_row_outlives_one_that_runs_out_of_memory_and_none_is_measured_twice(t
 
 
 @pytest.mark.full
-def test_a_row_that_fails_for_another_reason_is_told_and_fails_the_run(tmp_path, capsys):
-    refused = Row("refused", "8B LoRA", changes={"strategy": {"type": "fsdp"}})
-    assert main(["--device", "cpu", "--out", str(tmp_path)], [refused]) == 1
-    assert "failed: refused" in capsys.readouterr().err
+def test_a_row_that_fails_for_another_reason_is_told_and_tried_again(tmp_path, capsys):
+    arguments = ["--device", "cpu", "--out", str(tmp_path)]
+    refused = Row("one", "8B LoRA", changes={**EAGER, "strategy": {"type": "fsdp"}})
+    assert main(arguments, [refused]) == 1
+    assert "failed: one" in capsys.readouterr().err
     assert "at least two processes" in (tmp_path / "gpu.json").read_text()
+    assert main(arguments, [Row("one", "8B LoRA", changes=EAGER)]) == 0
+    (found,) = json.loads((tmp_path / "gpu.json").read_text())["cards"]["CPU"]["rows"]["one"]
+    assert found["tokens_per_second"] > 0
 
 
 def test_a_row_is_ended_when_its_time_is_over(tmp_path):
