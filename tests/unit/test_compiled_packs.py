@@ -126,3 +126,59 @@ def test_without_dynamic_bounds_packs_would_be_compiled_again(monkeypatch):
     graphs = counters["stats"]["unique_graphs"]
     one_step(module, [40, 40, 48])
     assert counters["stats"]["unique_graphs"] > graphs
+
+
+class Sizes:
+    """A backend that notes of each graph whether sizes of its numbers are symbols."""
+
+    def __init__(self):
+        self.are_symbols = []
+
+    def __call__(self, graph, inputs):
+        given = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        numbers = [
+            one for one in given if isinstance(one, torch.Tensor) and one.is_floating_point()
+        ]
+        sizes = [size for one in tensors if one.is_floating_point() for size in one.shape]
+        self.are_symbols.append(any(isinstance(size, torch.SymInt) for size in sizes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def evaluated(module, rows, length):
+    batch = pack([(length,)] * rows, width=length)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        module(**loss_inputs(batch, CPU))
+
+
+def test_lengths_of_evaluation_share_graphs_and_leave_those_of_training_to_one_length():
+    torch._dynamo.reset()
+    counters.clear()
+    module, sizes = module_of("gemma3", "lora", "none"), Sizes()
+    compile_layers(base_of(module.model), CPU, is_asked=True, warn=pytest.fail, backend=sizes)
+    for rows, length in ((1, 120), (2, 60), (3, 33)):
+        evaluated(module, rows, length)
+    assert any(sizes.are_symbols)
+    before = len(sizes.are_symbols)
+    for rows, length in ((4, 28), (8, 15), (16, 8), (30, 4)):
+        evaluated(module, rows, length)
+    assert len(sizes.are_symbols) == before
+    one_step(module, [64, 64])
+    one_step(module, [40, 40, 48])
+    assert not any(sizes.are_symbols[before:])
+    trained = len(sizes.are_symbols)
+    assert trained > before
+    evaluated(module, 5, 22)
+    one_step(module, [128])
+    assert len(sizes.are_symbols) == trained
+
+
+def test_rows_of_any_length_that_are_trained_share_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+    module, sizes = module_of("llama", "full", "none"), Sizes()
+    compile_layers(base_of(module.model), CPU, is_asked=True, warn=pytest.fail, backend=sizes)
+    made = []
+    for length in (128, 100, 90, 71, 64, 33):
+        module(**loss_inputs(pack([(length,)], width=length), CPU)).backward()
+        made.append(len(sizes.are_symbols))
+    assert made[2:] == [made[2]] * 4

@@ -5,7 +5,7 @@ trained without it, which is said once; where a manifest asks for it, it is refu
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,11 +46,11 @@ def compile_layers(
         cpu_varlen.register()
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
-    name = type(base).__name__
+    name, shapes = type(base).__name__, _Shapes()
     for layer in layers:
         layer.compile(backend=backend)
     for layer in layers:
-        _guard(layer, layers, name, is_asked=is_asked, warn=warn)
+        _guard(layer, layers, name, shapes, is_asked=is_asked, warn=warn)
 
 
 def _fault(
@@ -68,10 +68,45 @@ def _fault(
     return None
 
 
+class _Shapes:
+    """Tell the compiler which sizes change from call to call, before it finds out by compiling."""
+
+    def __init__(self) -> None:
+        self._trained: set[torch.Size] = set()  # sizes of what layers were given to learn from
+
+    def mark(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark what a layer is called with: its hidden states are the first argument.
+
+        The bounds of documents change with every pack. The rest has one size in training, where
+        packs are padded, and is marked so, as evaluation has other sizes: they would make the
+        kernels of training ones for any size. Where rows are not padded, nothing of that is so.
+        """
+        if torch.is_grad_enabled() and args:
+            self._trained.add(args[0].shape)
+        is_one_size = torch.is_grad_enabled() and len(self._trained) == 1
+        for tensor in _tensors((args, kwargs)):
+            if dimensions := dynamic_dimensions(tensor):
+                for dimension in dimensions:
+                    torch._dynamo.mark_dynamic(tensor, dimension)
+            elif is_one_size:
+                torch._dynamo.mark_static(tensor)
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for one in given:
+            yield from _tensors(one)
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))
+
+
 def _guard(
     layer: nn.Module,
     layers: list[nn.Module],
     name: str,
+    shapes: "_Shapes",
     *,
     is_asked: bool,
     warn: Callable[[str], None],
@@ -82,10 +117,7 @@ def _guard(
     compiled = layer._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor):
-            for dimension in dynamic_dimensions(mask):
-                torch._dynamo.mark_dynamic(mask, dimension)
+        shapes.mark(args, kwargs)
         try:
             return compiled(*args, **kwargs)  # type: ignore[misc]  # `compile` has set it
         except TorchDynamoException as error:
