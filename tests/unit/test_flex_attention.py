@@ -105,7 +105,6 @@ def test_the_mask_of_blocks_is_that_of_single_scores(window):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_gemma_2_is_the_same_with_flex_as_with_its_own_attention(on_cpu):
     batch, found = pack([(9, 7, 5), (4, 8, 9)], width=24), []
     for is_flex in (True, False):

@@ -47,9 +47,9 @@ def attend(
         assert softcap is not None
         return torch.tanh(score / softcap) * float(softcap)
 
-    # Inside a compiled layer it is part of the graph; on a CPU the compiler has no backward.
-    is_inlined = torch.compiler.is_compiling() or query.device.type == "cpu"
-    output = (flex_attention if is_inlined else _compiled())(
+    # Inside a compiled layer it is part of the graph.
+    is_inlined = torch.compiler.is_compiling()
+    output = (flex_attention if is_inlined else _compiled(query.device.type))(
         query,
         key,
         value,
@@ -104,9 +104,15 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled() -> Any:
-    """Return the kernel; without compilation flex would make all scores."""
-    return torch.compile(flex_attention)
+def _compiled(device_type: str) -> Any:
+    """Return flex for layers that are not compiled.
+
+    As it is it would make all scores, and under recomputation its gradients are not numbers
+    (torch 2.13). The compiler has no backward for a CPU, where the graph is run as it is.
+    """
+    return torch.compile(
+        flex_attention, backend="inductor" if device_type == "cuda" else "aot_eager"
+    )
 
 
 def _attend_densely(
