@@ -1,4 +1,4 @@
-"""Under FSDP no rank's device holds the whole base, also where its weights are of 4 bits."""
+"""Under FSDP no rank's device holds the whole base, also in 4 bits or with float8 products."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 from checkpoint_fixtures import run_processes
 from finetune_trainer.config import ExitCode, TrainConfig
 from finetune_trainer.model.adapters import choose_trained
+from finetune_trainer.model.float8 import check_float8, use_float8
 from finetune_trainer.model.load import is_loaded_once, load_device, load_model
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies import create
@@ -69,12 +70,14 @@ def deep_model(folder: Path) -> Path:
 
 
 def adapted(base: Any, config: TrainConfig) -> CausalLoss:
-    """Return the base with adapters that change something, the same ones each time."""
+    """Return the base with adapters that change something, or with float8, the same each time."""
     torch.manual_seed(0)
     module = CausalLoss(choose_trained(base, config))
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)
+    if config.training.float8:
+        use_float8(module, torch.device("cpu"), emulate=True)
     return module
 
 
@@ -90,6 +93,12 @@ def load_and_shard(group: "ProcessGroup", folder: Path, config: TrainConfig) -> 
     del base
     with sharding:
         strategy.prepare(module)
+    inputs = inputs_of(Case("", {}), 0)
+    if config.training.float8:
+        check_float8(module, strategy.evaluate, inputs)
+    whole_model = strategy.whole_model()
+    if whole_model is not None:
+        assert not any("Float8" in type(part).__name__ for part in whole_model.modules())
     found = [(p.numel() * p.element_size(), local_bytes(p)) for p in module.parameters()]
     wholes, parts = zip(*found, strict=True)
     result = {
@@ -98,7 +107,7 @@ def load_and_shard(group: "ProcessGroup", folder: Path, config: TrainConfig) -> 
         "whole": sum(wholes),
         "part": sum(parts),
         "largest": max(wholes),
-        "loss": strategy.evaluate(inputs_of(Case("", {}), 0)).item(),
+        "loss": strategy.evaluate(inputs).item(),
     }
     torch.save(result, folder / f"{world.rank}.pt")
 
@@ -109,15 +118,27 @@ def local_bytes(parameter: torch.Tensor) -> int:
     return part.numel() * part.element_size()
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_a_rank_holds_its_part_and_a_few_weights_at_most(tmp_path: Path, precision: str) -> None:
+FLOAT8 = {"precision": "bf16", "float8": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "training"),
+    [
+        pytest.param(NF4, {"precision": "fp32"}, id="nf4"),
+        pytest.param(NF4, {"precision": "bf16"}, id="nf4 in bf16", marks=pytest.mark.full),
+        pytest.param({"type": "full"}, FLOAT8, id="float8", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_holds_its_part_and_a_few_weights_at_most(
+    tmp_path: Path, method: dict[str, Any], training: dict[str, Any]
+) -> None:
     config = train_config(
         tmp_path,
         model={"path": str(deep_model(tmp_path / "model"))},
         strategy={"type": "fsdp"},
-        method=NF4,
-        training={"precision": precision},
-        output={"format": "adapter"},
+        method=method,
+        training=training,
+        output={"format": "merged" if method["type"] == "full" else "adapter"},
     )
     assert run_processes(load_and_shard, tmp_path, config, world_size=2) == [0, 0]
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
@@ -129,9 +150,10 @@ def test_a_rank_holds_its_part_and_a_few_weights_at_most(tmp_path: Path, precisi
         assert rank["sharding"] <= 0.75 * rank["whole"]
 
     module = adapted(load_model(config, torch.device("cpu")), config)  # quantised as it is read
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    is_narrow = training["precision"] == "bf16"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
         expected = module(**inputs_of(Case("", {}), 0)).item()
-    tolerance = 1e-6 if precision == "fp32" else 2e-3
+    tolerance = 2e-3 if is_narrow else 1e-6
     assert [rank["loss"] for rank in ranks] == pytest.approx([expected] * 2, rel=tolerance)
 
 

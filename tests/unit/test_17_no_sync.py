@@ -61,7 +61,7 @@ def prepared(name, device, tmp_path, how="none"):
         strategy={"activation_checkpointing": how},
     )
     batch = pack([(9, 7, 5)], width=24)
-    return prepare_model(family(name).to(device).train(), config, device, lambda: batch), batch
+    return prepare_model(family(name).to(device).train(), config, device), batch
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
@@ -157,11 +157,10 @@ def fake_steps(tmp_path, monkeypatch, planted=None, **training):
     )
     world = World(rank=0, local_rank=0, world_size=1, device=DEVICE)
     dataset = rows_of([20, 12, 9, 18, 6, 15, 21, 8, 11, 17])
-    batch = pack([(9, 7, 5)], width=24)
     model = family("llama").train()
     if config.training.optimizer == "adamw8bit":
         model = model.bfloat16()
-    module = prepare_model(model, config, DEVICE, lambda: batch)
+    module = prepare_model(model, config, DEVICE)
     device.put(module)
     strategy = create(config, world)
     telemetry = Telemetry(config, rank=0, world_size=1)

@@ -6,12 +6,10 @@ from peft import LoraConfig, get_peft_model
 
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.compile import compile_layers
+from finetune_trainer.model.float8 import check_float8, undo_float8, use_float8
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
-from finetune_trainer.model.prepare import (
-    prepare_model,
-    use_float8,
-)
+from finetune_trainer.model.prepare import prepare_model
 from launches import train_config
 from model_families import family, gradients, pack
 
@@ -89,7 +87,7 @@ def test_a_model_that_cannot_be_compiled_goes_on_without_where_it_is_the_default
 def test_what_needs_a_gpu_is_refused_on_a_cpu(training, said, tmp_path):
     config = train_config(tmp_path, training=training)
     with pytest.raises(ConfigError, match=said):
-        prepare_model(family("llama"), config, CPU, lambda: BATCH)
+        prepare_model(family("llama"), config, CPU)
 
 
 def test_float8_is_refused_for_adapters(tmp_path):
@@ -100,7 +98,7 @@ def test_float8_is_refused_for_adapters(tmp_path):
         output={"format": "adapter"},
     )
     with pytest.raises(ConfigError, match=r"^spec.training.float8 needs spec.method.type full"):
-        prepare_model(family("llama"), config, CPU, lambda: BATCH)
+        prepare_model(family("llama"), config, CPU)
 
 
 def test_float8_replaces_the_linear_layers_of_decoder_layers_alone():
@@ -111,18 +109,33 @@ def test_float8_replaces_the_linear_layers_of_decoder_layers_alone():
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.div_(8)  # back to weights as models have them
-    use_float8(module, loss_inputs(BATCH, CPU), CPU, emulate=True)
+    use_float8(module, CPU, emulate=True)
+    check_float8(module, evaluate(module), loss_inputs(BATCH, CPU))
     replaced = [n for n, m in module.named_modules() if isinstance(m, Float8Linear)]
     assert replaced == names
     assert len(replaced) == 14
+    rounded = evaluate(module)(loss_inputs(BATCH, CPU))
+    undo_float8(module)
+    assert [n for n, m in module.named_modules() if type(m) is torch.nn.Linear] == names
+    assert evaluate(module)(loss_inputs(BATCH, CPU)) != rounded
+
+
+def evaluate(module):
+    def loss(inputs):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(**inputs)
+
+    return loss
 
 
 def test_float8_that_changes_the_loss_is_refused_with_how_much():
     module = CausalLoss(family("llama", hidden_size=64, seed=3))
+    use_float8(module, CPU, emulate=True)
     with pytest.raises(
         ConfigError, match=r"^spec.training.float8 changes the first batch's loss by [\d.]+%, more"
     ):
-        use_float8(module, loss_inputs(BATCH, CPU), CPU, emulate=True)
+        check_float8(module, evaluate(module), loss_inputs(BATCH, CPU))
+    assert not any("forward" in vars(part) for part in module.modules()), "float8 is back"
 
 
 def test_adapters_take_inputs_as_they_are_only_where_autocast_narrows_them(tmp_path):
@@ -130,7 +143,7 @@ def test_adapters_take_inputs_as_they_are_only_where_autocast_narrows_them(tmp_p
         config = train_config(tmp_path, training={"precision": precision})
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
         model = get_peft_model(family("llama"), lora)
-        prepare_model(model, config, CPU, lambda: BATCH)
+        prepare_model(model, config, CPU)
         layer = model.get_base_model().model.layers[0].self_attn.q_proj
         assert layer.cast_input_dtype_enabled == is_widened
 
@@ -140,5 +153,5 @@ def test_adapters_take_inputs_as_they_are_only_where_autocast_narrows_them(tmp_p
 def test_documents_attention_serves_compiled_layers_on_a_cpu(tmp_path):
     config = train_config(tmp_path, training={"compile": True})
     model = family("llama")
-    prepare_model(model, config, CPU, lambda: BATCH)
+    prepare_model(model, config, CPU)
     assert model.config._attn_implementation == "documents"

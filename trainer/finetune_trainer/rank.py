@@ -5,7 +5,6 @@ exports; it starts no process and ends none.
 """
 
 import hashlib
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,10 +40,11 @@ from finetune_trainer.gpu import find_gpu
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import settle_family
+from finetune_trainer.model.float8 import check_float8
 from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
 from finetune_trainer.model.isolation import settle_isolation
 from finetune_trainer.model.load import is_loaded_once, load_device, load_model, load_tokenizer
-from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
@@ -95,8 +95,7 @@ def run(
     )
     plan = DataPlan.of(dataset, config)
     _tell_data(config, telemetry, plan, dataset, held_out)
-    first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
-    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, first_batch))
+    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry))
     if world.is_main:
         try_export(module.model, tokenizer, config)
     world.meet()  # the strategy's own collectives would not wait for rank 0
@@ -106,6 +105,9 @@ def run(
     of_rows = None if flops is None else flops.of(dataset.lengths, dataset.label_counts).data
     strategy.prepare(module, telemetry.warn)
     telemetry.collectives.begin()
+    if config.training.float8:
+        batch = _first_batch(dataset, plan, config, tokenizer.pad_token_id)
+        check_float8(module, strategy.evaluate, loss_inputs(batch, world.device))
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
     settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)
     if settled is not config:
@@ -265,9 +267,7 @@ def _first_batch(
     return collate(dataset, packs, pad_to=config.data.max_seq_len, pad_id=pad_id)
 
 
-def _load(
-    config: TrainConfig, world: World, telemetry: Telemetry, first_batch: Callable[[], MicroBatch]
-) -> CausalLoss:
+def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> CausalLoss:
     """Load, adapt and prepare the model, the same on every rank."""
     telemetry.phase(Phase.LOADING)
     reach("loading")
@@ -275,7 +275,7 @@ def _load(
     base = load_model(config, place, quantises=not is_loaded_once(config))
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
     model: nn.Module = choose_trained(base, config)
-    return prepare_model(model, config, world.device, first_batch, telemetry.warn)
+    return prepare_model(model, config, world.device, telemetry.warn)
 
 
 def _store(

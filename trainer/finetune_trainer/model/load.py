@@ -70,12 +70,11 @@ def new_token_ids(config: ModelConfig) -> list[int]:
 def is_loaded_once(config: TrainConfig) -> bool:
     """Say whether rank 0 alone reads the weights, as the strategy hands the others their shards.
 
-    DoRA measures weights as they will be quantised, so each rank needs them; float8 is tried on a
-    whole model.
+    DoRA measures weights as they will be quantised, so each rank needs them.
     """
     lora = config.method.lora
     measures = config.method.quantization != "none" and lora is not None and lora.dora
-    return config.strategy.type == "fsdp" and not measures and not config.training.float8
+    return config.strategy.type == "fsdp" and not measures
 
 
 def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torch.device":

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.memory.host import free_host_memory, refuse_pinning
+from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss, base_of
 from finetune_trainer.model.quantize import hand_out_scales, stored_as
@@ -65,6 +66,8 @@ class FsdpStrategy(NativeStrategy):
         self._module = module
         if self._world.is_main:
             self._skeleton = empty_copy(module.model)
+            if self._config.training.float8:  # which the host's CPU lacks
+                undo_float8(self._skeleton)
         if is_loaded_once(self._config):
             weights: dict[str, Tensor] = dict(module.named_parameters())
             _forget_weights(module, self._world)

@@ -1,0 +1,105 @@
+"""Multiply matrices in float8 (torchao), where that leaves the loss as it is.
+
+`prepare` puts the layers in before a strategy divides the model, which needs no weights; `rank` has
+the loss compared once it is divided, so that no rank holds it whole for that.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.evaluation import in_evaluation_mode
+from finetune_trainer.model.layers import decoder_layers
+from finetune_trainer.model.loss import CausalLoss, base_of
+
+_TOLERANCE = 0.01  # share of the loss without it
+
+Evaluate = Callable[[dict[str, Tensor]], Tensor]
+"""A forward pass without gradients: `Strategy.evaluate`."""
+
+
+def use_float8(module: CausalLoss, device: torch.device, *, emulate: bool = False) -> None:
+    """Give the decoder layers linear layers that multiply in float8; weights stay as they are.
+
+    With `emulate` numbers are rounded as float8 does, but multiplied as before, for devices
+    without it.
+
+    Raises:
+        ConfigError: the device has no float8, or the layers are not found.
+    """
+    has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if not (has_float8 or emulate):
+        raise ConfigError("spec.training.float8 needs a GPU of Ada or Hopper; set it to false")
+    if find_spec("torchao") is None:
+        raise ConfigError("spec.training.float8 needs the package torchao; install it")
+    torchao, base = import_module("torchao.float8"), base_of(module.model)
+    layers = decoder_layers(base)
+    if not layers:
+        raise ConfigError(
+            f"spec.training.float8 cannot find the decoder layers of {type(base).__name__}; set it "
+            "to false"
+        )
+    for layer in layers:
+        torchao.convert_to_float8_training(
+            layer, config=torchao.Float8LinearConfig(emulate=emulate)
+        )
+
+
+def check_float8(module: CausalLoss, evaluate: Evaluate, inputs: dict[str, Tensor]) -> None:
+    """Compare the loss of one batch with and without float8; a collective, the same on every rank.
+
+    Every rank must give the same batch. The host waits for both losses.
+
+    Raises:
+        ConfigError: the losses differ by more than 1 %.
+    """
+    # Compiled for this once, the layers without float8 would take minutes.
+    with in_evaluation_mode(module.model), torch.compiler.set_stance("force_eager"):
+        after = evaluate(inputs)
+        with _without_float8(module):
+            before = evaluate(inputs)
+    off = ((after - before).abs() / before.abs().clamp(min=1e-6)).item()
+    if not off <= _TOLERANCE:
+        raise ConfigError(
+            f"spec.training.float8 changes the first batch's loss by {off:.1%}, more than "
+            f"{_TOLERANCE:.0%}; set it to false"
+        )
+
+
+def undo_float8(model: nn.Module) -> None:
+    """Give a model that only answers and is exported its plain linear layers back."""
+    float8 = set(_float8_layers(model))
+    for owner in list(model.modules()):
+        for name, layer in owner.named_children():
+            if layer in float8:
+                setattr(owner, name, _plain(layer))
+
+
+def _plain(layer: nn.Module) -> nn.Linear:
+    assert isinstance(layer, nn.Linear), "it is a subclass"
+    plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    plain.weight, plain.bias = layer.weight, layer.bias
+    return plain
+
+
+@contextmanager
+def _without_float8(module: nn.Module) -> Iterator[None]:
+    layers = _float8_layers(module)
+    for layer in layers:
+        layer.forward = partial(nn.Linear.forward, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _float8_layers(module: nn.Module) -> list[nn.Linear]:
+    linear = import_module("torchao.float8.float8_linear").Float8Linear
+    return [part for part in module.modules() if isinstance(part, linear)]
