@@ -5,6 +5,7 @@ exports; it starts no process and ends none.
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,6 +57,7 @@ from finetune_trainer.strategies import (
     rounding_warning,
     single_process_warning,
 )
+from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.flops import model_flops
 from finetune_trainer.world import World
@@ -105,9 +107,8 @@ def run(
     of_rows = None if flops is None else flops.of(dataset.lengths, dataset.label_counts).data
     strategy.prepare(module, telemetry.warn)
     telemetry.collectives.begin()
-    if config.training.float8:
-        batch = _first_batch(dataset, plan, config, tokenizer.pad_token_id)
-        check_float8(module, strategy.evaluate, loss_inputs(batch, world.device))
+    first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
+    _check_float8(config, module, strategy, world, first_batch)
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
     settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)
     if settled is not config:
@@ -265,6 +266,18 @@ def _first_batch(
     """Return the first micro-batch of rank 0, on whichever rank this is."""
     packs = plan.rank_packs(0, 0, config.world.world_size)[0]
     return collate(dataset, packs, pad_to=config.data.max_seq_len, pad_id=pad_id)
+
+
+def _check_float8(
+    config: TrainConfig,
+    module: CausalLoss,
+    strategy: Strategy,
+    world: World,
+    first_batch: Callable[[], MicroBatch],
+) -> None:
+    """Refuse float8 that changes the loss, going by a batch that is the same on every rank."""
+    if config.training.float8:
+        check_float8(module, strategy.evaluate, loss_inputs(first_batch(), world.device))
 
 
 def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> CausalLoss:
