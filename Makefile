@@ -168,7 +168,7 @@ bench-trainer: install quickstart-assets  ## Measure the trainer beside HF Train
 # Compares speeds, too. With INTERPRETER=python3 nothing is installed: that Python has the packages.
 DEVICE ?= cuda
 INTERPRETER ?=
-ON_GPU := $(OFFLINE) PYTHONPATH="tests:trainer:operator$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(INTERPRETER),$(BIN)/python)
+ON_GPU := $(OFFLINE) PYTHONPATH="$$PWD/tests:$$PWD/trainer:$$PWD/operator$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(INTERPRETER),$(BIN)/python)
 
 gpu-check: $(if $(INTERPRETER),,install)  ## Check what a GPU computes (8 min; DEVICE=cpu: what a CPU can of it, 2 min)
 	FINETUNE_TEST_DEVICE=$(DEVICE) $(ON_GPU) -m pytest tests/gpu -m gpu --durations=8 $(PYTEST_ARGS)
