@@ -103,8 +103,7 @@ def run(
     world.meet()  # the strategy's own collectives would not wait for rank 0
     _tell_model(telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
-    flops = model_flops(module.model)
-    of_rows = None if flops is None else flops.of(dataset.lengths, dataset.label_counts).data
+    of_rows = _flops_of_rows(module, dataset)
     strategy.prepare(module, telemetry.warn)
     telemetry.collectives.begin()
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
@@ -266,6 +265,11 @@ def _first_batch(
     """Return the first micro-batch of rank 0, on whichever rank this is."""
     packs = plan.rank_packs(0, 0, config.world.world_size)[0]
     return collate(dataset, packs, pad_to=config.data.max_seq_len, pad_id=pad_id)
+
+
+def _flops_of_rows(module: CausalLoss, dataset: TokenDataset) -> memoryview | None:
+    flops = model_flops(module.model)
+    return None if flops is None else flops.of(dataset.lengths, dataset.label_counts).data
 
 
 def _check_float8(
