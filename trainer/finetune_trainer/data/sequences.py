@@ -6,16 +6,22 @@ machines for each other in `waiting`, so that nobody runs into a collective's ti
 
 import hashlib
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from finetune_trainer.config import DataConfig, DataReport, DatasetSource, LongRows
-from finetune_trainer.data.encoding import Encoded, RowEncoder
+from finetune_trainer.config import DataConfig, DataReport, DatasetSource
+from finetune_trainer.data.cores import usable_cores
+from finetune_trainer.data.crew import Crew
+from finetune_trainer.data.piecework import SPECIAL_TEXT, BatchEncoder, batches, fit
 from finetune_trainer.data.source import Rows, open_rows
 from finetune_trainer.data.store import Sequence, StoredTokens, TokenStore
 from finetune_trainer.errors import DataError, TrainerError
@@ -24,7 +30,10 @@ __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
 CACHE_VERSION = 5  # raise it whenever the same rows would give other arrays
 FEW_ROWS_WITHOUT_LABELS = 0.01
-SPECIAL_TEXT = "rows_with_special_text"  # counted, but no count of the report
+# What is tokenised in this time needs no processes, which take as long to start.
+SECONDS_ALONE = 1.0
+# One process reads the rows, for so many at most; each takes 150 MB.
+MAX_PROCESSES = 16
 
 
 class TokenDataset:
@@ -132,26 +141,8 @@ def _prepare_source(
         with store.lock():
             stored = store.open()  # another process may have made it while this one waited
             if stored is None:
-                stored = _tokenize(config, rows, RowEncoder(config, tokenizer), store)
+                stored = _tokenize(config, rows, tokenizer, store)
     return stored
-
-
-def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows, row: int = 1) -> list[Sequence]:
-    """Cut a row to sequences of at most `max_seq_len` tokens; drop those without a label.
-
-    Truncating keeps the head. Splitting lets each sequence begin with the last token of the one
-    before, as context that is not predicted again: so every label token is predicted exactly once.
-    """
-    tokens = np.asarray(encoded.tokens, dtype=np.int32)
-    is_label = np.asarray(encoded.is_label, dtype=np.bool_)
-    starts = range(0, max(1, len(tokens) - 1), max_seq_len - 1)
-    pieces = []
-    for start in starts if long_rows is LongRows.SPLIT else starts[:1]:
-        labels = is_label[start : start + max_seq_len].copy()
-        labels[:1] = False
-        if labels.any():
-            pieces.append(Sequence(tokens[start : start + max_seq_len], labels, row))
-    return pieces
 
 
 def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
@@ -191,12 +182,12 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
     return DataReport(**tally, warnings=tuple(warnings))
 
 
-def _tokenize(
-    config: DataConfig, rows: Rows, encoder: RowEncoder, store: TokenStore
-) -> StoredTokens:
+def _tokenize(config: DataConfig, rows: Rows, tokenizer: Any, store: TokenStore) -> StoredTokens:
     tally: Counter[str] = Counter()
+    encoder, start = BatchEncoder(config, tokenizer), partial(_crew, config, tokenizer)
     try:
-        store.write(_sequences(config, rows, encoder, tally))
+        with closing(_encoded(encoder, rows, tally, start)) as encoded:
+            store.write(encoded)
         store.commit(_report(tally, config, rows))
     except OSError as error:
         raise TrainerError(
@@ -212,25 +203,47 @@ def _tokenize(
     return stored
 
 
-def _sequences(
-    config: DataConfig, rows: Rows, encoder: RowEncoder, tally: Counter[str]
-) -> Iterator[Sequence]:
-    """Yield the sequences of all rows, and count in `tally` what became of them."""
-    long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
-    for row in encoder.encode(rows):
-        tally["rows"] += 1
-        tally[SPECIAL_TEXT] += row.has_special_text
-        pieces = [
-            piece
-            for part in row.parts
-            for piece in fit(part, config.max_seq_len, config.long_rows, tally["rows"])
-        ]
-        tally["sequences"] += len(pieces)
-        tally["tokens"] += sum(len(piece.tokens) for piece in pieces)
-        tally["label_tokens"] += sum(int(piece.is_label.sum()) for piece in pieces)
-        tally["rows_without_labels"] += not pieces
-        tally[long] += any(len(part.tokens) > config.max_seq_len for part in row.parts)
-        yield from pieces
+def _encoded(
+    encoder: BatchEncoder, rows: Rows, tally: Counter[str], start: Callable[[], Crew | None]
+) -> Generator[Mapping[str, bytes]]:
+    """Yield the arrays of all batches, and count in `tally` what became of the rows.
+
+    The first ones are encoded here; if there are more, then by processes, once they are there.
+    """
+    waiting, began = batches(rows), monotonic()
+    crew, is_alone = None, False
+    with ExitStack() as stack:
+        for batch in waiting:
+            made = encoder.encode(batch)
+            tally.update(made.tally)
+            yield made.arrays
+            if crew is None and not is_alone and monotonic() - began > SECONDS_ALONE:
+                crew = start()
+                is_alone = crew is None
+                stack.enter_context(crew or nullcontext())
+            try:
+                if crew is not None and crew.is_ready():
+                    break
+            except TrainerError as error:
+                print(f"one process tokenises the rows: {error}", file=sys.stderr)
+                crew, is_alone = None, True
+        if crew is not None:
+            for made in crew.encode(waiting):
+                tally.update(made.tally)
+                yield made.arrays
+
+
+def _crew(config: DataConfig, tokenizer: Any) -> Crew | None:
+    """Start processes on the other cores; None where there are none, or they cannot be started."""
+    count = min(usable_cores(), MAX_PROCESSES)
+    # Code that a model brings along is not there for other processes.
+    if count == 1 or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    try:
+        return Crew(config, tokenizer, count)
+    except OSError as error:
+        print(f"one process tokenises the rows, as no other starts: {error}", file=sys.stderr)
+        return None
 
 
 def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any) -> str:

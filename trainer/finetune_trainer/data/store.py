@@ -94,20 +94,17 @@ class TokenStore:
         fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
         return StoredTokens(arrays, manifest.report, fingerprint)
 
-    def write(self, sequences: Iterable[Sequence]) -> None:
-        """Write the arrays of a draft, sequence by sequence; holds none of them in memory."""
+    def write(self, parts: Iterable[Mapping[str, bytes]]) -> None:
+        """Write the arrays of a draft, part after part; holds none of them in memory."""
         make_anew(self._draft)
         with ExitStack() as stack:
             files = {
                 name: stack.enter_context(self._path(name, self._draft).open("wb"))
                 for name in ARRAYS
             }
-            for sequence in sequences:
-                files["tokens"].write(sequence.tokens.tobytes())
-                files["is_label"].write(sequence.is_label.tobytes())
-                files["lengths"].write(np.int32(len(sequence.tokens)).tobytes())
-                files["label_counts"].write(np.int32(sequence.is_label.sum()).tobytes())
-                files["rows"].write(np.int64(sequence.row).tobytes())
+            for part in parts:
+                for name, file in files.items():
+                    file.write(part[name])
 
     def commit(self, report: DataReport) -> None:
         """Make the draft the cache folder, in the place of a damaged one."""

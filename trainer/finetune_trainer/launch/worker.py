@@ -5,7 +5,6 @@ process; under a foreign launcher `main` calls `run_rank` itself. The work is do
 (`finetune_trainer.rank:run`); this module gives it a world and reports how it ended.
 """
 
-import ctypes
 import importlib
 import os
 import signal
@@ -27,7 +26,6 @@ from finetune_trainer.errors import (
     ConfigError,
     OutputNotWritableError,
     OvertakenError,
-    TrainerError,
 )
 from finetune_trainer.garbage import uncollected
 from finetune_trainer.launch.claim import claim_folders
@@ -48,9 +46,9 @@ from finetune_trainer.telemetry.collectives.recorder import turn_timing_on
 from finetune_trainer.telemetry.node.start import page_without_supervisor
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
 from finetune_trainer.watchdog import watch_progress
+from finetune_trainer.with_parent import end_with_parent
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
 
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # For ranks that learn at their next step boundary that they were overtaken; then rank 0 goes alone,
 # which ends the others. With the time between two checks it is below 10 s.
 _SECONDS_TO_LEAVE_TOGETHER = 3.0
@@ -217,15 +215,6 @@ class _Rank:
             self._telemetry.log(
                 "failed", reason=verdict.failure_class, message=verdict.message, **details
             )
-
-
-def end_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Make the kernel send `number` to this process when its parent ends, however that happens."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, number) != 0:
-        raise TrainerError(f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent_pid:  # it died before the call, so no signal will come
-        os.kill(os.getpid(), number)
 
 
 def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:

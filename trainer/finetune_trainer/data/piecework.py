@@ -1,0 +1,130 @@
+"""Rows by the batch: how many are encoded at once, and what becomes of a batch on disk.
+
+Called by `sequences` and, in processes of their own, by `crew`. A batch depends on nothing but its
+rows, so that it is the same whoever encodes it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from finetune_trainer.config import DataConfig, LongRows
+from finetune_trainer.data.encoding import ROWS_PER_BATCH, Encoded, RowEncoder
+from finetune_trainer.data.source import Row
+from finetune_trainer.data.special import texts_of
+from finetune_trainer.data.store import ARRAYS, Sequence
+
+# Characters of a batch, which is held in memory as text and as tokens, for each process twice.
+CHARACTERS_PER_BATCH = 8 * 2**20
+SPECIAL_TEXT = "rows_with_special_text"  # counted, but no count of the report
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows that follow each other.
+
+    Attributes:
+        first: Number of the first one in its source, counted from 1.
+    """
+
+    first: int
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """What a batch becomes.
+
+    Attributes:
+        arrays: The bytes to append to each array of the cache.
+        tally: What became of the rows.
+    """
+
+    arrays: Mapping[str, bytes]
+    tally: Counter[str]
+
+
+def batches(rows: Iterable[Row]) -> Iterator[Batch]:
+    """Divide rows into batches; one that is larger than a batch is one by itself."""
+    held: list[Row] = []
+    first, characters = 1, 0
+    for row in rows:
+        held.append(row)
+        characters += sum(map(len, texts_of(row.values)))
+        if len(held) == ROWS_PER_BATCH or characters >= CHARACTERS_PER_BATCH:
+            yield Batch(first, held)
+            first, held, characters = first + len(held), [], 0
+    if held:
+        yield Batch(first, held)
+
+
+class BatchEncoder:
+    """Encodes batches of one source with one tokenizer.
+
+    Raises:
+        ConfigError: the format is chat and the model has no chat template.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+        self._config = config
+        self._encoder = RowEncoder(config, tokenizer)
+
+    def encode(self, batch: Batch) -> EncodedBatch:
+        """Encode a batch, and count what became of its rows.
+
+        Raises:
+            DataError: a row cannot be used.
+        """
+        config, tally = self._config, Counter[str]()
+        long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
+        made: list[Sequence] = []
+        for number, row in enumerate(self._encoder.encode(batch.rows), start=batch.first):
+            pieces = [
+                piece
+                for part in row.parts
+                for piece in fit(part, config.max_seq_len, config.long_rows, number)
+            ]
+            tally["rows"] += 1
+            tally[SPECIAL_TEXT] += row.has_special_text
+            tally["sequences"] += len(pieces)
+            tally["tokens"] += sum(len(piece.tokens) for piece in pieces)
+            tally["label_tokens"] += sum(int(piece.is_label.sum()) for piece in pieces)
+            tally["rows_without_labels"] += not pieces
+            tally[long] += any(len(part.tokens) > config.max_seq_len for part in row.parts)
+            made += pieces
+        return EncodedBatch(_arrays(made), tally)
+
+
+def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows, row: int = 1) -> list[Sequence]:
+    """Cut a row to sequences of at most `max_seq_len` tokens; drop those without a label.
+
+    Truncating keeps the head. Splitting lets each sequence begin with the last token of the one
+    before, as context that is not predicted again: so every label token is predicted exactly once.
+    """
+    tokens = np.asarray(encoded.tokens, dtype=np.int32)
+    is_label = np.asarray(encoded.is_label, dtype=np.bool_)
+    starts = range(0, max(1, len(tokens) - 1), max_seq_len - 1)
+    pieces = []
+    for start in starts if long_rows is LongRows.SPLIT else starts[:1]:
+        labels = is_label[start : start + max_seq_len].copy()
+        labels[:1] = False
+        if labels.any():
+            pieces.append(Sequence(tokens[start : start + max_seq_len], labels, row))
+    return pieces
+
+
+def _arrays(made: list[Sequence]) -> dict[str, bytes]:
+    columns = {
+        "tokens": b"".join(one.tokens.tobytes() for one in made),
+        "is_label": b"".join(one.is_label.tobytes() for one in made),
+        "lengths": [len(one.tokens) for one in made],
+        "label_counts": [int(one.is_label.sum()) for one in made],
+        "rows": [one.row for one in made],
+    }
+    return {
+        name: column if isinstance(column, bytes) else np.asarray(column, ARRAYS[name]).tobytes()
+        for name, column in columns.items()
+    }
