@@ -1,0 +1,66 @@
+"""Layers compiled under DDP and FSDP on two ranks learn what a plain loop learns."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import parity
+from checkpoint_fixtures import run_processes
+from finetune_trainer import parallelize
+from finetune_trainer.model.compile import compile_layers
+from parity import Case, Outcome, reference, within_fp32
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CASES = [
+    Case("ddp", {"type": "ddp"}, steps=6),
+    Case("fsdp", {"type": "fsdp"}, steps=6),
+    Case(
+        "fsdp-lora-full",
+        {"type": "fsdp", "activation_checkpointing": "full"},
+        method="lora",
+        steps=6,
+    ),
+]
+
+
+def _train(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]) -> None:
+    """Train with compiled layers; inductor would build a CPU's kernels for minutes."""
+    from torch._dynamo.utils import counters
+
+    made = parity.case_config
+
+    def compiled(*given: Any, **changes: Any) -> Any:
+        config = made(*given, **changes)
+        training = config.training.model_copy(update={"compile": True, "is_compile_asked": True})
+        return config.model_copy(update={"training": training})
+
+    parity.case_config = compiled
+    vars(parallelize)["compile_layers"] = partial(compile_layers, backend="aot_eager")
+    world = parity.world_of(group)
+    for case in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        outcome = parity.train_case(case, folder, world)
+        found = vars(outcome) | {
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": dict(counters["graph_break"]),
+        }
+        torch.save(found, folder / f"{case.name}.{world.rank}.pt")
+
+
+@pytest.mark.full
+def test_compiled_layers_learn_under_ddp_and_fsdp_what_a_plain_loop_learns(tmp_path: Path) -> None:
+    codes = run_processes(_train, tmp_path, CASES, world_size=2, timeout_seconds=280)
+    assert codes == [0, 0]
+    for case in CASES:
+        ranks = [torch.load(tmp_path / f"{case.name}.{rank}.pt") for rank in range(2)]
+        for found in ranks:
+            assert found.pop("breaks") == {}
+            assert found.pop("graphs") == 2, "the first layer's input may need no gradient"
+        within_fp32(Outcome(**ranks[0]), reference(case))
