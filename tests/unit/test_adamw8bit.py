@@ -16,12 +16,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune_trainer.config import TrainingConfig
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies import rounding_warning
 from finetune_trainer.strategies.adamw8bit import AdamW8bit
 from finetune_trainer.strategies.blockwise import Codes, block_length, decode, encode, value_map
+from finetune_trainer.strategies.fsdp import FsdpStrategy
 from finetune_trainer.strategies.optimizer import NativeOptimizer
 from finetune_trainer.strategies.rounding import key_of, rounded
+from finetune_trainer.world import World
 from launches import train_config
+from parity import Case, build_model, case_config, inputs_of
 
 CPU = torch.device("cpu")
 RATE = 1e-2
@@ -263,6 +267,28 @@ def test_many_sums_in_bf16_are_warned_of(
     )
     said = rounding_warning(config) or ""
     assert ("of 65 micro-batches in bf16" in said) == is_warned
+
+
+@pytest.mark.parametrize(("optimizer", "is_kept"), [("adamw8bit", True), ("adamw", False)])
+def test_fsdp_counts_what_these_moments_take(tmp_path: Path, optimizer: str, is_kept: bool) -> None:
+    case = Case("", {"type": "fsdp"}, precision="bf16")
+    model = build_model(case)
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    config = case_config(case, tmp_path, 2)
+    training = config.training.model_copy(update={"optimizer": optimizer})
+    config = config.model_copy(update={"training": training})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        world = World(0, 0, 2, CPU, dist.group.WORLD, None, None)
+        # Half of what is free, 5 bytes a parameter, may be used: by 2 of gathered weights, and by
+        # this rank's half of 5 or 12 bytes of gradients and moments.
+        strategy = FsdpStrategy(config, world, free_memory=lambda: 2 * 5 * trained)
+        strategy.prepare(CausalLoss(model.bfloat16() if optimizer == "adamw8bit" else model))
+        strategy.backward(strategy.forward(inputs_of(case, 0), is_last=False), scale=1.0)
+        weights = strategy.model.parameters()
+        assert (not any(isinstance(weight, DTensor) for weight in weights)) == is_kept
+    finally:
+        dist.destroy_process_group()
 
 
 def test_parameters_in_fp32_are_refused() -> None:

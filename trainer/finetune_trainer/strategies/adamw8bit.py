@@ -6,6 +6,7 @@ that found a gradient not finite writes back what was there; the host does not w
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ class AdamW8bit:
         self._decays = decays
         self._keys = {parameter: key_of(seed, name) for parameter, name in names.items()}
         self._compiled: Callable[..., None] | None = None
-        if compiled and any(parameter.is_cuda for parameter in decays):
+        has_compiler = find_spec("triton") is not None
+        if compiled and has_compiler and any(parameter.is_cuda for parameter in decays):
             self._compiled = torch.compile(update)
         self.state = {parameter: _fresh_state(parameter) for parameter in decays}
         self._codes = {
@@ -86,18 +88,24 @@ class AdamW8bit:
 
         Never waits for a device that holds parameters and both scalars.
         """
+        # On the host, where parameters are offloaded; this waits. A rate is filled in where it is
+        # needed, as a copy from the host would wait, too.
+        shared = {
+            device: (is_finite.to(device), factor.to(device), _filled(learning_rate, device))
+            for device in self._codes
+        }
         for parameter, decay in self._decays.items():
             if parameter.grad is None:
                 continue
             state, device = self.state[parameter], parameter.device
+            is_good, clip, rate = shared[device]
             scalars = Scalars(
                 step=state["step"],
-                is_finite=is_finite.to(device),  # syncs where parameters are offloaded
-                factor=factor.to(device),
-                # Filled there: a copy from the host would wait.
-                learning_rate=torch.full((), learning_rate, device=device),
-                decay=torch.full((), learning_rate * decay, device=device),
-                key=torch.full((), self._keys[parameter], dtype=torch.int32, device=device),
+                is_finite=is_good,
+                factor=clip,
+                learning_rate=rate,
+                decay=_filled(learning_rate * decay, device),
+                key=_filled(self._keys[parameter], device, torch.int32),
             )
             for piece in _pieces(parameter, state, self._codes[device]):
                 if self._compiled is None or not parameter.is_cuda:
@@ -195,6 +203,10 @@ def _of_any_length(piece: Piece) -> Piece:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return piece
+
+
+def _filled(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _first_index(parameter: Tensor) -> int:

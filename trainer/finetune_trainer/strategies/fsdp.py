@@ -195,8 +195,10 @@ class FsdpStrategy(NativeStrategy):
         wide = 8 if self._config.training.precision == "fp64" else 4
         width = 2 if self._config.training.precision in NARROW else wide
         trained = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        # Bytes of gradient and two moments, in 8 bits with their scales.
+        per_parameter = 5 if self._config.training.optimizer == "adamw8bit" else 3 * wide
         sizes = Sizes(
-            state=3 * wide * trained // self._mesh["shard"].size(),  # gradients and two moments
+            state=per_parameter * trained // self._mesh["shard"].size(),
             weights=width * sum(p.numel() for p in self._module.parameters()),
             gradients=wide * trained,
         )
