@@ -117,6 +117,19 @@ def test_eight_bit_moments_make_nearly_the_losses_of_fp32(
 
 
 @pytest.mark.full
+def test_a_compiled_update_in_eight_bits_makes_the_losses_of_an_eager_one(
+    inputs: Path, device: Device, tmp_path: Path
+) -> None:
+    needs_cuda(device, "updates are compiled on GPUs alone")
+    made = {}
+    for compiles in (True, False):
+        training = {"compile": compiles, "optimizer": "adamw8bit", "learning_rate": 1e-3}
+        changes = {"method": {"type": "full"}, "training": training}
+        made[compiles] = train(device_config(inputs, tmp_path / str(compiles), device, **changes))
+    assert largest_difference(made[True].losses, made[False].losses) < 0.03
+
+
+@pytest.mark.full
 def test_float8_products_learn(inputs: Path, device: Device, tmp_path: Path) -> None:
     needs_cuda(device, "a CPU has no float8 product")
     if torch.cuda.get_device_capability() < (8, 9):

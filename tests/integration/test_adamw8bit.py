@@ -102,15 +102,21 @@ def test_a_killed_run_goes_on_bit_for_bit(inputs: Path, tmp_path: Path, strategy
 @pytest.mark.timeout(200)
 def test_one_rank_goes_on_with_what_two_have_left(inputs: Path, tmp_path: Path) -> None:
     """Codes and weights are read as they were; another order of sums makes what differs."""
-    unbroken = run_config(inputs, tmp_path / "unbroken")
+    asked: dict[str, Any] = {"telemetry": {"sample_prompts": ["What is 1 plus 1?"]}}
+    unbroken = run_config(inputs, tmp_path / "unbroken", **asked)
     assert attempt(unbroken) == [ExitCode.DONE]
     strategy = {"type": "fsdp"}
-    two = run_config(inputs, tmp_path / "fewer", 2, strategy=strategy)
+    two = run_config(inputs, tmp_path / "fewer", 2, strategy=strategy, **asked)
     stop = {ENV_FAILPOINT: "before-optimizer@3:rank=0:SIGTERM"}
     assert attempt(two, stop) == [ExitCode.PREEMPTED] * 2
     going_on = {"every_steps": 2, "is_continued": True}
-    one = run_config(inputs, tmp_path / "fewer", strategy=strategy, checkpoint=going_on)
-    assert attempt(one) == [ExitCode.DONE]
+    one = run_config(inputs, tmp_path / "fewer", strategy=strategy, checkpoint=going_on, **asked)
+    ranks = Ranks(one)
+    assert ranks.codes() == [ExitCode.DONE]
+    progress = ranks.termination().progress
+    assert progress is not None
+    assert all(sample.before and sample.after for sample in progress.samples)
+    assert len(progress.samples) == 1
 
     found, expected = (
         [values[0] for values in numbers(config)["steps"].values()] for config in (one, unbroken)
