@@ -133,9 +133,9 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "lora-8b-16k",
-        "8B LoRA r16, 1 x 16,384, selective recomputation",
+        "8B LoRA r16, 1 x 16,384, full recomputation",
         tokens=16_384,
-        changes={"strategy": {"activation_checkpointing": "selective"}, **NO_CHECKPOINT},
+        changes={**RECOMPUTED, **NO_CHECKPOINT},
     ),
     Row(
         "idle-8b",
