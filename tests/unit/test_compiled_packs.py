@@ -11,14 +11,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune_trainer.model import cpu_varlen
+from finetune_trainer.answers import answer
+from finetune_trainer.export.merge import probe_logits
+from finetune_trainer.model import attention, cpu_varlen
 from finetune_trainer.model.attention import NAME, _attend_at_once, _attend_each
 from finetune_trainer.model.compile import compile_layers
 from finetune_trainer.model.kernels import use_flex
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.recompute import recompute
 from model_families import CPU, family, isolate, lift_flex_check, pack
+from text_fixtures import tiny_model
 
 WIDTH = 128
 WARM_UP, PACKS, MOST_DOCUMENTS = 3, 50, 30
@@ -113,6 +118,27 @@ def test_the_cpu_kernel_of_packed_documents_is_torch_s_attention_of_each(window,
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-5)
 
 
+def test_a_torch_whose_operator_knows_no_shared_heads_gets_a_copy_of_them(monkeypatch):
+    """So it is with torch 2.11."""
+    cpu_varlen.register()
+    torch.manual_seed(0)
+    rows = [torch.randn(40, heads, 8) for heads in (4, 2, 2)]
+    bounds = torch.tensor([0, 9, 40], dtype=torch.int32)
+    expected = _attend_at_once(rows, bounds, 31, 4, None)
+    seen = []
+
+    def of_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+        seen.append(key.shape[1])
+        return varlen_attn(
+            query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size
+        )
+
+    monkeypatch.setattr(attention, "varlen_attn", of_2_11)
+    monkeypatch.setattr(attention, "_VARLEN_GROUPS_HEADS", False)
+    torch.testing.assert_close(_attend_at_once(rows, bounds, 31, 4, None), expected)
+    assert seen == [4]
+
+
 def test_without_dynamic_bounds_packs_would_be_compiled_again(monkeypatch):
     """The counter sees what the test above says does not happen."""
     monkeypatch.setattr("finetune_trainer.model.compile.dynamic_dimensions", lambda mask: ())
@@ -179,3 +205,17 @@ def test_rows_of_any_length_that_are_trained_share_graphs():
         module(**loss_inputs(pack([(length,)], width=length), CPU)).backward()
         made.append(len(sizes.are_symbols))
     assert made[2:] == [made[2]] * 4
+
+
+def test_answers_and_the_probe_of_an_export_compile_no_graph(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    torch._dynamo.reset()
+    compile_layers(model, CPU, is_asked=True, warn=pytest.fail, backend="aot_eager")
+    counters.clear()
+    assert answer(model, tokenizer, "Hello")
+    probe_logits(model)
+    assert counters["stats"]["unique_graphs"] == 0
+    with torch.no_grad():
+        model(input_ids=torch.arange(9)[None], use_cache=False)
+    assert counters["stats"]["unique_graphs"] > 0

@@ -155,3 +155,14 @@ def test_documents_attention_serves_compiled_layers_on_a_cpu(tmp_path):
     model = family("llama")
     prepare_model(model, config, CPU)
     assert model.config._attn_implementation == "documents"
+
+
+def test_a_run_s_model_gets_the_attention_that_its_configuration_names(tmp_path):
+    model = family("llama")
+    own = model.config._attn_implementation
+    config = train_config(tmp_path, training={"attention": "model"})
+    prepare_model(model, config, CPU)
+    assert model.config._attn_implementation == own
+    config = train_config(tmp_path, training={"attention": "flex"})
+    with pytest.raises(ConfigError, match=r"^spec.training.attention flex cannot serve Llama"):
+        prepare_model(model, config, CPU)
