@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import cpu_varlen
 from finetune_trainer.model.attention import dynamic_dimensions
@@ -122,6 +123,8 @@ def _guard(
             return compiled(*args, **kwargs)  # type: ignore[misc]  # `compile` has set it
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)  # of the backend
+            if is_out_of_memory(cause):
+                raise cause from error  # no fault of the model, and without it there is no more
             reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
             fault = f"layers of {name} cannot be compiled ({reason})"
             if is_asked:
