@@ -146,6 +146,7 @@ def step_report(plan: DataPlan, step: int, rate: float, work: StepWork, lap: Lap
 def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) -> Tensor:
     """Run one micro-batch forward and backward; return its summed loss, detached."""
     phases = run.telemetry.phases
+    run.telemetry.alive()  # a step of very many micro-batches is no hang
     if run.world.device.type == "cuda":
         phases.enter(TimedPhase.H2D)
     inputs = loss_inputs(batch, run.world.device)

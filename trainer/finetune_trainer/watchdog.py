@@ -1,7 +1,8 @@
 """Ends a rank that hangs, after every rank has written the stacks of its threads.
 
 Started by `worker`. A stuck rank stops all others in their next collective, so all notice within
-the same seconds; none may end before the last has written its stacks.
+the same seconds; none may end before the last has written its stacks. While one thread holds the
+interpreter lock no other one runs: then a timer in C writes the stacks and ends the process.
 """
 
 import faulthandler
@@ -9,35 +10,91 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from finetune_trainer.config import ExitCode, FailureClass, Termination
+from finetune_trainer.config import ExitCode, FailureClass, Termination, TrainConfig
 from finetune_trainer.telemetry import Telemetry
 
 SECONDS_FOR_THE_OTHERS = 2.0
+# On GPUs, where nobody has set a limit. Before the collectives' time-out of 30 minutes, at which
+# NCCL aborts the process without a stack, and longer than any micro-batch.
+DEFAULT_HANG_SECONDS = 900.0
+_LONGEST_PAUSE_SECONDS = 1.0
+
+
+class Limit(NamedTuple):
+    """How long a rank may report nothing.
+
+    Attributes:
+        is_of_steps: it holds for steps after the first alone: not for what a step waits for, such
+            as a save or an evaluation, nor for the first, in which kernels are compiled.
+    """
+
+    seconds: float
+    is_of_steps: bool
+
+
+def limit_of(config: TrainConfig) -> Limit | None:
+    """Return the limit of a run; None where a rank may take as long as it likes."""
+    if config.control.hang_seconds is not None:
+        return Limit(config.control.hang_seconds, is_of_steps=False)
+    return Limit(DEFAULT_HANG_SECONDS, True) if config.world.device == "cuda" else None
 
 
 def watch_progress(
-    telemetry: Telemetry, hang_seconds: float, stacks: Path, end: Callable[[Termination], None]
+    telemetry: Telemetry, limit: Limit, stacks: Path, end: Callable[[Termination], None]
 ) -> None:
-    """Check from a thread whether anything was reported within the last `hang_seconds`.
+    """Check from a thread whether anything was reported for as long as `limit` says.
 
     Where not, `stacks` receives the stacks of all threads, and `end` ends the process.
     """
+    idle = _Idle(telemetry, limit)
 
     def watch() -> None:
-        while True:
-            while (left := hang_seconds - telemetry.idle_seconds) > 0:
-                time.sleep(left)
-            with stacks.open("a") as file:
-                file.write(f"no progress for {telemetry.idle_seconds:.0f} s\n")
+        with stacks.open("a") as file:
+            while True:
+                while (left := limit.seconds - idle.seconds()) > 0:
+                    _set_timer(limit, is_on=not idle.is_exempt, file_number=file.fileno())
+                    time.sleep(min(left, limit.seconds / 8, _LONGEST_PAUSE_SECONDS))
+                file.write(f"no progress for {idle.seconds():.0f} s\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
-            time.sleep(SECONDS_FOR_THE_OTHERS)
-            if telemetry.idle_seconds >= hang_seconds:  # else it was only slow
-                end(_termination(telemetry, hang_seconds, stacks))
-                return
+                time.sleep(SECONDS_FOR_THE_OTHERS)
+                if idle.seconds() >= limit.seconds:  # else it was only slow
+                    faulthandler.cancel_dump_traceback_later()
+                    end(_termination(telemetry, limit.seconds, stacks))
+                    return
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+
+class _Idle:
+    """For how long nothing was reported that a limit waits for."""
+
+    def __init__(self, telemetry: Telemetry, limit: Limit) -> None:
+        self._telemetry, self._limit = telemetry, limit
+        self._exempt_at = time.monotonic()
+        self.is_exempt = False
+
+    def seconds(self) -> float:
+        idle = self._telemetry.idle_seconds
+        if not self._limit.is_of_steps:
+            self.is_exempt = idle == 0  # in a phase that reports nothing until it ends
+            return idle
+        now = time.monotonic()
+        self.is_exempt = not self._telemetry.is_stepping
+        if self.is_exempt:
+            self._exempt_at = now
+        return min(idle, now - self._exempt_at)
+
+
+def _set_timer(limit: Limit, *, is_on: bool, file_number: int) -> None:
+    """Set the timer in C anew; it ends the process where this thread does not come again."""
+    if is_on:
+        later = limit.seconds + 2 * SECONDS_FOR_THE_OTHERS
+        faulthandler.dump_traceback_later(later, exit=True, file=file_number)
+    else:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _termination(telemetry: Telemetry, hang_seconds: float, stacks: Path) -> Termination:

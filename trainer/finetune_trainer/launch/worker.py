@@ -45,7 +45,7 @@ from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.recorder import turn_timing_on
 from finetune_trainer.telemetry.node.start import page_without_supervisor
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
-from finetune_trainer.watchdog import watch_progress
+from finetune_trainer.watchdog import limit_of, watch_progress
 from finetune_trainer.with_parent import end_with_parent
 from finetune_trainer.world import ACCELERATE, Launch, World, open_world, read_launch, restart_count
 
@@ -169,9 +169,9 @@ class _Rank:
     def _open_telemetry(self, launch: Launch, shared: Shared) -> Telemetry:
         config = self._config
         self._telemetry = _open_telemetry(config, launch, self._environ, shared)
-        if config.control.hang_seconds is not None:
+        if (limit := limit_of(config)) is not None:
             stacks = Path(config.run_dir) / "logs" / f"rank-{launch.rank}.stacks.txt"
-            watch_progress(self._telemetry, config.control.hang_seconds, stacks, self._end_hung)
+            watch_progress(self._telemetry, limit, stacks, self._end_hung)
         return self._telemetry
 
     def _end_before_training(self) -> None:

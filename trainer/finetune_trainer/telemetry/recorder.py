@@ -19,6 +19,7 @@ from finetune_trainer.config import (
     SampleAnswer,
     TrainConfig,
 )
+from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.board import Board
 from finetune_trainer.telemetry.boundary import StepBoundaries
@@ -42,6 +43,7 @@ _SECONDS_UNTOLD = 0.5  # at most, of steps
 # What a user did not ask to wait for before the first step, so it does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
 _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
+_LONG = (TimedPhase.CHECKPOINT_BLOCKING, TimedPhase.EVAL)
 
 
 class Telemetry:
@@ -326,6 +328,12 @@ class Telemetry:
         if self.progress.phase in _SILENT:
             return 0.0
         return self._shared.idle_seconds
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether this rank is in a step after its first, and in nothing that a step waits for."""
+        is_training = self.progress.phase is Phase.TRAINING and self._has_stepped
+        return is_training and self.phases.phase not in _LONG
 
     def let_go(self) -> None:
         """Write no further into the run directory, which a later attempt has now."""
