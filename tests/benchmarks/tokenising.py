@@ -1,15 +1,16 @@
 """How fast rows become tokens, here and at an earlier commit, on one core and on two.
 
-    python tests/benchmarks/tokenising.py [--rows N] [--repeats N] [--before COMMIT]
+    python tests/benchmarks/tokenising.py [--rows N] [--repeats N] [--turns N ...] [--before COMMIT]
 
 Both tokenise the same file into an empty cache, by turns, each in a process bound to its cores;
-what they write is compared. It prints medians and the table of `docs/benchmarks/tokenising.md`.
+what they write is compared. It prints the rows of the table in docs/decisions/0072.
 """
 
 import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -21,11 +22,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "10624c1"
-TURNS = (1, 8)
 
 
 def tokenise(folder: Path, turns: int) -> None:
-    """Tokenise one file, in a process of its own, and print tokens, seconds and the data's hash."""
+    """Tokenise one file, in a process of its own, and print what it came to."""
     from transformers import AutoTokenizer
 
     from finetune_trainer.config import DataConfig, DatasetSource
@@ -38,7 +38,9 @@ def tokenise(folder: Path, turns: int) -> None:
         began = time.perf_counter()
         made = prepare(config, config.sources, tokenizer)
         seconds = time.perf_counter() - began
-        print(json.dumps([int(made.lengths.sum()), seconds, made.fingerprint]))
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        computed = [one.ru_utime + one.ru_stime for one in used]
+        print(json.dumps([int(made.lengths.sum()), seconds, made.fingerprint, computed]))
 
 
 def write_rows(path: Path, turns: int, count: int) -> None:
@@ -71,22 +73,23 @@ def measure(trainer: Path, folder: Path, turns: int, cores: list[int]) -> list[A
     return made
 
 
-def compare(folder: Path, repeats: int) -> None:
+def compare(folder: Path, repeats: int, every: list[int]) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     ways = {
         "before, 1 core": (folder / "before/trainer", cores[:1]),
         "now, 1 core": (ROOT / "trainer", cores[:1]),
         "now, 2 cores": (ROOT / "trainer", cores),
     }
-    for turns in TURNS:
+    for turns in every:
         rates: dict[str, list[float]] = {name: [] for name in ways}
         made = set()
         for _ in range(repeats):
             for name, (trainer, bound) in ways.items():
-                tokens, seconds, fingerprint = measure(trainer, folder, turns, bound)
+                tokens, seconds, fingerprint, computed = measure(trainer, folder, turns, bound)
                 rates[name].append(tokens / seconds)
                 made.add((tokens, fingerprint))
-                print(f"{turns} turns, {name}: {tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+                said = f"{turns} turns, {name}: {tokens / seconds:,.0f} tokens/s"
+                print(f"{said}, CPU seconds {computed}", file=sys.stderr)
         assert len(made) == 1, f"they made other tokens: {made}"
         before, one, two = (median(rates[name]) for name in ways)
         print(
@@ -103,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000, help="answers of each file")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--before", default=BEFORE, help="commit to compare with")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
@@ -115,9 +119,9 @@ def main() -> None:
         packed = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
         subprocess.run(["tar", "-x", "-C", str(folder / "before")], input=packed, check=True)
         tiny_tokenizer(folder / "model")
-        for turns in TURNS:
+        for turns in options.turns:
             write_rows(folder / f"{turns}.jsonl", turns, options.rows)
-        compare(folder, options.repeats)
+        compare(folder, options.repeats, options.turns)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import texts_of
 from finetune_trainer.data.store import ARRAYS, Sequence
 
-# Characters of a batch, which is held in memory as text and as tokens, for each process twice.
-CHARACTERS_PER_BATCH = 8 * 2**20
+# Characters of a batch: a third of a second's work, so that processes end at about the same time.
+# It is held in memory as text and as tokens, for each process twice.
+CHARACTERS_PER_BATCH = 2**20
 SPECIAL_TEXT = "rows_with_special_text"  # counted, but no count of the report
 
 
