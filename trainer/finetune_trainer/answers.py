@@ -4,6 +4,7 @@ Rank 0 alone answers; the other ranks wait at the next collective. Greedy decodi
 weights give the same words.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 48
+# Share of the GPU's free memory that a copy of the model may take; the rest is for its states.
+_SHARE_OF_FREE_MEMORY = 0.8
+
+
+def place_to_answer(
+    model: nn.Module, device: torch.device, free_bytes: Callable[[], int]
+) -> torch.device:
+    """Return where `model` answers: on this rank's `device` if there is room for a copy.
+
+    What is sharded has been gathered in host memory, where each token would take seconds. The
+    scales of 4-bit weights are not moved with them, so such a model stays where it is.
+    """
+    home = next(model.parameters()).device
+    is_packed = any(hasattr(part, "quant_state") for part in model.modules())
+    if home == device or is_packed:
+        return home
+    tensors = (*model.parameters(), *model.buffers())
+    size = sum(one.numel() * one.element_size() for one in tensors)
+    return device if size <= free_bytes() * _SHARE_OF_FREE_MEMORY else home
 
 
 def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:

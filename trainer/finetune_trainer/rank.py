@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from finetune_trainer.answers import answer
+from finetune_trainer.answers import answer, place_to_answer
 from finetune_trainer.checkpoint.commit import Fingerprint
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.claims.fence import Fence
@@ -400,6 +400,8 @@ def _answer_prompts(
     def work() -> None:
         if model is None:
             return
+        device = run.world.device
+        model.to(place_to_answer(model, device, lambda: torch.cuda.mem_get_info(device)[0]))
         for prompt in prompts:
             run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
 
