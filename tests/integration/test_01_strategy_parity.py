@@ -27,6 +27,17 @@ FAMILIES = [
     Case("resharding-lora", RESHARDING, method="lora"),
 ]
 KEPT = [Case("keeping-full", KEEPING), Case("keeping-lora", KEEPING, method="lora")]
+SELECTIVE = {"activation_checkpointing": "selective"}
+RECOMPUTING = [
+    Case(
+        f"{name}-{method}-selective", {**strategy, "activation_checkpointing": "selective"}, method
+    )
+    for name, strategy, method in (
+        ("ddp", DDP, "lora"),
+        ("resharding", RESHARDING, "lora"),
+        ("resharding", RESHARDING, "full"),
+    )
+]
 IN_FP64 = [
     Case(f"{name}-{method}-fp64", strategy, method=method, precision="fp64")
     for name, strategy in (("ddp", DDP), ("resharding", RESHARDING))
@@ -57,7 +68,9 @@ def seeded(
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return train_cases(tmp_path_factory.mktemp("others"), [*KEPT, *IN_FP64, *POISONED], timeout=700)
+    return train_cases(
+        tmp_path_factory.mktemp("others"), [*KEPT, *RECOMPUTING, *IN_FP64, *POISONED], timeout=700
+    )
 
 
 @pytest.mark.parametrize("family", [pytest.param(case, id=case.name) for case in FAMILIES])
@@ -68,6 +81,11 @@ def test_every_seed_gives_the_numbers_of_one_process(family, seeded):
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KEPT])
 def test_layers_that_stay_gathered_change_no_number(case, outcomes):
+    within_fp32(outcomes[case.name], expected(case.method))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in RECOMPUTING])
+def test_selective_recomputation_changes_no_number(case, outcomes):
     within_fp32(outcomes[case.name], expected(case.method))
 
 

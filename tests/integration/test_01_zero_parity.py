@@ -33,6 +33,15 @@ POISONED = [
 NARROW = [
     Case(f"zero{stage}-bf16", {"type": f"zero{stage}"}, precision="bf16") for stage in (1, 2, 3)
 ]
+SELECTIVE = {"activation_checkpointing": "selective"}
+RECOMPUTING = [
+    Case(
+        f"{kind}-{method}-selective",
+        {"type": kind, "activation_checkpointing": "selective"},
+        method,
+    )
+    for kind, method in (("zero2", "full"), ("zero3", "lora"), ("zero3", "full"))
+]
 
 # The first test waits for all launches, each of which has a limit of its own.
 pytestmark = pytest.mark.timeout(900)
@@ -63,7 +72,10 @@ def offloaded(
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return train_cases(
-        tmp_path_factory.mktemp("others"), [*POISONED, *NARROW], timeout=700, deepspeed=True
+        tmp_path_factory.mktemp("others"),
+        [*POISONED, *NARROW, *RECOMPUTING],
+        timeout=700,
+        deepspeed=True,
     )
 
 
@@ -71,6 +83,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 def test_every_seed_gives_the_numbers_of_one_process(stage, seeded):
     for case, found in seeded[stage.name]:
         within_fp32(found, expected(case.method, case.seed))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in RECOMPUTING])
+def test_selective_recomputation_changes_no_number(case, outcomes):
+    within_fp32(outcomes[case.name], expected(case.method))
 
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in OFFLOADS])

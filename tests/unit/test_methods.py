@@ -81,6 +81,7 @@ def types(model: Any) -> dict[str, set[torch.dtype]]:
         pytest.param("nf4", "fp32", "none", id="nf4"),
         pytest.param("nf4", "bf16", "full", id="nf4 in bf16, activations recomputed"),
         pytest.param("int8", "bf16", "none", id="int8"),
+        pytest.param("nf4", "bf16", "selective", id="nf4 in bf16, some recomputed"),
     ],
 )
 def test_adapters_learn_on_a_quantised_base(

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from finetune_operator.backends.allowances import fits
 from finetune_operator.cli.asking import Asking
-from finetune_operator.cli.doctor_replicas import CHART, SELECTOR
+from finetune_operator.cli.doctor_pods import CHART
+from finetune_operator.cli.doctor_replicas import SELECTOR
 from finetune_operator.cli.top_rows import told_in
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, NODES, Object, Resource
 

@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 from finetune_operator import __version__
 from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.doctor_pods import CHART, Owner, trouble_of
 from finetune_operator.cli.top_rows import count_in, told_in
 from finetune_operator.kube.errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import LEASES, PODS, Object, Resource
 
-CHART = "charts/finetune-operator"
 INSTALL = (
     f"helm install finetune-operator {CHART} -n finetune-operator --create-namespace "
     "--set image.repository=IMAGE"
@@ -62,8 +62,8 @@ async def check_operator(asking: Asking) -> None:
     if not operators:
         asking.wrong(_TOPIC, "Deployment", "no operator is in the cluster", INSTALL)
         return
-    for one in operators:
-        await _check_replicas(asking, one)
+    for one, deployment in zip(operators, found, strict=True):
+        await _check_replicas(asking, one, deployment)
         if one.lease:
             await _check_lease(asking, one)
     _check_served(asking, operators)
@@ -112,7 +112,7 @@ def _read(deployment: Object) -> Deployed:
     )
 
 
-async def _check_replicas(asking: Asking, one: Deployed) -> None:
+async def _check_replicas(asking: Asking, one: Deployed, deployment: Object) -> None:
     version = f"version {one.version or 'unknown'}"
     if one.version != __version__:
         version += f" (this ftctl is {__version__})"
@@ -121,30 +121,15 @@ async def _check_replicas(asking: Asking, one: Deployed) -> None:
         remedy = f"kubectl -n {one.namespace} scale deployment/{one.name} --replicas=2"
         asking.wrong(_TOPIC, one.title, text, remedy)
     elif one.ready < one.wanted:
-        why = await _why_not_ready(asking, one)
-        remedy = f"kubectl -n {one.namespace} describe pods -l {_selector(one)}"
-        asking.wrong(_TOPIC, one.title, f"{text}{why}", remedy)
+        owner = Owner(one.namespace, one.name, one.release, _selector(one))
+        pods = await asking.list(
+            _TOPIC, f"pods of {one.title}", PODS, one.namespace, label_selector=owner.selector
+        )
+        found = trouble_of(owner, deployment, pods or ())
+        why = f"; {found.why}" if found.why else ""
+        asking.wrong(_TOPIC, one.title, f"{text}{why}", found.remedy)
     else:
         asking.ok(_TOPIC, one.title, text)
-
-
-async def _why_not_ready(asking: Asking, one: Deployed) -> str:
-    pods = await asking.list(
-        _TOPIC, f"pods of {one.title}", PODS, one.namespace, label_selector=_selector(one)
-    )
-    if pods == []:
-        return "; it has no pods: see its ReplicaSets' Events for what refuses them"
-    for pod in pods or ():
-        for state in told_in(pod, "status", "containerStatuses") or ():
-            waiting = told_in(state, "state", "waiting") or {}
-            ended = told_in(state, "lastState", "terminated") or {}
-            said = [waiting.get("reason"), waiting.get("message"), ended.get("message")]
-            if words := ": ".join(str(word).strip() for word in said if word):
-                return f"; {words}"
-        for told in told_in(pod, "status", "conditions") or ():
-            if told["type"] == "PodScheduled" and told["status"] == "False":
-                return f"; {told.get('message', 'it is not scheduled')}"
-    return ""
 
 
 async def _check_lease(asking: Asking, one: Deployed) -> None:

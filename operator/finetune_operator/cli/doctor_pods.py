@@ -1,0 +1,110 @@
+"""`ftctl doctor --cluster`: why replicas of the operator are not Ready, and what mends it. Pure.
+
+A Deployment says what refuses its pods, and a pod what keeps its container from running. A known
+fault of image, quota or node becomes one sentence and one command.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from finetune_operator.cli.top_rows import told_in
+from finetune_operator.kube.resources import Object
+
+CHART = "charts/finetune-operator"
+
+_NO_PROGRAM = re.compile(r'exec: "([^"]+)": .*(?:not found|no such file)')
+_OTHER_PROCESSOR = re.compile(r"exec format error|no match for platform")
+_QUOTA = re.compile(r"exceeded quota: ([^,\s]+)")
+_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose pods they are, as far as commands name it.
+
+    Attributes:
+        release: Of helm; empty where something else installed it.
+        selector: Labels of its pods.
+    """
+
+    namespace: str
+    name: str
+    release: str
+    selector: str
+
+    def upgrade(self, options: str) -> str:
+        """Return the command that sets values of the release."""
+        release = self.release or self.name
+        given = f"-n {self.namespace} --reset-then-reuse-values"
+        return f"helm upgrade {release} {CHART} {given} {options}"
+
+    def another_image(self, image: str) -> str:
+        """Return the command that names another image."""
+        if self.release:
+            return self.upgrade(f"--set image.repository={image}")
+        return f"kubectl -n {self.namespace} set image deployment/{self.name} operator={image}"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why, which may be unknown, and the command that mends it or says more."""
+
+    why: str
+    remedy: str
+
+
+def trouble_of(owner: Owner, deployment: Object, pods: Iterable[Object]) -> Trouble:
+    """Return why fewer replicas are Ready than are wanted; the first fault that is found."""
+    for told in told_in(deployment, "status", "conditions") or ():
+        if told["type"] == "ReplicaFailure" and told["status"] == "True":
+            return _not_made(owner, str(told.get("message", "")))
+    for pod in pods:
+        if found := _of_pod(owner, pod):
+            return found
+    return Trouble("", f"kubectl -n {owner.namespace} describe pods -l {owner.selector}")
+
+
+def _not_made(owner: Owner, text: str) -> Trouble:
+    """Return what keeps pods from being made."""
+    if quota := _QUOTA.search(text):
+        remedy = f"kubectl -n {owner.namespace} edit resourcequota {quota[1]}  # it needs more room"
+    elif "violates PodSecurity" in text:
+        release = f"{owner.release or owner.name} -n {owner.namespace}"
+        remedy = f"helm get values {release}  # which of them ask for what is named"
+    else:
+        remedy = f"kubectl -n {owner.namespace} describe replicasets -l {owner.selector}"
+    return Trouble(f"no pod can be made: {text}", remedy)
+
+
+def _of_pod(owner: Owner, pod: Object) -> Trouble | None:
+    for state in told_in(pod, "status", "containerStatuses") or ():
+        waiting = told_in(state, "state", "waiting") or {}
+        ended = told_in(state, "state", "terminated") or told_in(state, "lastState", "terminated")
+        said = [waiting.get("reason"), waiting.get("message"), (ended or {}).get("message")]
+        if words := ": ".join(str(word).strip() for word in said if word):
+            return _of_container(owner, str(state.get("image", "")), words)
+    for told in told_in(pod, "status", "conditions") or ():
+        if told["type"] == "PodScheduled" and told["status"] == "False":
+            return Trouble(str(told.get("message", "it has no node")), "kubectl describe nodes")
+    return None
+
+
+def _of_container(owner: Owner, image: str, words: str) -> Trouble:
+    """Return what keeps a container from running, by the words of the node."""
+    own = "REGISTRY/finetune-operator"
+    if _OTHER_PROCESSOR.search(words):
+        why = f"the image {image} is for another processor than its node has ({words})"
+        return Trouble(
+            why, "make images IMAGES=operator PUSH=REGISTRY PLATFORMS=linux/amd64,linux/arm64"
+        )
+    if lacks := _NO_PROGRAM.search(words):
+        why = f"the image {image} has no program {lacks[1]}, so it is not the operator's ({words})"
+        return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")
+    if "will run as root" in words or "non-numeric user" in words:
+        why = f"the image {image} would run as root, or as nobody knows whom ({words})"
+        return Trouble(why, owner.upgrade("--set podSecurityContext.runAsUser=65532"))
+    if words.startswith(_NO_IMAGE):
+        why = f"the image {image} cannot be pulled ({words})"
+        return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")
+    return Trouble(words, f"kubectl -n {owner.namespace} logs -l {owner.selector} --tail=20")

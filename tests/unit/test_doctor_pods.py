@@ -1,0 +1,127 @@
+"""What `ftctl doctor --cluster` says of pods of the operator that do not run, and what mends it.
+
+The words are those of Kubernetes 1.34 with containerd, for pods of such images.
+"""
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.cli.doctor_pods import Owner, Trouble, trouble_of
+
+OWNER = Owner("operators", "ours-finetune-operator", "ours", "a=b")
+UPGRADE = "helm upgrade ours charts/finetune-operator -n operators --reset-then-reuse-values"
+ANOTHER = (
+    f"{UPGRADE} --set image.repository=REGISTRY/finetune-operator"
+    "  # make images PUSH=REGISTRY builds it"
+)
+NO_PROGRAM = (
+    "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc "
+    'create failed: unable to start container process: exec: "finetune-operator": executable file '
+    "not found in $PATH: unknown"
+)
+AS_ROOT = (
+    "container has runAsNonRoot and image will run as root "
+    '(pod: "root_bad(a47f728b-4537-41d1-b40e-44ebdcecb5e1)", container: operator)'
+)
+
+
+def pod(**state: Any) -> dict[str, Any]:
+    """Return a pod whose container is in this state."""
+    container = {"name": "operator", "image": "reg/x:1", "state": state, "lastState": {}}
+    return {"status": {"containerStatuses": [container]}}
+
+
+def of(*pods: dict[str, Any], refused: str = "") -> Trouble:
+    """Return what is said of a Deployment with these pods, or whose pods are refused so."""
+    told = {"type": "ReplicaFailure", "status": "True", "message": refused}
+    return trouble_of(OWNER, {"status": {"conditions": [told] * bool(refused)}}, pods)
+
+
+@pytest.mark.parametrize(
+    ("state", "said", "remedy"),
+    [
+        pytest.param(
+            {"waiting": {"reason": "RunContainerError", "message": NO_PROGRAM}},
+            "the image reg/x:1 has no program finetune-operator, so it is not the operator's",
+            ANOTHER,
+            id="without the program",
+        ),
+        pytest.param(
+            {"terminated": {"message": "exec /bin/finetune-operator: exec format error\n"}},
+            "the image reg/x:1 is for another processor than its node has",
+            "make images IMAGES=operator PUSH=REGISTRY PLATFORMS=linux/amd64,linux/arm64",
+            id="for another architecture",
+        ),
+        pytest.param(
+            {"waiting": {"reason": "CreateContainerConfigError", "message": AS_ROOT}},
+            "the image reg/x:1 would run as root",
+            f"{UPGRADE} --set podSecurityContext.runAsUser=65532",
+            id="as root",
+        ),
+        pytest.param(
+            {"waiting": {"reason": "ErrImagePull", "message": "connection refused"}},
+            "the image reg/x:1 cannot be pulled (ErrImagePull: connection refused)",
+            ANOTHER,
+            id="not there",
+        ),
+        pytest.param(
+            {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+            "CrashLoopBackOff: back-off 10s",
+            "kubectl -n operators logs -l a=b --tail=20",
+            id="another fault",
+        ),
+    ],
+)
+def test_an_image_that_cannot_run_is_named_with_the_command_that_mends_it(
+    state: dict[str, Any], said: str, remedy: str
+) -> None:
+    found = of(pod(running={}), pod(**state))
+    assert found.why.startswith(said)
+    assert found.remedy == remedy
+
+
+def test_what_a_container_said_before_it_was_started_again_counts() -> None:
+    waits = pod(waiting={"reason": "CrashLoopBackOff", "message": "back-off 10s"})
+    ended = {"terminated": {"message": "exec /bin/finetune-operator: exec format error"}}
+    waits["status"]["containerStatuses"][0]["lastState"] = ended
+    assert "another processor" in of(waits).why
+
+
+def test_another_image_is_named_to_kubectl_where_helm_installed_nothing() -> None:
+    owner = Owner("operators", "finetune-operator", "", "a=b")
+    missing = pod(waiting={"reason": "ErrImagePull", "message": "not found"})
+    found = trouble_of(owner, {}, [missing])
+    assert found.remedy.startswith(
+        "kubectl -n operators set image deployment/finetune-operator operator=REGISTRY/"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        pytest.param(
+            'pods "x-1" is forbidden: exceeded quota: small, requested: limits.memory=512Mi',
+            "kubectl -n operators edit resourcequota small  # it needs more room",
+            id="quota",
+        ),
+        pytest.param(
+            'pods "x-1" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes',
+            "helm get values ours -n operators  # which of them ask for what is named",
+            id="Pod Security",
+        ),
+        pytest.param(
+            'pods "x-1" is forbidden: error looking up service account',
+            "kubectl -n operators describe replicasets -l a=b",
+            id="another refusal",
+        ),
+    ],
+)
+def test_what_refuses_pods_is_told_in_its_own_words(text: str, remedy: str) -> None:
+    assert of(refused=text) == Trouble(f"no pod can be made: {text}", remedy)
+
+
+def test_a_pod_without_a_node_says_why() -> None:
+    told = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+    found = of({"status": {"conditions": [told]}})
+    assert found == Trouble("0/3 nodes are available", "kubectl describe nodes")
