@@ -39,6 +39,7 @@ from finetune_trainer.failpoints import reach
 from finetune_trainer.garbage import exempt_what_is_there, uncollected
 from finetune_trainer.gpu import find_gpu
 from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
+from finetune_trainer.memory.check import refuse_what_does_not_fit
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import settle_family
 from finetune_trainer.model.float8 import check_float8
@@ -91,12 +92,16 @@ def run(
     asked = config.model
     config = _settle(config, world, telemetry)
     strategy = create(config, world)
+    # Where rows are not packed their length is known only later.
+    _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
     )
     plan = DataPlan.of(dataset, config)
     _tell_data(config, telemetry, plan, dataset, held_out)
+    if not config.data.packing:
+        _check_memory(config, world, int(dataset.lengths.max()))
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry))
     if world.is_main:
         try_export(module.model, tokenizer, config)
@@ -146,6 +151,13 @@ def run(
         flops_of_rows=of_rows,
     )
     return _train_and_export(run, tokenizer)
+
+
+def _check_memory(config: TrainConfig, world: World, row_tokens: int) -> None:
+    """Refuse what a GPU has no memory for, before anything is loaded."""
+    if world.device.type == "cuda" and config.training.check_memory:
+        free, _ = torch.cuda.mem_get_info(world.device)
+        refuse_what_does_not_fit(config, free, row_tokens=row_tokens)
 
 
 def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainConfig:

@@ -47,15 +47,18 @@ def choose_kept(
     Args:
         asked: Its `reshard_after_forward` and `reduce_each_micro_batch` may be None.
         sizes: Of this rank.
-        fits: Says whether so many bytes fit on every rank; a collective, so it is called equally
-            often whatever it says.
+        fits: Says whether so many bytes fit on every rank; a collective, so what asks for it must
+            be the same on all.
         accumulates: A step has several micro-batches.
     """
-    has_room = fits(sizes.state + sizes.weights)
-    weights = has_room if asked.reshard_after_forward is None else not asked.reshard_after_forward
-    needed = sizes.state + weights * sizes.weights + sizes.gradients
-    has_room = fits(needed)
-    gradients = (
-        has_room if asked.reduce_each_micro_batch is None else not asked.reduce_each_micro_batch
-    )
-    return Kept(weights, gradients and accumulates)
+    if asked.reshard_after_forward is None:
+        weights = fits(sizes.state + sizes.weights)
+    else:
+        weights = not asked.reshard_after_forward
+    if not accumulates:
+        return Kept(weights, gradients=False)
+    if asked.reduce_each_micro_batch is None:
+        gradients = fits(sizes.state + weights * sizes.weights + sizes.gradients)
+    else:
+        gradients = not asked.reduce_each_micro_batch
+    return Kept(weights, gradients)

@@ -1,0 +1,153 @@
+"""Refuse a model that does not fit before any of its weights is loaded, and say what would.
+
+Called by `rank`, on GPUs. The capacity is a parameter, so everything here runs without one. An
+estimate by formula refuses only what the formula says cannot fit; ZeRO, whose engine has buffers of
+its own, and models whose layers are of unknown kind are left to the device.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.memory.peak import Peak, step_peak
+from finetune_trainer.memory.shape import ModelShape, read_shape
+
+_GIB = 2**30
+ShapeOf = Callable[[TrainConfig], ModelShape]
+
+
+def refuse_what_does_not_fit(
+    config: TrainConfig, free: int, *, row_tokens: int, shape_of: ShapeOf | None = None
+) -> Peak | None:
+    """Compare the peak of a step with the bytes that are free, and return it where it fits.
+
+    None says that it is not known.
+
+    Args:
+        config: With every choice made.
+        free: Bytes that this rank may take of its device.
+        row_tokens: Of the longest row, padding counted.
+        shape_of: Reads the shape of a configuration's model; by default from its `config.json`.
+
+    Raises:
+        ConfigError: names the peak, its largest component and the cheapest change that fits.
+    """
+    if config.strategy.type.startswith("zero"):
+        return None
+    shapes = _Shapes(shape_of or read_shape_of)
+    peak = shapes.peak(config, row_tokens)
+    if peak.nbytes <= free:
+        return peak
+    raise ConfigError(_refusal(config, peak, free, shapes, row_tokens))
+
+
+def read_shape_of(config: TrainConfig) -> ModelShape:
+    """Build the configuration's model without weights, adapters included, and read its shape."""
+    import torch
+
+    from finetune_trainer.model.adapters import choose_trained
+    from finetune_trainer.model.layers import decoder_layers
+    from finetune_trainer.model.load import load_model
+    from finetune_trainer.model.loss import base_of
+
+    # Quantised layers would be made on a device: the formula knows what they take.
+    plain = config.method.model_copy(update={"quantization": "none"})
+    model = load_model(config.model_copy(update={"method": plain}), torch.device("meta"))
+    adapted = choose_trained(model, config)
+    layers = decoder_layers(base_of(adapted))
+    return read_shape(adapted, layers, bits=_BITS[config.method.quantization])
+
+
+_BITS = {"none": 0, "nf4": 4, "int8": 8}
+
+
+class _Shapes:
+    """Shapes that were read, by what they depend on."""
+
+    def __init__(self, read: ShapeOf) -> None:
+        self._read = read
+        self._known: dict[tuple[Any, ...], ModelShape] = {}
+
+    def peak(self, config: TrainConfig, row_tokens: int) -> Peak:
+        training = config.training
+        key = (config.method.model_dump_json(), training.optimizer, training.precision)
+        if key not in self._known:
+            self._known[key] = self._read(config)
+        return step_peak(self._known[key], config, tokens=training.micro_batch_size * row_tokens)
+
+
+def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield what takes less memory, by what it costs: first time, then numbers, then the method."""
+    strategy, training = config.strategy, config.training
+    if strategy.reduce_each_micro_batch is False:
+        yield (
+            "spec.strategy.reduceEachMicroBatch true",
+            _with(config, "strategy", reduce_each_micro_batch=True),
+        )
+    thrifty = config
+    if strategy.activation_checkpointing == "none":
+        yield (
+            "spec.strategy.activationCheckpointing selective",
+            _with(config, "strategy", activation_checkpointing="selective"),
+        )
+    size = training.micro_batch_size
+    while size > 1:
+        size = max(n for n in range(1, size) if training.micro_batch_size % n == 0)
+        yield (
+            f"spec.training.microBatchSize {size}",
+            _with(config, "training", micro_batch_size=size),
+        )
+    also = ""
+    if strategy.activation_checkpointing != "full":
+        thrifty = _with(config, "strategy", activation_checkpointing="full")
+        yield "spec.strategy.activationCheckpointing full", thrifty
+        also = " with spec.strategy.activationCheckpointing full"
+    if strategy.type == "ddp" and config.world.world_size > 1 and config.method.type != "qlora":
+        yield f"spec.strategy.type fsdp{also}", _with(thrifty, "strategy", type="fsdp")
+    if config.method.type == "full":
+        if training.optimizer == "adamw" and training.precision == "bf16":
+            name = f"spec.training.optimizer adamw8bit{also}"
+            yield name, _with(thrifty, "training", optimizer="adamw8bit")
+        yield f"spec.method.type lora{also}", _adapted(thrifty, "lora")
+    if config.method.type != "qlora":
+        yield f"spec.method.type qlora{also}", _adapted(thrifty, "qlora")
+
+
+def _refusal(config: TrainConfig, peak: Peak, free: int, shapes: _Shapes, row_tokens: int) -> str:
+    said = (
+        f"spec.training: a step of this model takes {_gib(peak.nbytes)} of a GPU's memory at its "
+        f"peak ({peak.moment}), of which {peak.largest} take {_gib(peak.parts[peak.largest])}, and "
+        f"{_gib(free)} are free"
+    )
+    for change, cheaper in changes(config):
+        least = shapes.peak(cheaper, row_tokens).nbytes
+        if least <= free:
+            helps = f"the cheapest change that fits is {change} ({_gib(least)})"
+            break
+    else:
+        helps = "no single setting makes it fit: use more or larger GPUs, or a smaller model"
+    return f"{said}; {helps}; spec.training.checkMemory false starts all the same"
+
+
+def _adapted(config: TrainConfig, kind: str) -> TrainConfig:
+    """Return it with adapters of the default size, or those it has, on a base that is frozen."""
+    from finetune_trainer.config import LoraSettings, MethodConfig
+
+    method = MethodConfig.model_validate(
+        {
+            "type": kind,
+            "lora": config.method.lora or LoraSettings(),
+            "quantization": "nf4" if kind == "qlora" else "none",
+        }
+    )
+    training = config.training.model_copy(update={"optimizer": "adamw"})
+    return config.model_copy(update={"method": method, "training": training})
+
+
+def _with(config: TrainConfig, part: str, **values: Any) -> TrainConfig:
+    return config.model_copy(update={part: getattr(config, part).model_copy(update=values)})
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB"
