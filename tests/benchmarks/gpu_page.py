@@ -20,7 +20,8 @@ _HEAD = (
     "Written by `make bench-gpu`, after each row. Every row is a process of its own that goes the "
     "trainer's own way, with the defaults of a manifest and random weights; figures are medians "
     "of the rounds, which go over all rows in turn. Times are those of CUDA events at the ends of "
-    "the steps after the first five; peaks are the allocator's.",
+    "the steps after the first five; peaks are the allocator's, beside those that the start's "
+    "check computes.",
     "",
     "MFU = F N tokens/s / 989e12, with N all parameters and F "
     f"{FLOPS_PER_PARAMETER['lora']} for LoRA, {FLOPS_PER_PARAMETER['full']} for full fine-tuning; "
@@ -33,7 +34,7 @@ _TINY = (
     "They run: no figure here says anything of a GPU.",
 )
 _COLUMNS = (
-    "| row | figure | MFU | of the product | peak, GiB | beside | asked | | what |",
+    "| row | figure | MFU | of the product | peak (formula), GiB | beside | asked | | what |",
     "|---|---:|---:|---:|---:|---:|---|---|---|",
 )
 
@@ -69,7 +70,8 @@ def _line(row: Row, card: Mapping[str, Any], *, is_judged: bool) -> str:
     if not measured:
         is_full = any(one.get("is_out_of_memory") for one in rounds)
         return _unmeasured(row, aims, card["name"], "out of memory" if is_full else NOT_MEASURED)
-    figures = {name: _median(measured, name) for name in ("mfu", "peak_gib", *_FIGURES)}
+    names = ("mfu", "peak_gib", "formula_gib", *_FIGURES)
+    figures = {name: _median(measured, name) for name in names}
     product = _median(card["rows"].get("gemm", []), "flops_per_second")
     speed = _median(measured, "flops_per_second")
     share = speed / product if speed and product and row.kind != "gemm" else None
@@ -79,7 +81,7 @@ def _line(row: Row, card: Mapping[str, Any], *, is_judged: bool) -> str:
         _figure(figures),
         _number(figures["mfu"], ".1%"),
         _number(share, ".1%"),
-        _number(figures["peak_gib"], ".1f"),
+        f"{_number(figures['peak_gib'], '.1f')} {_in_brackets(figures['formula_gib'])}".strip(),
         "" if figures["beside"] is None else f"{figures['beside']:.3f} x `{row.beside}`",
         *_asked(aims, card["name"], figures),
         row.says + _system(measured),
@@ -152,6 +154,10 @@ def _median(rounds: Rounds, name: str) -> float | None:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def _in_brackets(value: float | None) -> str:
+    return "" if value is None else f"({value:.1f})"
 
 
 def _system(measured: Rounds) -> str:

@@ -17,8 +17,8 @@ from parity import (
 )
 
 DDP = {"type": "ddp"}
-RESHARDING = {"type": "fsdp", "reshard_after_forward": True}
-KEEPING = {"type": "fsdp", "reshard_after_forward": False}
+RESHARDING = {"type": "fsdp", "reshard_after_forward": True, "prefetch": 1}
+KEEPING = {"type": "fsdp", "reshard_after_forward": False, "prefetch": 8}
 HYBRID = {"type": "fsdp", "replicas": 2}
 FAMILIES = [
     Case("ddp-full", DDP),

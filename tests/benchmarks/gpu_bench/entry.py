@@ -22,6 +22,8 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import StopSignal
+from finetune_trainer.memory.check import read_shape_of
+from finetune_trainer.memory.peak import step_peak
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -152,7 +154,7 @@ def _watched(
             termination = Termination(
                 failure_class=FailureClass.COMPLETED, exit_code=ExitCode.DONE, message="measured"
             )
-    result = watch.measured()
+    result = watch.measured() | {"formula_bytes": step_peak(read_shape_of(config), config).nbytes}
     if is_profiled:
         events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         result["idle_share"] = idle_share(events, _ON_DEVICE if is_cuda else ("cpu_op",))

@@ -196,6 +196,7 @@ def figures_of(row: Row, model: Path, tokens: int, measured: Result) -> Result:
         ("loaded_gib", "allocated_bytes", at_start),
         ("outside_allocator_gib", "outside_allocator_bytes", at_end),
         ("host_peak_gib", "host_peak_bytes", at_end),
+        ("formula_gib", "formula_bytes", measured),
     ):
         if key in values:
             figures[name] = values[key] / 2**30

@@ -229,13 +229,18 @@ class _Step:
         return self.kept_whole(layer)
 
     def kept_selectively(self, layer: Layer) -> int:
-        """Its input, what goes into attention and comes out, and results of frozen products."""
+        """Its input, what attention saves, and results of products: of frozen ones, or of all.
+
+        Layers that are not compiled compute products with a trained weight again.
+        """
         each = self.shape.hidden * self.residual + 4 * self.shape.heads
-        each += sum(p.outputs for p in layer.into_attention) * self.narrow
         if layer.out_of_attention is not None:
             each += layer.out_of_attention.inputs * self.narrow
-        each += sum(p.outputs for p in self.products(layer) if not p.is_trained) * self.narrow
-        return self.tokens * each
+            each += sum(p.outputs for p in layer.into_attention) * self.narrow
+        for product in self.products(layer):
+            if self.config.training.compile or not product.is_trained:
+                each += product.outputs * self.narrow
+        return min(self.tokens * each, self.kept_whole(layer))
 
     def kept_whole(self, layer: Layer) -> int:
         """Everything that autograd keeps of a layer when nothing is recomputed."""

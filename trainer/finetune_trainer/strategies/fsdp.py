@@ -5,7 +5,7 @@ belong to the loss module around the model, whose forward is the only one that i
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import psutil
@@ -82,6 +82,7 @@ class FsdpStrategy(NativeStrategy):
         self._kept = self._choose_kept()
         for layer in self._sharded[:-1]:  # the root keeps its parameters until backward needs them
             layer.set_reshard_after_forward(not self._kept.weights, recurse=False)
+        gather_ahead(self._sharded[:-1], self._config.strategy.prefetch)
         self._optimizer = NativeOptimizer(self.model, training, device, shards)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
@@ -269,3 +270,17 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
         return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))
     shape, names = (replicas, size // replicas), ("replica", "shard")
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+
+
+def gather_ahead(layers: Sequence[FSDPModule], count: int) -> None:
+    """Gather the weights of so many layers while the one before them computes; 0 is torch's way.
+
+    By itself torch gathers the next layer when the host comes to it, which on a GPU is early
+    enough only while the host is ahead. Each layer costs its gathered weights.
+    """
+    if not count:
+        return
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + count]))
+        earlier = layers[max(0, index - count) : index]
+        layer.set_modules_to_backward_prefetch(list(reversed(earlier)))
