@@ -81,7 +81,9 @@ def run(shown: Shown, environ: dict[str, str]) -> None:
 
 
 def test_the_page_defines_what_differs_in_its_first_block(given: dict[str, str]) -> None:
-    assert set(re.findall(r"^export (\w+)=", VARIABLES.command, re.MULTILINE)) == set(given)
+    named = set(re.findall(r"^export (\w+)=", VARIABLES.command, re.MULTILINE))
+    assert named == {*given, "PATH"}
+    assert "export PATH=$PWD/.venv/bin:$PATH" in VARIABLES.command
 
 
 @pytest.mark.timeout(900)

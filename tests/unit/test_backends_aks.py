@@ -840,6 +840,25 @@ ENDS: list[Any] = [
         "it said last: Traceback\nImportError: x", id="the end of its log",
     ),
     pytest.param(
+        ended(
+            0, 128, 'create task: exec: "sh": executable file not found in $PATH: unknown',
+            reason="StartError",
+        ), 78, "ConfigError", "the image of pod tiny-1-0-x does not have the trainer",
+        id="an image without a shell",
+    ),
+    pytest.param(
+        ended(0, 1, "/usr/bin/python: No module named finetune_trainer\n"), 78, "ConfigError",
+        "name one that `make images` has built for the nodes in spec.image", id="another image",
+    ),
+    pytest.param(
+        ended(0, 255, "exec /bin/sh: exec format error"), 78, "ConfigError",
+        "is made for another processor than the node has", id="of another processor",
+    ),
+    pytest.param(
+        ended(0, 1, "exec format error\nRuntimeError: of a step\n"), 1, "Error",
+        "it said last: exec format error\nRuntimeError: of a step", id="something after it",
+    ),
+    pytest.param(
         pod(0, "Failed", reason="NodeAffinity", message="no match"), 137, "WorkerLost",
         "pod tiny-1-0-x failed (NodeAffinity): no match", id="never ran",
     ),

@@ -42,7 +42,7 @@ class LoraSpec(ApiModel):
         Field(max_length=64),
     ] = Field([])
     """Module name endings to adapt, such as q_proj or mlp.down_proj, no patterns; empty means every
-    linear layer but the head."""
+    linear layer but the head and the routers of experts."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r, which keeps high ranks from learning slowly
     (arXiv:2312.03732)."""

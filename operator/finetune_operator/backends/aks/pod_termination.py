@@ -15,6 +15,14 @@ from finetune_operator.kube.resources import Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 _LONGEST_TAIL = 400
+# What the runtime, the shell and Python say of an image that cannot run a trainer, in any pod.
+_WRONG_IMAGE = {
+    "exec format error": "is made for another processor than the node has",
+    "executable file not found": "does not have the trainer",
+    ": not found": "does not have the trainer",
+    "No module named finetune_trainer": "does not have the trainer",
+    "No module named 'finetune_trainer'": "does not have the trainer",
+}
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,21 @@ def _without_message(name: str, code: int, reason: str, tail: str) -> Terminatio
             "spec.training.microBatchSize or maxSeqLength, or give the pods more memory"
         )
         return _termination(ExitCode.KILLED, FailureClass.OUT_OF_MEMORY, text)
+    if (fault := _fault_of_image(tail)) is not None:
+        text = (
+            f"the image of pod {name} {fault} ({last}); name one that `make images` has built for "
+            "the nodes in spec.image of the job's FineTuneProfile"
+        )
+        return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
     said = f" ({reason})" if reason not in ("", "Error", "Completed") else ""
     more = f"; it said last: {last}" if last else "; see its log"
     return ended_silently(f"pod {name}", code, reason=said, more=more)
+
+
+def _fault_of_image(tail: str) -> str | None:
+    """Return what is wrong with an image, by the last line that was said; None if it can run."""
+    lines = tail.strip().splitlines() or [""]
+    return next((fault for said, fault in _WRONG_IMAGE.items() if said in lines[-1]), None)
 
 
 def _from_status(name: str, pod: Object) -> Termination:
