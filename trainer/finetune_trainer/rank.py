@@ -92,17 +92,13 @@ def run(
     asked = config.model
     config = _settle(config, world, telemetry)
     strategy = create(config, world)
-    # Where rows are not packed their length is known only later.
-    _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
     )
     plan = DataPlan.of(dataset, config)
     _tell_data(config, telemetry, plan, dataset, held_out)
-    if not config.data.packing:
-        _check_memory(config, world, int(dataset.lengths.max()))
-    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry))
+    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
     if world.is_main:
         try_export(module.model, tokenizer, config)
     world.meet()  # the strategy's own collectives would not wait for rank 0
@@ -164,7 +160,10 @@ def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainCon
     """Return the configuration with which this model is trained; this imports transformers."""
     config = pinned(config, world)
     with uncollected():
-        return settle_family(config, telemetry.warn)
+        config = settle_family(config, telemetry.warn)
+        # Where rows are not packed their length is known only once they are tokens.
+        _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
+    return config
 
 
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
@@ -296,9 +295,13 @@ def _check_float8(
         check_float8(module, strategy.evaluate, loss_inputs(first_batch(), world.device))
 
 
-def _load(config: TrainConfig, world: World, telemetry: Telemetry) -> CausalLoss:
+def _load(
+    config: TrainConfig, world: World, telemetry: Telemetry, dataset: TokenDataset
+) -> CausalLoss:
     """Load, adapt and prepare the model, the same on every rank."""
     telemetry.phase(Phase.LOADING)
+    if not config.data.packing:
+        _check_memory(config, world, int(dataset.lengths.max()))
     reach("loading")
     place = load_device(config, world.rank, world.device)
     base = load_model(config, place, quantises=not is_loaded_once(config))
