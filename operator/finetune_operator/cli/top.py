@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -77,7 +78,7 @@ def top(
     looks = _looks(job, namespace, all_namespaces=all_namespaces)
     try:
         asyncio.run(_print_once(looks, output) if once else _show(looks))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         raise typer.Exit(EXIT_STOPPED) from None
 
 
@@ -107,13 +108,27 @@ async def _print_once(looks: Looks, output: TopFormat) -> None:
 
 
 async def _show(looks: Looks) -> None:
+    """Show one look after the other until Ctrl-C.
+
+    Ctrl-C cancels what is awaited, and is remembered besides: a look that ends at that very moment
+    may keep the cancellation to itself (`asyncio.wait_for` of Python 3.11 does).
+    """
+    task, loop, is_asked = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
+    assert task is not None, "a coroutine runs in a task"
+
+    def stop() -> None:
+        is_asked.set()
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, stop)
     async with looks as look:
         screen = await look()
         with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
-            while True:
+            while not is_asked.is_set():
                 live.update(tables(screen), refresh=True)
                 await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
                 screen = await _next(look, screen)
+    raise asyncio.CancelledError
 
 
 async def _next(look: Look, before: Screen) -> Screen:
