@@ -177,28 +177,26 @@ class FineTuneJobSpec(ApiModel):
         Rule(
             "!has(self.training.optimizer) || self.training.optimizer == 'adamw' || "
             "self.method.type == 'full'",
-            "adamw8bit is for method type full, as adapters' parameters and moments are small; "
-            "use adamw",
+            "is for method type full, as adapters' parameters and moments are small; use adamw",
             field="training.optimizer",
         ),
         Rule(
             "!has(self.training.optimizer) || self.training.optimizer == 'adamw' || "
             "self.strategy.type in ['auto', 'ddp', 'fsdp']",
-            "adamw8bit is not possible with DeepSpeed's optimizer; use adamw, or strategy type "
-            "fsdp or ddp",
+            "is not possible with DeepSpeed's optimizer; use adamw, or strategy type fsdp or ddp",
             field="training.optimizer",
         ),
         Rule(
             "!has(self.checkpoint.enabled) || self.checkpoint.enabled || "
             "!has(self.training.earlyStopping)",
-            "false leaves nothing to go back to when training stops early; remove "
+            "leaves nothing to go back to when training stops early; remove "
             "training.earlyStopping, or this",
             field="checkpoint.enabled",
         ),
         Rule(
             "!has(self.checkpoint.enabled) || self.checkpoint.enabled || "
             "self.capacity == 'onDemand'",
-            "false would lose all work with each spot node; use capacity onDemand, or remove this",
+            "would lose all work with each spot node; use capacity onDemand, or remove this",
             field="checkpoint.enabled",
         ),
         Rule(

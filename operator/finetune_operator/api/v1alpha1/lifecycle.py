@@ -54,7 +54,7 @@ class CheckpointSpec(ApiModel):
         Rule(
             "!has(self.enabled) || self.enabled || !(has(self.everySteps) || "
             "has(self.everySeconds) || has(self.meanTimeBetweenFailures))",
-            "false leaves everySteps, everySeconds and meanTimeBetweenFailures without effect; "
+            "leaves everySteps, everySeconds and meanTimeBetweenFailures without effect; "
             "remove those",
             field="enabled",
         ),

@@ -129,7 +129,7 @@ class TrainingSpec(ApiModel):
         Rule(
             "!has(self.optimizer) || self.optimizer == 'adamw' || "
             "self.precision in ['auto', 'bf16']",
-            "adamw8bit keeps parameters in bf16; use precision bf16, or optimizer adamw",
+            "keeps parameters in bf16; use precision bf16, or optimizer adamw",
             field="optimizer",
         ),
         Rule(
