@@ -22,9 +22,16 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.control import Agreement, StopSignal, unless_stopped
-from finetune_trainer.errors import ConfigError, DataError, Preempted, WorldSizeError
+from finetune_trainer.errors import (
+    ConfigError,
+    DataError,
+    LostRankError,
+    Preempted,
+    WorldSizeError,
+)
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.world import World, barrier
+from launches import until
 
 STEP_SECONDS = 0.02
 
@@ -49,6 +56,16 @@ def act(
         _ACTS[os.environ["ACT"]]()
     barrier(world)
     return finish(config, world, stop, telemetry, fence)
+
+
+def blame_late(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
+    """Let rank 0 lose rank 1 before that one has said what is wrong with it."""
+    if world.is_main:
+        raise LostRankError("rank 1 has ended with an error; see its log")
+    until(Path(config.termination_path).exists)
+    raise DataError("data.train x.jsonl has no rows; add some")
 
 
 def act_at_first(

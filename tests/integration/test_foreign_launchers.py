@@ -128,6 +128,13 @@ def test_the_rank_that_is_to_blame_has_the_last_word(job: Job, launcher: Launche
     assert Termination.read(Path(job.config.termination_path)).rank == 1
 
 
+def test_the_rank_that_is_to_blame_corrects_what_rank_0_has_said(job: Job) -> None:
+    azure_ml(job, "blame_late", {})
+    assert 0 not in job.wait(), job.said
+    assert job.end == (65, "DataError"), job.said
+    assert "WorkerLost: rank 1 has ended with an error" in job.said
+
+
 def test_mpiruns_variables_are_enough(job: Job) -> None:
     for rank in ("0", "1"):
         place = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}

@@ -5,10 +5,12 @@ Started once per node it supervises the node's ranks. Started once per process b
 once per node of an Azure ML job, `launch.azureml` supervises.
 """
 
+import fcntl
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,25 +54,50 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
 def _be_a_rank(config: TrainConfig, entry: str) -> int:
     """Do one rank's work; ranks write the termination message, as there is no supervisor of ours.
 
-    Rank 0 speaks for all, unless another has said already that it is to blame: of that, rank 0
-    only sees that a peer is gone.
+    Rank 0 speaks for all, unless another is to blame: of that, rank 0 only sees that a peer is
+    gone. It may see that before the other has spoken, which then has the last word.
     """
     from finetune_trainer.launch.worker import run_rank  # imports what a supervisor has no use for
 
     started = psutil.Process().create_time()  # about the same for all ranks of a launcher
+    path = Path(os.environ.get(ENV_TERMINATION_PATH) or config.termination_path)
 
     def report_end(report: RankReport) -> None:
-        said = Path(os.environ.get(ENV_TERMINATION_PATH) or config.termination_path)
-        is_said = said.exists() and said.stat().st_mtime >= started
-        is_to_blame = report.termination.rank is not None
-        if (report.rank == 0 or is_to_blame) and not is_said:
-            write_termination_message(report.termination, config.termination_path)
-        else:
-            print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
+        with _alone_beside(path):
+            said = _said(path, since=started)
+            is_to_blame = report.termination.rank is not None
+            has_the_word = said is None and report.rank == 0
+            if has_the_word or (is_to_blame and (said is None or said.rank is None)):
+                write_termination_message(report.termination, config.termination_path)
+                return
+        print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
 
     report = run_rank(config, entry, report_end=report_end)
     report_end(report)
     return report.termination.exit_code
+
+
+@contextmanager
+def _alone_beside(path: Path) -> Iterator[None]:
+    """Let one rank of this node after the other look at the file and write it."""
+    with ExitStack() as at_end:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder = os.open(path.parent, os.O_RDONLY)  # the file is replaced, and a lock with it
+            at_end.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError as error:
+            problem = f"{path.parent} cannot be locked ({error.strerror})"
+            print(f"warning: {problem}; ranks may write {path.name} at once", file=sys.stderr)
+        yield
+
+
+def _said(path: Path, since: float) -> Termination | None:
+    """Return what a rank of this launch has written; None for what is older, or no message."""
+    try:
+        return Termination.read(path) if path.stat().st_mtime >= since else None
+    except (OSError, ValidationError):
+        return None
 
 
 def _refuse(path: Path, error: OSError | ValidationError) -> ExitCode:
