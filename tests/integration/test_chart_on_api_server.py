@@ -164,6 +164,21 @@ def test_nothing_is_installed_with_values_that_cannot_work(
     assert made_in(server, namespace) == set()
 
 
+def test_a_namespace_of_its_own_may_be_made_with_the_release_and_no_other(
+    server: PlainApi, namespace: str
+) -> None:
+    fresh = f"{namespace}-fresh"
+    served = f"settings.namespaces={{{fresh},not-there}}"
+
+    answer = install(fresh, "--create-namespace", "--set", served)
+
+    assert answer.returncode != 0
+    told = [line for line in answer.stderr.splitlines() if "is not in the cluster" in line]
+    assert [line for line in told if "holds not-there" not in line] == []
+    assert told
+    assert server.send("GET", f"{NAMESPACES}/{fresh}").status == 404
+
+
 def test_user_of_one_namespace_installs_beside_what_an_administrator_applied(
     server: PlainApi, namespace: str
 ) -> None:

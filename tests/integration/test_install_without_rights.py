@@ -26,6 +26,7 @@ TITLE = "## Without the right to make ClusterRoles"
 _RBAC = "rbac.authorization.k8s.io"
 ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 BINDINGS = Resource(_RBAC, "v1", "rolebindings", "RoleBinding")
+GUARD = "validatingadmissionpolicy,validatingadmissionpolicybinding"
 INSTALL = (
     "helm install ft charts/finetune-operator --namespace finetune-operator "
     "--set image.repository=registry.example.com/finetune-operator"
@@ -44,6 +45,19 @@ def blocks() -> list[str]:
     shown = re.findall(r"```console\n\$ (.*?)\n```", PAGE[PAGE.index(TITLE) :], re.DOTALL)
     assert len(shown) == 2
     return [str(one) for one in shown]
+
+
+def words_of(command: str) -> str:
+    """Return a command of the page as the sentence of helm has it: one line, and its own words."""
+    line = " ".join(command.replace("\\\n", " ").split())
+    own = {
+        "template finetune-operator": "template RELEASE",
+        "--namespace finetune-operator": "--namespace NAMESPACE",
+        "registry.example.com/finetune-operator": "IMAGE",
+    }
+    for shown, word in own.items():
+        line = line.replace(shown, word)
+    return line
 
 
 def run(command: str, namespace: str, kubeconfig: Path | str) -> "subprocess.CompletedProcess[str]":
@@ -84,6 +98,8 @@ def test_an_admin_of_one_namespace_installs_what_an_administrator_has_prepared(
         refused = run(INSTALL, namespace, jo)
         assert refused.returncode != 0
         assert "is forbidden" in refused.stderr
+        assert words_of(prepare) in refused.stderr
+        assert "--set crds.install=false --set rbac.create=false" in refused.stderr
         assert left(namespace) == ""
         try:
             for command, who in ((prepare, KUBECONFIG), (install, jo)):
@@ -103,3 +119,4 @@ def test_an_admin_of_one_namespace_installs_what_an_administrator_has_prepared(
                 f"kubectl delete clusterrolebinding --ignore-not-found {ours}",
             ):
                 assert run(command, namespace, KUBECONFIG).returncode == 0
+            run(f"kubectl delete {GUARD} crds.finetune.dev", namespace, KUBECONFIG)

@@ -91,14 +91,10 @@ settings.leaseName is {{ .leaseName }}, which is no name of a Lease (a-z, 0-9, a
 monitoring.dashboards.namespace is {{ . }}, which is no name of a namespace; write --set monitoring.dashboards.namespace=grafana
 {{- end }}
 {{- end -}}
-{{- /* helm template asks no cluster, and finds none of them. */ -}}
-{{- if and $served .Values.rbac.create -}}
-{{- $there := dict -}}
-{{- range concat $served (list .Release.Namespace) | uniq -}}
-{{- if lookup "v1" "Namespace" "" . -}}{{- $_ := set $there . true -}}{{- end -}}
-{{- end -}}
-{{- range ternary $served list (gt (len $there) 0) }}
-{{- if not (hasKey $there .) }}
+{{- /* helm template asks no cluster, and finds none of them. The release's own may be made with it. */ -}}
+{{- if and $served .Values.rbac.create (lookup "v1" "Namespace" "" "default") -}}
+{{- range without $served .Release.Namespace | uniq }}
+{{- if not (lookup "v1" "Namespace" "" .) }}
 settings.namespaces holds {{ . }}, which is not in the cluster; make it: kubectl create namespace {{ . }}
 {{- end }}
 {{- end }}
