@@ -1,11 +1,14 @@
 """examples/gitops: what the manifests name is there, and is of this version."""
 
+import json
 from pathlib import Path
 
 import yaml
 
 from finetune_operator import __version__
 from finetune_operator.kube.resources import Object
+from helm_chart import needs_helm, template
+from install_manifest import IMAGE
 from verdicts import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +54,18 @@ def test_flux_waits_for_what_is_there_and_is_given_this_version() -> None:
     assert repository["spec"]["ref"] == {"tag": f"v{__version__}"}
     assert chart["sourceRef"]["name"] == repository["metadata"]["name"]
     assert (ROOT / chart["chart"] / "Chart.yaml").is_file()
+
+
+@needs_helm
+def test_each_tool_gives_the_chart_in_git_the_image_that_it_asks_for() -> None:
+    operator, _ = objects("argocd", "applications.yaml")
+    chart, _ = operator["spec"]["sources"]
+    *_, release = objects("flux", "operator.yaml")
+
+    for values in (chart["helm"]["valuesObject"], release["spec"]["values"]):
+        made = template("--values", "-", stdin=json.dumps(values))
+        assert made.returncode == 0, made.stderr
+        assert f'image: "{IMAGE}:{__version__}"' in made.stdout
 
 
 def test_no_tool_prunes_jobs() -> None:
