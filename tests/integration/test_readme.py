@@ -197,6 +197,15 @@ def test_links_of_the_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_each_cell_of_the_comparison_has_a_source() -> None:
+    _, part = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Beside others\n")
+    rows = re.findall(r"^\| (.+) \|$", part.split("\n## ")[0], re.MULTILINE)
+    cells = [row.split(" | ") for row in rows]
+
+    assert {len(row) for row in cells[1:]} == {5}
+    assert [cell for _, *row in cells[1:] for cell in row if "](" not in cell] == []
+
+
 def test_quickstart_opens_with_how_to_use_it() -> None:
     text = (ROOT / "examples" / "00-quickstart.yaml").read_text(encoding="utf-8")
     comments = [line for line in text.splitlines() if line.startswith("#")]
