@@ -5,6 +5,7 @@ Where a command of its findings can run here, it is run as it stands, and mends 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -367,6 +368,34 @@ def test_a_policy_without_a_binding_has_no_effect_and_is_a_fault(
     bound = {"policyName": "limits", "validationActions": ["Deny"]}
     put(BINDINGS, "limits", metadata={"labels": LABELS}, spec=bound)
     assert doctor().states(topic) == {"limits": "ok"}
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the PATH")
+def test_the_policy_is_made_by_the_command_also_where_helm_did_not_install(
+    doctor: Doctor, api: Api, put: Callable[..., None], mend: Callable[[dict[str, str]], None]
+) -> None:
+    put_namespace(api, HOME)
+    put_operator(put, "finetune-operator", ready=2)
+
+    mend(doctor().of("ValidatingAdmissionPolicy"))
+
+    name = f"{HOME}-finetune-operator-limits"
+    assert doctor().states("admission policy") == {name: "ok"}
+    for kind in (BINDINGS, POLICIES):
+        api.run(api.client.delete(kind, name))
+
+
+def test_the_policy_is_a_value_of_the_release_that_is_there(
+    doctor: Doctor, api: Api, put: Callable[..., None]
+) -> None:
+    put_namespace(api, HOME)
+    put_operator(put, "ours-finetune-operator", ready=2)
+    release = {"metadata": {"annotations": {"meta.helm.sh/release-name": "ours"}}}
+    api.run(api.client.patch(DEPLOYMENTS, "ours-finetune-operator", HOME, release))
+
+    command = doctor().of("ValidatingAdmissionPolicy")["command"]
+
+    assert command.startswith(f"helm upgrade ours charts/finetune-operator -n {HOME} ")
 
 
 def test_a_cluster_that_hangs_ends_nothing_but_the_answers(

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from finetune_operator.backends.allowances import fits
 from finetune_operator.cli.asking import Asking
 from finetune_operator.cli.doctor_pods import CHART
-from finetune_operator.cli.doctor_replicas import SELECTOR
+from finetune_operator.cli.doctor_replicas import DEPLOYMENTS, SELECTOR, read
 from finetune_operator.cli.top_rows import told_in
+from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, NODES, Object, Resource
 
 _CLASSES = Resource("storage.k8s.io", "v1", "storageclasses", "StorageClass", False)
@@ -163,12 +164,8 @@ async def check_policy(asking: Asking) -> None:
     if policies is None:
         return
     if not policies:
-        remedy = (
-            f"helm upgrade finetune-operator {CHART} -n finetune-operator "
-            "--reset-then-reuse-values --set admissionPolicy.create=true"
-        )
         text = "none limits what the operator's account may make"
-        asking.absent(topic, "ValidatingAdmissionPolicy", text, remedy)
+        asking.absent(topic, "ValidatingAdmissionPolicy", text, await _limiting(asking))
         return
     bindings = await asking.list(topic, "its bindings", _BINDINGS)
     bound = {str(told_in(one, "spec", "policyName")) for one in bindings or ()}
@@ -180,10 +177,28 @@ async def check_policy(asking: Asking) -> None:
             remedy = f"kubectl get validatingadmissionpolicy {name} -o yaml"
             asking.wrong(topic, name, f"cannot be evaluated ({said})", remedy)
         elif bindings is not None and name not in bound:
-            remedy = (
-                f"helm upgrade finetune-operator {CHART} -n finetune-operator "
-                "--reset-then-reuse-values --set admissionPolicy.create=true"
-            )
-            asking.wrong(topic, name, "has no binding, and so no effect", remedy)
+            text = "has no binding, and so no effect"
+            asking.wrong(topic, name, text, await _limiting(asking))
         else:
             asking.ok(topic, name, "limits what the operator's account may make")
+
+
+async def _limiting(asking: Asking) -> str:
+    """Return the command that makes the policy of the operator that is there, however it came."""
+    name, namespace, release = "finetune-operator", "finetune-operator", "finetune-operator"
+    try:
+        found = (await asking.client.list(DEPLOYMENTS, label_selector=SELECTOR)).items
+    except (ApiError, TimeoutError):
+        found = []  # told at the operator
+    for one in map(read, found[:1]):
+        name, namespace, release = one.name, one.namespace, one.release
+    if release:
+        return (
+            f"helm upgrade {release} {CHART} -n {namespace} "
+            "--reset-then-reuse-values --set admissionPolicy.create=true"
+        )
+    return (
+        f"helm template {name} {CHART} -n {namespace} --set image.repository=finetune-operator "
+        "--kube-version 1.30.0 --set admissionPolicy.create=true "
+        "--show-only templates/admissionpolicy.yaml | kubectl apply --server-side -f -"
+    )

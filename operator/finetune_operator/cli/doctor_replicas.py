@@ -17,7 +17,7 @@ INSTALL = (
     "--set image.repository=IMAGE"
 )
 SELECTOR = "app.kubernetes.io/name=finetune-operator"
-_DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 _TOPIC = "operator"
 _HOME = "finetune-operator"  # namespace in the documentation
 _RENEWAL_SECONDS = 4.0  # a leader renews every two
@@ -58,7 +58,7 @@ async def check_operator(asking: Asking) -> None:
     found = await _deployments(asking)
     if found is None:
         return
-    operators = [_read(one) for one in found]
+    operators = [read(one) for one in found]
     if not operators:
         asking.wrong(_TOPIC, "Deployment", "no operator is in the cluster", INSTALL)
         return
@@ -72,7 +72,7 @@ async def check_operator(asking: Asking) -> None:
 async def _deployments(asking: Asking) -> list[Object] | None:
     """Return those of all namespaces, or of those that the caller may read; None for neither."""
     try:
-        every = await asking.client.list(_DEPLOYMENTS, label_selector=SELECTOR)
+        every = await asking.client.list(DEPLOYMENTS, label_selector=SELECTOR)
         return every.items
     except ForbiddenError:
         text = f"you may not list those of all namespaces; asked in {_HOME} and {asking.namespace}"
@@ -81,14 +81,15 @@ async def _deployments(asking: Asking) -> list[Object] | None:
     was_told = False
     for namespace in dict.fromkeys((_HOME, asking.namespace)):
         listed = await asking.list(
-            _TOPIC, f"Deployments of {namespace}", _DEPLOYMENTS, namespace, label_selector=SELECTOR
+            _TOPIC, f"Deployments of {namespace}", DEPLOYMENTS, namespace, label_selector=SELECTOR
         )
         was_told = was_told or listed is not None
         found += listed or ()
     return found if found or was_told else None
 
 
-def _read(deployment: Object) -> Deployed:
+def read(deployment: Object) -> Deployed:
+    """Return what a Deployment of the operator says."""
     metadata, pod = deployment["metadata"], told_in(deployment, "spec", "template")
     (container, *_) = told_in(pod, "spec", "containers")
     given = {one["name"]: str(one.get("value", "")) for one in container.get("env") or ()}
