@@ -1,16 +1,19 @@
 """What a replica says of a right that it lacks, and of CRDs that it cannot work with."""
 
+import asyncio
 import copy
 from typing import Any
 
 import pytest
 
+from fake_api import FakeApi
 from finetune_operator import __version__
 from finetune_operator.api.crd import custom_resource_definition
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION, revision
 from finetune_operator.embedded.kinds import accepted
 from finetune_operator.kernel.definitions import judge
-from finetune_operator.kernel.rights import Right, command_for
+from finetune_operator.kernel.rights import Right, Rights, command_for
+from finetune_operator.kube.errors import ForbiddenError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, LEASES
 
 NAME = "finetunejobs.finetune.dev"
@@ -56,6 +59,32 @@ def test_a_right_of_a_user_is_bound_to_the_user() -> None:
         "finetune-operator-may-watch-finetuneprofiles "
         "--clusterrole=finetune-operator-may-watch-finetuneprofiles --user='jo@example.com'"
     )
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        pytest.param(
+            'selfsubjectreviews.authentication.k8s.io is forbidden: User "system:anonymous" cannot '
+            'create resource "selfsubjectreviews"',
+            "system:anonymous",
+            id="the refusal names it",
+        ),
+        pytest.param("denied by a webhook", "", id="nothing names it"),
+    ],
+)
+def test_an_account_that_may_not_ask_who_it_is_is_read_from_the_refusal(
+    message: str, name: str
+) -> None:
+    class Refusing(FakeApi):
+        async def create(self, *_: Any, **__: Any) -> Any:
+            raise ForbiddenError(403, "Forbidden", message)
+
+    account = asyncio.run(Rights(Refusing()).account())
+
+    assert account == name
+    command = command_for(Right(FINE_TUNE_PROFILES, ("watch",)), account)
+    assert command.endswith(f" --user='{name or 'USER'}'")
 
 
 def served(**annotations: str) -> dict[str, Any]:

@@ -203,7 +203,8 @@ class Ability:
 
 
 def _sentence(account: str, right: Right) -> str:
-    return f"{account} may not {right}; mend it with: {command_for(right, account)}"
+    who = account or "the operator's account"
+    return f"{who} may not {right}; mend it with: {command_for(right, account)}"
 
 
 def _event(settings: Settings, fault: str) -> Object:

@@ -5,6 +5,7 @@ such a question, a right counts as given: the requests that need it will tell.
 """
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
 
 from finetune_operator.kube.client import KubeClient
@@ -13,6 +14,7 @@ from finetune_operator.kube.resources import ACCESS_REVIEWS, SELF_REVIEWS, Resou
 
 _ACCOUNT = "system:serviceaccount:"
 _NAMELESS = "finetune-operator"
+_REFUSED_USER = re.compile(r'User "([^"]+)" cannot')
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Rights:
         return replace(right, verbs=denied) if denied else None
 
     async def account(self) -> str:
-        """Return the account's name, as it stands in answers and bindings.
+        """Return the account's name, as in answers and bindings; empty where none says it.
 
         Raises:
             ApiError: there was no answer.
@@ -67,8 +69,11 @@ class Rights:
         if not self._account:
             try:
                 made = await self._client.create(SELF_REVIEWS, {"metadata": {}})
-            except (ForbiddenError, NotFoundError):
-                return "the operator's account"
+            except ForbiddenError as error:
+                named = _REFUSED_USER.search(error.message)
+                return named[1] if named else ""
+            except NotFoundError:
+                return ""
             self._account = str(made["status"]["userInfo"]["username"])
         return self._account
 
@@ -89,13 +94,22 @@ class Rights:
 
 
 def command_for(right: Right, account: str) -> str:
-    """Return the command by which an administrator gives an account a right."""
+    """Return the command by which an administrator gives an account a right.
+
+    Args:
+        right: What it lacks.
+        account: Its name; empty where that is not known.
+    """
     kind = "role" if right.namespace else "clusterrole"
     place = f" --namespace={right.namespace}" if right.namespace else ""
     space, _, name = account.removeprefix(_ACCOUNT).partition(":")
     is_service_account = account.startswith(_ACCOUNT)
     owner = f"{space}-{name}" if is_service_account else _NAMELESS
-    who = f"--serviceaccount={space}:{name}" if is_service_account else f"--user='{account}'"
+    who = (
+        f"--serviceaccount={space}:{name}"
+        if is_service_account
+        else f"--user='{account or 'USER'}'"
+    )
     called = "-".join((owner, "may", *right.verbs, right.name or right.resource.plural))
     only = f" --resource-name={right.name}" if right.name else ""
     verbs = ",".join(right.verbs)
