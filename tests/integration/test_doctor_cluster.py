@@ -262,6 +262,28 @@ def test_two_operators_of_one_namespace_and_none_of_another_are_told(
     assert "--set 'settings.namespaces={team-a,team-b,team-c}'" in none["command"]
 
 
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the PATH")
+def test_an_operator_without_rights_in_a_namespace_that_it_serves_is_told(
+    doctor: Doctor, api: Api, put: Callable[..., None], mend: Callable[[dict[str, str]], None]
+) -> None:
+    for name in (HOME, "team-a", "team-b"):
+        put_namespace(api, name)
+    put_operator(put, "finetune-operator", ready=2, NAMESPACES="team-a,team-b")
+    account = {"spec": {"template": {"spec": {"serviceAccountName": "finetune-operator"}}}}
+    api.run(api.client.patch(DEPLOYMENTS, "finetune-operator", HOME, account))
+
+    fault = doctor("-n", "team-b").of("its rights in team-b")
+
+    assert fault["state"] == "missing"
+    assert fault["detail"].startswith(
+        f"{HOME}:finetune-operator may not list finetunejobs.finetune.dev, patch "
+        "finetunejobs.finetune.dev/status, create jobs.batch, list pods"
+    )
+    mend(fault)
+    for name in ("team-a", "team-b"):
+        assert doctor("-n", name).of(f"its rights in {name}")["state"] == "ok"
+
+
 def test_a_user_without_rights_sees_what_is_lacking_and_what_could_not_be_asked(
     doctor: Doctor, api: Api, mend: Callable[[dict[str, str]], None]
 ) -> None:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from finetune_operator import __version__
 from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.doctor_account import Account, check_account
 from finetune_operator.cli.doctor_pods import CHART, Owner, trouble_of
 from finetune_operator.cli.top_rows import count_in, told_in
 from finetune_operator.kube.errors import ForbiddenError, NotFoundError
@@ -31,6 +32,7 @@ class Deployed:
     Attributes:
         namespaces: Those it serves; empty for all.
         lease: Name of the Lease that its leader holds; empty where it holds none.
+        account: Name of its service account.
     """
 
     namespace: str
@@ -41,6 +43,7 @@ class Deployed:
     ready: int
     namespaces: tuple[str, ...]
     lease: str
+    account: str
     labels: dict[str, str]
 
     @property
@@ -67,6 +70,10 @@ async def check_operator(asking: Asking) -> None:
         if one.lease:
             await _check_lease(asking, one)
     _check_served(asking, operators)
+    for one in operators:
+        if one.serves(asking.namespace):
+            account = Account(one.namespace, one.account, one.name, one.release, one.namespaces)
+            await check_account(asking, _TOPIC, account)
 
 
 async def _deployments(asking: Asking) -> list[Object] | None:
@@ -109,6 +116,7 @@ def read(deployment: Object) -> Deployed:
         count_in(deployment, "status", "readyReplicas") or 0,
         tuple(one.strip() for one in settings.get("NAMESPACES", "").split(",") if one.strip()),
         settings.get("LEASE_NAME", "finetune-operator") if elects else "",
+        told_in(pod, "spec", "serviceAccountName") or "default",
         told_in(deployment, "spec", "selector", "matchLabels") or {},
     )
 
