@@ -109,6 +109,7 @@ SHORT = [
     Setup("LoRA", ONE_B, "lora", layers=4),
     Setup("QLoRA, full, accumulation", EIGHT_B, "qlora", "full", 2, tokens=2048, layers=2),
     Setup("full, selective", ONE_B, "full", "selective", layers=4),
+    Setup("all logits", ONE_B, "full", layers=4, training={"fused_head": False}),
     Setup("in 8 bits, full", EIGHT_B, "full", "full", layers=2, training=IN_8_BITS),
     Setup("FSDP of 8", ONE_B, "full", "full", 2, ranks=8, layers=4, strategy=FSDP),
 ]

@@ -143,11 +143,11 @@ def plain_loss(model, batch):
     )
 
 
-def assert_same_loss(model, batch):
+def assert_same_loss(model, batch, *, fuse=True):
     """Compare, in fp64, the loss of the model as it is with that of `CausalLoss` around it."""
     expected = plain_loss(model, batch)
     expected_gradients = gradients_of(model, expected)
-    module = CausalLoss(model)
+    module = CausalLoss(model, fuse=fuse)
     loss = module(**loss_inputs(batch, CPU))
     assert relative_error(loss.detach(), expected.detach()) < 1e-12
     for name, gradient in gradients_of(model, loss).items():
@@ -159,6 +159,12 @@ def test_every_family_keeps_its_loss_and_gradients_with_a_fused_head(name):
     model = family(name).double()
     assert_same_loss(model, pack([(9, 7), (5, 6)]))
     assert isinstance(model.get_output_embeddings(), FusedHead)
+
+
+def test_a_head_that_shall_not_be_fused_keeps_loss_and_gradients():
+    model = family("llama").double()
+    assert_same_loss(model, pack([(9, 7), (5, 6)]), fuse=False)
+    assert not isinstance(model.get_output_embeddings(), FusedHead)
 
 
 def test_an_adapter_on_the_head_takes_the_plain_path():

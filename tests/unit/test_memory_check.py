@@ -76,6 +76,11 @@ def test_smaller_micro_batches_and_sharding_are_named_where_they_help(tmp_path: 
         world={"nproc_per_node": 8},
         training={"micro_batch_size": 4, "global_batch_size": 32},
     )
+    all_logits = config.model_copy(
+        update={"training": config.training.model_copy(update={"fused_head": False})}
+    )
+    assert next(name for name, _ in changes(all_logits)) == "spec.training.fusedHead true"
+    assert needed(all_logits) > needed(config)
     named = [name for name, _ in changes(config)]
     assert named == [
         "spec.strategy.activationCheckpointing selective",

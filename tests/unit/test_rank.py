@@ -65,6 +65,10 @@ def test_a_loss_that_cannot_be_fused_with_the_head_is_told(tmp_path: Path, model
         method = {"type": "lora", "lora": {"r": 2, "target_modules": names}}
         said = train(config(tmp_path / folder, model, method=method)).progress.warnings
         assert any("not fused with the model's head" in one for one in said) == is_told
+    training = {"global_batch_size": 1, "max_steps": 2, "learning_rate": 1e-3, "fused_head": False}
+    (tmp_path / "asked").mkdir()
+    asked = config(tmp_path / "asked", model, method=method, training=training)
+    assert not any("not fused" in one for one in train(asked).progress.warnings)
 
 
 def test_a_job_never_finishes_with_the_weights_of_another(tmp_path: Path, model: Path) -> None:

@@ -102,7 +102,7 @@ def run(
     if world.is_main:
         try_export(module.model, tokenizer, config)
     world.meet()  # the strategy's own collectives would not wait for rank 0
-    _tell_model(telemetry, dataset, held_out, module)
+    _tell_model(config, telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
     of_rows = _flops_of_rows(module, dataset)
     strategy.prepare(module, telemetry.warn)
@@ -251,13 +251,14 @@ def _tell_data(
 
 
 def _tell_model(
+    config: TrainConfig,
     telemetry: Telemetry,
     dataset: TokenDataset,
     held_out: TokenDataset | None,
     module: CausalLoss,
 ) -> None:
     """Say where the loss costs more memory, and where rows are longer than the base has seen."""
-    if not module.is_fused:
+    if config.training.fused_head and not module.is_fused:
         telemetry.warn(
             "the loss is not fused with the model's head (there are adapters, added tokens or "
             "quantised weights on it, or its forward is not known), so all logits of a "

@@ -13,7 +13,7 @@ from finetune_operator.api.v1alpha1 import GROUP
 REVISION_ANNOTATION = f"{GROUP}/schema-revision"
 
 REVISIONS: dict[str, tuple[str, ...]] = {
-    "finetunejobs.finetune.dev": ("5631438be5f0f0e9", "2f78f945c8cd6a6c", "9ce4587dba36e3b1"),
+    "finetunejobs.finetune.dev": ("5631438be5f0f0e9", "2f78f945c8cd6a6c", "96101c3c64796ffb"),
     "finetuneprofiles.finetune.dev": ("362787d33b140532", "6f98f3cd2cb98ef1"),
 }
 """The digests of all schemas that a CRD has had, oldest first: the revision is their number.

@@ -226,6 +226,7 @@ def _training(plan: Plan) -> trainer.TrainingConfig:
         collect_garbage_every_steps=_garbage_interval(plan),
         expandable_segments=_expands(plan),
         check_memory=training.check_memory is not False,
+        fused_head=training.fused_head is not False,
         liger=training.liger,
         float8=training.float8,
         seed=training.seed,

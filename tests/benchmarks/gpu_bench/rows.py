@@ -154,6 +154,7 @@ ROWS: tuple[Row, ...] = (
     _with("attention-model", "attention: model", "attention", "model"),
     _with("fixed-segments", "expandableSegments: false", "expandable_segments", False),
     _with("python-gc", "collectGarbageEverySteps: 0", "collect_garbage_every_steps", 0),
+    _with("all-logits", "fusedHead: false", "fused_head", False),
     _with("liger", "liger: true", "liger", True, needs="liger-kernel"),
     Row(
         "lora-8b-fsdp",

@@ -204,6 +204,7 @@ class TrainingConfig(ContractModel):
     )
     expandable_segments: bool = Field(False, description="Of CUDA's allocator.")
     check_memory: bool = Field(True, description="Refuse a start that cannot fit; cuda only.")
+    fused_head: bool = Field(True, description="Compute the loss in the head, chunk by chunk.")
     liger: bool = Field(False, description="Use liger-kernel's Triton layers; GPU only.")
     float8: bool = Field(False, description="float8 matrix products (torchao); full, Hopper only.")
     seed: Annotated[int, Field(ge=0)] = 42

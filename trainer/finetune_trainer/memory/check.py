@@ -80,6 +80,8 @@ class _Shapes:
 def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """Yield what takes less memory, by what it costs: first time, then numbers, then the method."""
     strategy, training = config.strategy, config.training
+    if not training.fused_head:
+        yield "spec.training.fusedHead true", _with(config, "training", fused_head=True)
     if strategy.reduce_each_micro_batch is False:
         yield (
             "spec.strategy.reduceEachMicroBatch true",

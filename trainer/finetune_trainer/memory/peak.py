@@ -319,9 +319,11 @@ class _Step:
     # ---- head
 
     def head(self, tokens: int, hidden: int) -> int:
-        """Sums of gradients in fp32, and twice the chunk of logits."""
+        """Sums of gradients in fp32, and twice the chunk of logits; or all logits three times."""
         wide = max(4, self.narrow)
         vocabulary = self.shape.vocabulary
+        if not self.config.training.fused_head:  # log-probabilities, their gradient and the logits'
+            return 3 * tokens * vocabulary * wide
         rows = min(tokens, max(1, CHUNK_BYTES // (vocabulary * wide + hidden * self.narrow + 64)))
         sums = tokens * hidden * wide
         if self.shape.head_trained:

@@ -32,14 +32,16 @@ class CausalLoss(nn.Module):
             document.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, fuse: bool = True) -> None:
+        """Wrap it, and let its head compute the loss if it can and `fuse` says so."""
         super().__init__()
         self.model = model
         self._kept: Tensor | None = None
         self._seen: list[Tensor] | None = None
         base = base_of(model)
         self.gives_positions = takes_positions(type(base))
-        fuse_head(base)
+        if fuse:
+            fuse_head(base)
         head = base.get_output_embeddings()
         if head is None:
             raise ConfigError(

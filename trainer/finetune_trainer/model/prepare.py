@@ -51,7 +51,7 @@ def prepare_model(
             if hasattr(module, "cast_input_dtype_enabled"):
                 # peft widens inputs to fp32, only for autocast to narrow them again.
                 module.cast_input_dtype_enabled = False  # type: ignore[assignment]
-    module = CausalLoss(model)
+    module = CausalLoss(model, fuse=training.fused_head)
     if training.float8:
         if config.method.type != "full":
             raise ConfigError(

@@ -111,6 +111,9 @@ class TrainingSpec(ApiModel):
     check_memory: bool | None = None
     """Refuse to start where the computed peak is more than a GPU has, as is done where this is
     absent; false starts all the same."""
+    fused_head: bool | None = None
+    """Compute the loss in the model's head, in chunks, so that not all logits exist at once, as is
+    done where this is absent and the head is a plain layer; false computes all of them at once."""
     liger: bool = False
     """Use the fused Triton layers of liger-kernel; GPUs only."""
     float8: bool = False
