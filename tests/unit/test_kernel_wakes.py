@@ -5,14 +5,25 @@ Nobody makes the operator look; see `live_world`.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import manifest
+from fake_api import FakeApi
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.validate import defaulted
+from finetune_operator.kernel.job_events import FollowedJobs
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
+from finetune_operator.reconcile.decide import RECHECK_SECONDS
+from finetune_operator.testing.fake import FakeBackend
 from kernel_world import HAPPENINGS, Crash, happen
-from live_world import AWAY, LiveWorld
+from live_world import AWAY, SETTINGS, LiveWorld
 from virtual_time import run
 
 REST_SECONDS = 12.0
@@ -117,3 +128,49 @@ def test_all_jobs_of_a_burst_are_opened_before_the_first_is_written_about() -> N
     told = [place for place, one in enumerate(written) if one == ("patch", FINE_TUNE_JOBS)]
     assert (len(created), len(told)) == (200, 200)
     assert max(created) < min(told)
+
+
+class Late(FakeBackend):
+    """A backend that lacks something for its jobs until it comes.
+
+    Attributes:
+        has_come: Whether it is there.
+    """
+
+    name: ClassVar[str] = "late"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_come = False
+
+    def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
+        return () if self.has_come else [Problem("spec.backend", "lacks a profile")]
+
+
+def test_what_comes_while_a_new_job_is_refused_has_it_looked_at_again() -> None:
+    api, backend = FakeApi(), Late()
+
+    async def work() -> None:
+        settings = SETTINGS.model_copy(update={"backends": ()})
+        term = LeaderTerm(api, settings, backends={"late": backend}, listen=FollowedJobs)
+
+        def come(verb: str, resource: Resource, name: str) -> None:
+            if (verb, resource, backend.has_come) == ("patch", FINE_TUNE_JOBS, False):
+                backend.has_come = True
+                term.wake(None)  # as the watch of that kind does
+
+        api.before = come
+        task = asyncio.create_task(term.run())
+        await asyncio.sleep(REST_SECONDS)  # until it no longer lists
+        fields = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+        made = manifest(name="new", backend={"type": "late"}, **fields)
+        await api.create(FINE_TUNE_JOBS, defaulted(made), "ns")
+
+        await asyncio.sleep(RECHECK_SECONDS / 3)
+
+        told = (await api.get(FINE_TUNE_JOBS, "new", "ns"))["status"]["conditions"]
+        assert {one["type"]: one["status"] for one in told}["Accepted"] == "True"
+        task.cancel()
+        await asyncio.wait({task})
+
+    run(work())

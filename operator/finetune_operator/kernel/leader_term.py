@@ -268,14 +268,19 @@ class LeaderTerm:
         return name if name in self._backends else ""
 
     def wake(self, key: Key | None) -> None:
-        """Wake the job whose child changed; or all that wait until somebody fixes something."""
+        """Wake the job whose child changed; or all that wait until somebody fixes something.
+
+        And those of which nothing is told yet, as one may be judged now by what was there before.
+        """
         if key is not None:
             self._queue.add(key)
             return
         stalled = (ConditionType.STALLED, "True")
         for one in self._jobs:
-            conditions = one.get("status", {}).get("conditions", ())
-            if any((c["type"], c["status"]) == stalled for c in conditions):
+            status = one.get("status", {})
+            is_told = status.get("observedGeneration") == one["metadata"]["generation"]
+            conditions = status.get("conditions", ())
+            if not is_told or any((c["type"], c["status"]) == stalled for c in conditions):
                 self._queue.add(key_of(one))
 
     def _informer(self, watch: Watch, place: Place, used_by: str) -> Informer:
