@@ -64,7 +64,7 @@ images:  ## Build the images into build/images (ENGINE=buildah BASE=IMAGE PUSH=R
 	  $(or $(wildcard $(BIN)/python),$(PYTHON),python3) operator/images/build_images.py $(IMAGES)
 
 test-images: install  ## Test the images that `make images` built
-	$(OFFLINE) $(BIN)/python -m pytest tests/images --durations=5 $(PYTEST_ARGS)
+	$(OFFLINE) $(BIN)/python -m pytest tests/images -m "not full" --durations=5 $(PYTEST_ARGS)
 
 locks: install  ## Resolve the lock files of the images anew
 	$(BIN)/python -m pip install -qq uv

@@ -3,6 +3,7 @@
 # where the base has it, so that a base without a package manager serves as well.
 # usage: base.sh USER_ID [cuda]
 set -eu
+export PYTHONDONTWRITEBYTECODE=1  # install.py writes it, the same each time
 
 wanted=""
 python3 -c 'import ensurepip, venv' 2>/dev/null || wanted="python3 python3-venv ca-certificates"

@@ -10,7 +10,6 @@ and is in no layer.
     python install.py code SOURCE LAYER    install the source tree below LAYER, and compile it
 """
 
-import compileall
 import os
 import re
 import shutil
@@ -18,15 +17,18 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from importlib.util import cache_from_source
 from pathlib import Path
-from py_compile import PycInvalidationMode
 
 ENVIRONMENT = Path("/opt/finetune")
 PYTHON = ENVIRONMENT / "bin" / "python"
 PACKAGES = ENVIRONMENT / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+BYTECODE = Path(__file__).with_name("bytecode.py")
+# PEP 552: the second word of bytecode is 1 for a hash of the source, and 2 more if that is checked.
+UNCHECKED = b"\x01\0\0\0"
+# For pip and what it runs: some packages write a set into their metadata, and what is imported
+# leaves bytecode behind.
+REPEATABLE = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 SECRETS = Path("/run/secrets")
 WHEELS = Path("/wheels")
 BUILDS_OF_TORCH = "https://download.pytorch.org/whl"
@@ -64,7 +66,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def make_environment() -> None:
     """Make an environment without pip, and take pip and its parts from the base."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ENVIRONMENT], check=True)
+    command = [sys.executable, "-m", "venv", "--without-pip", str(ENVIRONMENT)]
+    subprocess.run(command, check=True, env={**os.environ, **REPEATABLE})
     library = Path(sysconfig.get_path("stdlib"))
     own = [library / "ensurepip", Path("/usr/share/python-wheels")]
     for name in ("pip", "setuptools", "wheel", "pkg_resources", "_distutils_hack"):
@@ -106,7 +109,8 @@ def pip(*arguments: str) -> None:
     given = {"PIP_CONFIG_FILE": SECRETS / "pip.conf", "PIP_CERT": SECRETS / "ca.pem"}
     secrets = {name: str(path) for name, path in given.items() if path.is_file()}
     command = (sys.executable, "-m", "pip", *quiet, *arguments)
-    done = subprocess.run(command, env={**os.environ, **secrets, "PIP_ROOT_USER_ACTION": "ignore"})
+    settings = {**REPEATABLE, **secrets, "PIP_ROOT_USER_ACTION": "ignore"}
+    done = subprocess.run(command, env={**os.environ, **settings})
     if done.returncode:
         raise SystemExit(done.returncode)
 
@@ -177,25 +181,34 @@ def sources(folder: Path) -> Iterator[Path]:
 
 
 def compile_new(modules: Iterable[Path], below: Path | None = None) -> None:
-    """Write bytecode that is never compared with its source, for modules that have none.
-
-    An image's files get one fixed time, so bytecode that keeps the time of its source would be
-    compiled anew at each start.
+    """Write the bytecode of modules that have none, or such as is compared with its source.
 
     Args:
-        modules: The files.
+        modules: The files, in an order that is always the same.
         below: What to leave out at the beginning of the paths that tracebacks show.
+
+    Raises:
+        SystemExit: it failed; a file that is no Python does not count.
     """
-    new = [str(one) for one in modules if not Path(cache_from_source(one)).exists()]
-    one = partial(
-        compileall.compile_file,
-        quiet=2,  # some packages have templates that are no Python
-        stripdir=below,
-        invalidation_mode=PycInvalidationMode.UNCHECKED_HASH,
-    )
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for _ in pool.map(one, new, chunksize=50):
-            pass
+    new = b"".join(os.fsencode(one) + b"\0" for one in modules if not is_compiled(one))
+    alone = ("-S", "-s", "-W", "ignore")  # neither packages nor warnings teach it names
+    command = [sys.executable, *alone, str(BYTECODE), *([str(below)] if below else [])]
+    done = subprocess.run(command, input=new, env={**os.environ, **REPEATABLE})
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def is_compiled(module: Path) -> bool:
+    """Say whether a module has bytecode that is never compared with its source.
+
+    What imported it while a layer was made may have left such as is compared, and has the time of
+    the build in it.
+    """
+    try:
+        with open(cache_from_source(module), "rb") as bytecode:
+            return bytecode.read(8)[4:] == UNCHECKED
+    except FileNotFoundError:
+        return False
 
 
 if __name__ == "__main__":
