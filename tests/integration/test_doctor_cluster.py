@@ -241,7 +241,9 @@ def test_replicas_that_are_not_ready_say_why(
     labels = {**LABELS, "app.kubernetes.io/instance": "finetune-operator"}
     spec = {"containers": [{"name": "operator", "image": "x"}]}
     put(PODS, "finetune-operator-0", HOME, metadata={"labels": labels}, spec=spec, status=status)
-    found = doctor().of(f"{HOME}/finetune-operator")
+    report = doctor()
+    found = report.of(f"{HOME}/finetune-operator")
+    assert report.of(f"Lease {HOME}/finetune-operator")["command"] == found["command"]  # first
     assert found["state"] == "missing"
     assert "0 of 2 replicas ready" in found["detail"]
     assert "ImagePullBackOff: no such image" in found["detail"]

@@ -66,9 +66,9 @@ async def check_operator(asking: Asking) -> None:
         asking.wrong(_TOPIC, "Deployment", "no operator is in the cluster", INSTALL)
         return
     for one, deployment in zip(operators, found, strict=True):
-        await _check_replicas(asking, one, deployment)
+        first = await _check_replicas(asking, one, deployment)
         if one.lease:
-            await _check_lease(asking, one)
+            await _check_lease(asking, one, first)
     _check_served(asking, operators)
     for one in operators:
         if one.serves(asking.namespace):
@@ -121,7 +121,8 @@ def read(deployment: Object) -> Deployed:
     )
 
 
-async def _check_replicas(asking: Asking, one: Deployed, deployment: Object) -> None:
+async def _check_replicas(asking: Asking, one: Deployed, deployment: Object) -> str:
+    """Note how many are ready; return the command that comes first where none is."""
     version = f"version {one.version or 'unknown'}"
     if one.version != __version__:
         version += f" (this ftctl is {__version__})"
@@ -129,7 +130,8 @@ async def _check_replicas(asking: Asking, one: Deployed, deployment: Object) -> 
     if one.wanted == 0:
         remedy = f"kubectl -n {one.namespace} scale deployment/{one.name} --replicas=2"
         asking.wrong(_TOPIC, one.title, text, remedy)
-    elif one.ready < one.wanted:
+        return remedy
+    if one.ready < one.wanted:
         owner = Owner(one.namespace, one.name, one.release, _selector(one))
         pods = await asking.list(
             _TOPIC, f"pods of {one.title}", PODS, one.namespace, label_selector=owner.selector
@@ -137,13 +139,15 @@ async def _check_replicas(asking: Asking, one: Deployed, deployment: Object) -> 
         found = trouble_of(owner, deployment, pods or ())
         why = f"; {found.why}" if found.why else ""
         asking.wrong(_TOPIC, one.title, f"{text}{why}", found.remedy)
-    else:
-        asking.ok(_TOPIC, one.title, text)
+        return "" if one.ready else found.remedy
+    asking.ok(_TOPIC, one.title, text)
+    return ""
 
 
-async def _check_lease(asking: Asking, one: Deployed) -> None:
+async def _check_lease(asking: Asking, one: Deployed, first: str) -> None:
+    """Note who leads; `first` is the command that comes first where no replica runs."""
     name = f"Lease {one.namespace}/{one.lease}"
-    remedy = f"kubectl -n {one.namespace} logs deployment/{one.name} --tail=20"
+    remedy = first or f"kubectl -n {one.namespace} logs deployment/{one.name} --tail=20"
     try:
         lease = await asking.ask(_TOPIC, name, asking.client.get(LEASES, one.lease, one.namespace))
         if lease is not None and not _is_fresh(lease):
