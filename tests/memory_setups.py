@@ -112,6 +112,8 @@ SHORT = [
     Setup("all logits", ONE_B, "full", layers=4, training={"fused_head": False}),
     Setup("in 8 bits, full", EIGHT_B, "full", "full", layers=2, training=IN_8_BITS),
     Setup("FSDP of 8", ONE_B, "full", "full", 2, ranks=8, layers=4, strategy=FSDP),
+    Setup("FSDP of 8, untied", EIGHT_B, "full", "full", 2, ranks=8, layers=2, strategy=FSDP),
+    Setup("FSDP of 8, untied, LoRA", EIGHT_B, "lora", "full", ranks=8, layers=2, strategy=FSDP),
 ]
 TINY = {
     "vocab_size": 2048,

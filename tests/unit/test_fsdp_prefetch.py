@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch.distributed.fsdp import FSDPModule
 
-from finetune_trainer.strategies.fsdp import gather_ahead
+from finetune_trainer.strategies.fsdp_groups import gather_ahead
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The memory that a rank's step takes at its peak, by component: arithmetic, without a device.
 
-A step has few moments that can be the highest, and the peak is the largest of them: the head, the
-backward pass of the last and of the first layer, the embedding's gradient, and the optimizer. What
+A step has few moments that can be the highest, and the peak is the largest of them: the head, its
+gradient, the backward pass of the last and of the first layer, the embedding's gradient, and the
+optimizer; under FSDP also those where embedding and head are gathered. What
 is alive at each follows from what autograd keeps (derived below, product by product), from how the
 engine shards and from what is recomputed. `tests/unit/test_memory_peak.py` holds it against a trace
 of the trainer's own step.
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from finetune_trainer.config import TrainConfig
+from finetune_trainer.memory.moments import moment_nbytes
 from finetune_trainer.memory.shape import Layer, ModelShape, Product, Weight
 
 COMPONENTS = (
@@ -26,8 +28,6 @@ COMPONENTS = (
 )
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 CHUNK_BYTES = 2**29  # of the head's logits, as `fused_head` has it on a GPU
-# Of 8-bit moments, as `strategies.blockwise` has them.
-_LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,18 @@ class _Step:
         self.shape, self.config, self.tokens = shape, config, tokens
         strategy, training = config.strategy, config.training
         self.narrow = _BYTES[training.precision]
+        self.wide = max(4, self.narrow)
         self.is_sharded = strategy.type == "fsdp"
         self.shards = config.world.world_size // strategy.replicas if self.is_sharded else 1
         # FSDP computes in copies of its own; elsewhere autocast narrows what is wide.
         self.is_autocast = not self.is_sharded and self.narrow < min(4, shape.head_itemsize)
         self.residual = self.narrow if self.is_sharded else shape.head_itemsize
+        self.optimizer = training.optimizer
         self.how = strategy.activation_checkpointing
         self.accumulates = config.gradient_accumulation_steps > 1
 
     def peak(self) -> Peak:
+        shape = self.shape
         moments = {
             "head": self.at_head(),
             "last layer's backward": self.at_last_layer(),
@@ -97,6 +100,12 @@ class _Step:
             "embedding's gradient": self.at_embedding(),
             "optimizer": self.at_optimizer(),
         }
+        if self.is_sharded:
+            moments |= {
+                "embedding is gathered": self.at_gathering(shape.embedding or shape.others, 0),
+                "head is gathered": self.at_gathering(shape.head, self.kept_by_layers()),
+                "head's gradient": self.at_head_gradient(),
+            }
         sums = {name: sum(parts.values()) for name, parts in moments.items()}
         highest = max(sums, key=lambda name: sums[name])
         parts = {name: moments[highest].get(name, 0) for name in COMPONENTS}
@@ -107,21 +116,12 @@ class _Step:
     def static(self) -> dict[str, int]:
         if self.config.strategy.offload == "cpu":
             return {"buffers": self.shape.buffer_bytes}
+        trained, optimizer = [w for w in self.shape.weights if w.is_trained], self.optimizer
         return {
             "parameters": sum(w.shard_nbytes(self.shards) for w in self.shape.weights),
             "buffers": self.shape.buffer_bytes,
-            "moments": sum(self.moments_of(w) for w in self.shape.weights if w.is_trained),
+            "moments": sum(moment_nbytes(w, self.shards, optimizer) for w in trained),
         }
-
-    def moments_of(self, weight: Weight) -> int:
-        """Two moments and the step count of one trained parameter."""
-        share = weight.shard_nbytes(self.shards)
-        if self.config.training.optimizer == "adamw":
-            return 2 * share + 4
-        count, block = share // weight.itemsize, block_of(weight)
-        if block is None:
-            return 2 * 4 * count + 4
-        return 2 * (count + 4 * count // block) + 4
 
     def gradients(self) -> int:
         if self.config.strategy.offload == "cpu":
@@ -133,7 +133,7 @@ class _Step:
         keeps = self.config.strategy.reduce_each_micro_batch is False
         if not (self.is_sharded and keeps and self.accumulates):
             return 0
-        return sum(w.count * max(4, self.narrow) for w in self.shape.weights if w.is_trained)
+        return _trained(self.shape.weights) * self.wide
 
     def earlier_gradients(self) -> dict[str, int]:
         """Gradients that are there before the last micro-batch's backward."""
@@ -144,25 +144,44 @@ class _Step:
 
     # ---- moments
 
+    def at_gathering(self, weights: tuple[Weight, ...], activations: int) -> dict[str, int]:
+        """FSDP gathers into a buffer, and copies from there; the layer before has left one, too."""
+        return {
+            **self.static(),
+            **self.earlier_gradients(),
+            "gathered layers": self.gathered(layers=0) + self.buffer + 2 * self.wholes(weights),
+            "activations": activations,
+        }
+
     def at_head(self) -> dict[str, int]:
-        shape, tokens = self.shape, self.tokens
-        kept = self.kept_by_layers() + self.beside_layers()
         return {
             **self.static(),
             **self.earlier_gradients(),
             "autocast copies": self.copies_of_layers() + self.head_copy(),
-            "gathered layers": self.gathered(layers=0),
-            "activations": kept,
-            "logits": self.head(tokens, shape.hidden),
+            "gathered layers": self.gathered(layers=0, head=True) + self.buffer,
+            "activations": self.kept_by_layers() + self.beside_layers(),
+            "logits": self.head(self.tokens, self.shape.hidden),
+        }
+
+    def at_head_gradient(self) -> dict[str, int]:
+        """FSDP divides the head's gradient among the ranks before the last layer's backward."""
+        whole = _trained(self.shape.head) * (self.narrow + self.wide)
+        return {
+            **self.static(),
+            **self.earlier_gradients(),
+            "gathered layers": self.gathered(layers=1) + whole,
+            "activations": self.kept_by_layers(),
+            "logits": self.head_gradient(),
         }
 
     def at_last_layer(self) -> dict[str, int]:
         layer = self.shape.layers[-1]
+        gathered = self.gathered(layers=1) + self.gradients_of_layer(layer, before=self.shape.head)
         return {
             **self.static(),
             **self.earlier_gradients(),
             "autocast copies": self.copies_in_backward(len(self.shape.layers)),
-            "gathered layers": self.gathered(layers=1) + self.gradients_of_layer(layer),
+            "gathered layers": gathered,
             "activations": self.kept_by_layers() + self.in_backward(layer),
             "logits": self.head_gradient(),
         }
@@ -193,9 +212,9 @@ class _Step:
             return parts
         size = shape.vocabulary * shape.hidden
         if self.is_sharded:
-            tables = 1 if shape.is_tied else 2
             # Whole weights are gone before their gradients, as computed, are put together in fp32.
-            parts["gathered layers"] = size * tables * (max(4, self.narrow) + self.narrow)
+            tables = 1 if shape.is_tied or shape.head else 2
+            parts["gathered layers"] = size * tables * (self.wide + self.narrow)
         elif shape.is_tied:  # the embedding's own, and its sum with the head's
             parts["logits"] = 2 * size * shape.head_itemsize
         elif self.accumulates:
@@ -208,17 +227,10 @@ class _Step:
     # ---- activations
 
     def kept_by_layers(self) -> int:
-        trained = [
-            index
-            for index, layer in enumerate(self.shape.layers)
-            if any(w.is_trained for w in layer.weights)
-        ]
-        first = (
-            0
-            if self.shape.head_trained and self.shape.is_tied
-            else min(trained, default=len(self.shape.layers))
-        )
-        return sum(self.kept(layer) for layer in self.shape.layers[first:])
+        layers, is_tied = self.shape.layers, self.shape.is_tied
+        trained = [index for index, layer in enumerate(layers) if _trained(layer.weights)]
+        first = min(trained, default=len(layers))
+        return sum(map(self.kept, layers[0 if self.shape.head_trained and is_tied else first :]))
 
     def kept(self, layer: Layer) -> int:
         """What a layer keeps from forward to backward."""
@@ -320,8 +332,7 @@ class _Step:
 
     def head(self, tokens: int, hidden: int) -> int:
         """Sums of gradients in fp32, and twice the chunk of logits; or all logits three times."""
-        wide = max(4, self.narrow)
-        vocabulary = self.shape.vocabulary
+        wide, vocabulary = self.wide, self.shape.vocabulary
         if not self.config.training.fused_head:  # log-probabilities, their gradient and the logits'
             return 3 * tokens * vocabulary * wide
         rows = min(tokens, max(1, CHUNK_BYTES // (vocabulary * wide + hidden * self.narrow + 64)))
@@ -333,7 +344,7 @@ class _Step:
     def head_gradient(self) -> int:
         """What the head has left for backward."""
         size = self.tokens * self.shape.hidden * self.residual
-        if self.shape.head_trained:
+        if self.shape.head_trained and not (self.is_sharded and self.shape.head):
             item = self.narrow if self.is_sharded else self.shape.head_itemsize
             size += self.shape.vocabulary * self.shape.hidden * item
         return size
@@ -359,27 +370,30 @@ class _Step:
         adapters = sum(p.rank * (p.inputs + p.outputs) for p in self.products(layer))
         return self.narrow * (own + adapters)
 
-    def gathered(self, *, layers: int) -> int:
-        """FSDP's whole weights in the format of the arithmetic: the root's, and some layers'."""
+    def gathered(self, *, layers: int, head: bool = False) -> int:
+        """FSDP's whole weights: the root's, some layers', and those that are kept."""
+        shape, keeps = self.shape, self.config.strategy.reshard_after_forward is False
+        size = self.wholes(shape.others) - self.wholes(shape.embedding) - self.wholes(shape.head)
+        size += keeps * self.wholes(shape.embedding)
+        size += (head or (keeps and self.accumulates)) * self.wholes(shape.head)
+        layers = len(shape.layers) if keeps else layers
+        return size + layers * self.buffer
+
+    @property
+    def buffer(self) -> int:
+        """What a layer is gathered into is there until another one is gathered, or to the end."""
+        return max(self.wholes(layer.weights) for layer in self.shape.layers)
+
+    def wholes(self, weights: tuple[Weight, ...]) -> int:
+        return sum(w.gathered_nbytes(self.narrow) for w in weights) if self.is_sharded else 0
+
+    def gradients_of_layer(self, layer: Layer, *, before: tuple[Weight, ...] = ()) -> int:
+        """FSDP's: a layer's gradients as computed, and in fp32 these or those from before it."""
         if not self.is_sharded:
             return 0
-        if self.config.strategy.reshard_after_forward is False:
-            layers = len(self.shape.layers)
-        counted = [sum(map(self.whole, layer.weights)) for layer in self.shape.layers]
-        return sum(map(self.whole, self.shape.others)) + layers * max(counted)
-
-    def whole(self, weight: Weight) -> int:
-        return weight.nbytes if weight.bits else weight.count * self.narrow
-
-    def gradients_of_layer(self, layer: Layer) -> int:
-        """FSDP's: a layer's gradients as computed, and those of the one before, in fp32."""
-        if not self.is_sharded:
-            return 0
-        return sum(w.count * (self.narrow + 4) for w in layer.weights if w.is_trained)
+        own = _trained(layer.weights)
+        return own * self.narrow + max(own, _trained(before)) * self.wide
 
 
-def block_of(weight: Weight) -> int | None:
-    """Return how many elements share a scale of an 8-bit moment; None where it stays in fp32."""
-    width = weight.count // weight.rows
-    lengths = range(min(_LONGEST_BLOCK, width), _SHORTEST_BLOCK - 1, -1)
-    return next((length for length in lengths if width % length == 0), None)
+def _trained(weights: tuple[Weight, ...]) -> int:
+    return sum(w.count for w in weights if w.is_trained)

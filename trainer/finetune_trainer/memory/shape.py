@@ -35,6 +35,10 @@ class Weight:
             return self.count // 2 + self.count // 64 + 4 * math.ceil(self.count / 64 / 256)
         return self.count * self.itemsize
 
+    def gathered_nbytes(self, itemsize: int) -> int:
+        """Bytes in whole where plain weights are computed with in elements of `itemsize`."""
+        return self.nbytes if self.bits else self.count * itemsize
+
     def shard_nbytes(self, ranks: int) -> int:
         """Bytes of rank 0's rows, where as many ranks divide the first dimension."""
         rows = math.ceil(self.rows / ranks)
@@ -101,6 +105,9 @@ class ModelShape:
     Attributes:
         layers: In order.
         others: Parameters outside of layers: embeddings, head, last norm.
+        embedding: Those of `others` that FSDP gathers for the embedding alone; none where the head
+            has them too.
+        head: And for the head.
         hidden: Numbers of a token between layers.
         heads: Of the queries.
         vocabulary: Rows of the head.
@@ -112,6 +119,8 @@ class ModelShape:
 
     layers: tuple[Layer, ...]
     others: tuple[Weight, ...]
+    embedding: tuple[Weight, ...]
+    head: tuple[Weight, ...]
     hidden: int
     heads: int
     vocabulary: int
@@ -134,6 +143,7 @@ def read_shape(model: "nn.Module", layers: Sequence["nn.Module"], *, bits: int =
         layers: Its decoder layers.
         bits: In which the decoder's linear layers will be kept, whatever they are now; 0 for plain.
     """
+    from finetune_trainer.model.ends import separate_ends
     from finetune_trainer.model.loss import base_of
 
     base = base_of(model)
@@ -144,9 +154,12 @@ def read_shape(model: "nn.Module", layers: Sequence["nn.Module"], *, bits: int =
     made = tuple(_layer(layer, hidden, bits=bits) for layer in layers)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     others = {p: None for p in model.parameters() if p not in inside}
+    ends = separate_ends(base, layers)
     return ModelShape(
         layers=made,
         others=tuple(_weight(p) for p in others),
+        embedding=_weights(ends[0]),
+        head=_weights(ends[1]),
         hidden=hidden,
         heads=int(config.num_attention_heads),
         vocabulary=int(weight.shape[0]) if weight is not None else int(config.vocab_size),
@@ -216,6 +229,10 @@ def _plain(module: Any) -> Any:
 
 def _width(module: "nn.Module") -> int:
     return max(p.numel() for p in module.parameters())
+
+
+def _weights(module: "nn.Module | None") -> tuple[Weight, ...]:
+    return () if module is None else tuple(_weight(p) for p in module.parameters())
 
 
 def _weight(parameter: Any, *, bits: int = 0) -> Weight:

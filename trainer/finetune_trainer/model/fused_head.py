@@ -98,7 +98,7 @@ class FusedHead(nn.Linear):
         loss = linear_cross_entropy(
             hidden[0], self.weight, self.bias, self._targets, form=self._form
         )
-        return loss.view(1, 1, 1)
+        return loss.view(1, 1, 1).clone()  # FSDP's hook for backward must not sit on a view
 
 
 def fuse_head(base: Any) -> FusedHead | None:

@@ -1,11 +1,11 @@
 """Fully sharded data parallel (FSDP2): ranks divide every parameter, gradient and moment.
 
-Each decoder layer is gathered on its own just before it is used; embeddings, final norm and head
-belong to the loss module around the model, whose forward is the only one that is ever called.
+Decoder layers, embedding and head are gathered one by one just before they are used; the rest
+belongs to the loss module around the model, whose forward is the only one that is ever called.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import psutil
@@ -27,9 +27,10 @@ from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.memory.host import free_host_memory, refuse_pinning
 from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
-from finetune_trainer.model.loss import CausalLoss, base_of
+from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.model.quantize import hand_out_scales, stored_as
 from finetune_trainer.parallelize import parallelize
+from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, gather_ahead
 from finetune_trainer.strategies.fsdp_room import (
     SHARE_OF_FREE_MEMORY,
     Kept,
@@ -42,7 +43,7 @@ from finetune_trainer.world import World, gather_objects
 
 
 class FsdpStrategy(NativeStrategy):
-    """`torch.distributed.fsdp.fully_shard` on every decoder layer and on the loss module."""
+    """`torch.distributed.fsdp.fully_shard` on every group, and on the loss module."""
 
     def __init__(
         self, config: TrainConfig, world: World, free_memory: Callable[[], int] | None = None
@@ -51,6 +52,7 @@ class FsdpStrategy(NativeStrategy):
         super().__init__(config, world)
         self._free_memory = free_memory or self._measure
         self._mesh = _mesh(config, world)
+        self._groups: Groups
         self._sharded: list[FSDPModule]
         self._skeleton: nn.Module | None = None
         self._kept = Kept(weights=False, gradients=False)
@@ -80,8 +82,7 @@ class FsdpStrategy(NativeStrategy):
         shards = self._mesh["shard"].get_group()
         training, device = self._config.training, self._world.device
         self._kept = self._choose_kept()
-        for layer in self._sharded[:-1]:  # the root keeps its parameters until backward needs them
-            layer.set_reshard_after_forward(not self._kept.weights, recurse=False)
+        self._groups.arrange(keeps_weights=self._kept.weights)
         gather_ahead(self._sharded[:-1], self._config.strategy.prefetch)
         self._optimizer = NativeOptimizer(self.model, training, device, shards)
 
@@ -124,7 +125,7 @@ class FsdpStrategy(NativeStrategy):
         return filled(self._skeleton, weights).train(self.model.training)
 
     def _shard(self, module: CausalLoss, mesh: DeviceMesh | None) -> list[FSDPModule]:
-        """Shard the decoder layers, then the module itself; it comes last."""
+        """Shard what has a group of its own, then the module itself; it comes last."""
         narrow = NARROW.get(self._config.training.precision)
         wide = torch.float32 if narrow else None  # gradients are added up over ranks in fp32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
@@ -133,16 +134,10 @@ class FsdpStrategy(NativeStrategy):
             offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
             if self._world.device.type == "cuda":
                 self._refuse_to_pin(module)
-        names = getattr(base_of(module.model), "_no_split_modules", None) or ()
-        layers = [part for part in module.model.modules() if type(part).__name__ in names]
-        if not layers:
-            raise ConfigError(
-                "spec.strategy.type fsdp cannot find the layers of this model, which names none "
-                "that must stay whole; use zero3 or ddp"
-            )
+        self._groups = choose_groups(module)
         return [
             fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload)
-            for part in (*layers, module)
+            for part in (*self._groups.in_order, module)
         ]
 
     def _refuse_to_pin(self, module: CausalLoss) -> None:
@@ -270,17 +265,3 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
         return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))
     shape, names = (replicas, size // replicas), ("replica", "shard")
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-
-
-def gather_ahead(layers: Sequence[FSDPModule], count: int) -> None:
-    """Gather the weights of so many layers while the one before them computes; 0 is torch's way.
-
-    By itself torch gathers the next layer when the host comes to it, which on a GPU is early
-    enough only while the host is ahead. Each layer costs its gathered weights.
-    """
-    if not count:
-        return
-    for index, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + count]))
-        earlier = layers[max(0, index - count) : index]
-        layer.set_modules_to_backward_prefetch(list(reversed(earlier)))

@@ -1,0 +1,99 @@
+"""What FSDP gathers at once: each decoder layer, the embedding and the head are a group each.
+
+Called by `fsdp`. All else, such as the last norm, lies in the root's group, which is gathered from
+the beginning of forward to the end of backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.ends import separate_ends
+from finetune_trainer.model.loss import CausalLoss, base_of
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Modules that have a group of their own, besides the root.
+
+    Attributes:
+        layers: Of the decoder, in order.
+        embedding: None where its weight is used elsewhere as well; so for the head.
+        head: The last module of forward and the first of backward.
+    """
+
+    layers: tuple[nn.Module, ...]
+    embedding: nn.Module | None
+    head: nn.Module | None
+
+    @property
+    def in_order(self) -> list[nn.Module]:
+        """All of them as forward comes to them."""
+        return [part for part in (self.embedding, *self.layers, self.head) if part is not None]
+
+    def arrange(self, *, keeps_weights: bool) -> None:
+        """Say when the sharded groups' weights are gathered and given up.
+
+        The head's stay for its backward pass, which is the next after forward. Of an embedding
+        backward needs no weight.
+
+        Args:
+            keeps_weights: From the first micro-batch's forward to the last one's backward.
+        """
+        for part in self.in_order:
+            is_kept = keeps_weights or part is self.head
+            cast(FSDPModule, part).set_reshard_after_forward(not is_kept, recurse=False)
+        if self.embedding is not None and _is_table(self.embedding):
+            cast(FSDPModule, self.embedding).set_unshard_in_backward(False)
+        if self.head is not None:
+            # By itself torch would keep the buffer that was gathered into, as large as the weight,
+            # until another group is gathered; after the head there is none.
+            self.head.register_forward_pre_hook(_take, prepend=True)
+            last, head = cast(FSDPModule, self.layers[-1]), cast(FSDPModule, self.head)
+            last.set_modules_to_forward_prefetch([head])
+
+
+def choose_groups(module: CausalLoss) -> Groups:
+    """Return what is to be sharded on its own.
+
+    Raises:
+        ConfigError: the model has no layers to shard.
+    """
+    base: Any = base_of(module.model)
+    names = getattr(base, "_no_split_modules", None) or ()
+    layers = tuple(part for part in module.model.modules() if type(part).__name__ in names)
+    if not layers:
+        raise ConfigError(
+            "spec.strategy.type fsdp cannot find the layers of this model, which names none "
+            "that must stay whole; use zero3 or ddp"
+        )
+    return Groups(layers, *separate_ends(base, layers))
+
+
+def gather_ahead(groups: Sequence[FSDPModule], count: int) -> None:
+    """Gather the weights of so many groups while the one before them computes; 0 is torch's way.
+
+    By itself torch gathers the next group when the host comes to it, which on a GPU is early
+    enough only while the host is ahead. Each costs its gathered weights.
+    """
+    if not count:
+        return
+    for index, group in enumerate(groups):
+        group.set_modules_to_forward_prefetch(list(groups[index + 1 : index + 1 + count]))
+        earlier = groups[max(0, index - count) : index]
+        group.set_modules_to_backward_prefetch(list(reversed(earlier)))
+
+
+def _take(head: nn.Module, args: tuple[Any, ...]) -> None:
+    """Wait for the head's weight before FSDP's own hook does, and free the buffer."""
+    cast(FSDPModule, head).unshard()
+
+
+def _is_table(embedding: nn.Module) -> bool:
+    """Say whether it does nothing but look rows up; adapters multiply by their weights."""
+    owners = [part for part in embedding.modules() if part._parameters]
+    return all(isinstance(part, nn.Embedding) and len(part._parameters) == 1 for part in owners)
