@@ -267,6 +267,8 @@ def test_all_faults_are_told_at_once() -> None:
         pytest.param({"podSecurityContext": {"runAsUsr": 1}}, "runAsUsr", id="typo"),
         pytest.param({"securityContext": {"privileged": True}}, "privileged", id="privilege"),
         pytest.param({"tolerations": [{"keys": "a"}]}, "keys", id="toleration"),
+        pytest.param({"networkPolicy": None}, "missing property 'networkPolicy'", id="no section"),
+        pytest.param({"resources": None}, "missing property 'resources'", id="no resources"),
         pytest.param(
             {"topologySpreadConstraints": [{"maxSkew": 1}]}, "topologyKey", id="what is missing"
         ),
