@@ -19,12 +19,14 @@ says what was built. Variables, all of them optional:
     NO_CACHE      1: make each layer anew
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 from collections.abc import Mapping
@@ -35,7 +37,7 @@ from typing import Any
 import debian_base
 import sbom
 from engines import LOCAL, Build, Engine, EngineError, find
-from oci_archive import opened, pack
+from oci_archive import opened, opened_if_whole, pack
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "images"
@@ -80,8 +82,12 @@ def build(image: str, given: Mapping[str, str], output: Path) -> dict[str, objec
     engine.build(plan, cached=given.get("NO_CACHE") != "1")
     archive = output / f"{TITLES[image]}.tar"
     layout = output / f"{TITLES[image]}.layout"
-    engine.export(plan, layout)
-    digest = pack(layout, plan.name, archive)
+    with opened_if_whole(archive) as before:  # which mostly has all layers but that of our code
+        engine.export(plan, layout, before.sizes if before else {})
+        try:
+            digest = pack(layout, plan.name, archive, before)
+        except tarfile.ReadError as error:
+            raise EngineError(f"{error}; remove {archive}, and build again") from error
     shutil.rmtree(layout)
     with opened(archive) as made:
         created = plan.labels.get("org.opencontainers.image.created", "1980-01-01T00:00:00Z")
@@ -155,14 +161,18 @@ def base_of(engine: Engine, plan: Build, given: Mapping[str, str], output: Path)
     if engine.has(own[1]):
         return ""
     compiler = plan.arguments.get("ACCELERATOR") == "cuda"
-    name = f"{LOCAL}/finetune-{'base-cuda' if compiler else 'base'}:{debian_base.SUITE}"
     archive = debian_base.make(
         output,
         compiler=compiler,
         mirror=given.get("DEBIAN_MIRROR", ""),
         fresh=given.get("NO_CACHE") == "1",
     )
-    engine.load_root(archive, name)
+    with archive.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    kind = "base-cuda" if compiler else "base"
+    name = f"{LOCAL}/finetune-{kind}:{debian_base.SUITE}-{digest[:12]}"
+    if not engine.holds(name):
+        engine.load_root(archive, name)
     return name
 
 

@@ -4,8 +4,10 @@ An image is exported as an OCI layout, a folder that `oci_archive` packs. Layers
 so that the same sources give the same bytes.
 """
 
+import gzip
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from typing import Any
 EPOCH = "315532800"
 NAMES = ("docker", "podman", "buildah")
 LOCAL = "localhost"
+BLOBS = Path("blobs", "sha256")
+LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
 class EngineError(Exception):
@@ -91,8 +95,13 @@ class Engine:
             options += ["--build-context", f"{build.mounted_stage}=container-image://{image}"]
         self._run("build", *options, "--tag", build.name, str(build.context))
 
-    def export(self, build: Build, folder: Path) -> None:
+    def export(self, build: Build, folder: Path, known: Mapping[str, int] | None = None) -> None:
         """Write the image that was built as an OCI layout.
+
+        Args:
+            build: What it was built from.
+            folder: The layout.
+            known: Bytes by digest of layers that the layout need not have.
 
         Raises:
             EngineError: it failed.
@@ -108,15 +117,38 @@ class Engine:
             subprocess.run(["tar", "-xf", packed, "-C", folder], check=True)
             packed.unlink()
             return
-        # The folder format alone leaves layers as they are: compressing gigabytes takes minutes.
-        plain = folder.with_suffix(".dir")
+        plain = folder.with_suffix(".plain")
         shutil.rmtree(plain, ignore_errors=True)
         uncompressed = (
             ["--disable-compression"] if self.name == "buildah" else []
         )  # podman's default
         options = ["--quiet", "--format", "oci", *uncompressed]
-        self._run("push", *options, build.name, f"dir:{plain}")
+        lower = self._layers(build.name)[:-1]
+        if known and set(lower) <= set(known):
+            # A layer is not written where a file has its name, which takes seconds a gigabyte.
+            blobs = plain / BLOBS
+            blobs.mkdir(parents=True)
+            for digest in lower:
+                (blobs / _hexadecimal(digest)).touch()
+                os.truncate(blobs / _hexadecimal(digest), known[digest])
+            self._run("push", *options, build.name, f"oci:{plain}:latest")
+            for digest in lower:
+                (blobs / _hexadecimal(digest)).unlink(missing_ok=True)
+        else:
+            # This format alone leaves layers as they are: compressing gigabytes takes minutes.
+            self._run("push", *options, build.name, f"dir:{plain}")
         as_layout(plain, folder)
+
+    def _layers(self, image: str) -> list[str]:
+        """Return the digests of an image's layers from the lowest, before they are compressed."""
+        command = [self.name, "inspect", "--type=image", image]
+        said = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        found = (
+            said["OCIv1"]["rootfs"]["diff_ids"]
+            if self.name == "buildah"
+            else (said[0]["RootFS"]["Layers"])
+        )
+        return list(map(str, found))
 
     def push(self, build: Build, digest: Path) -> None:
         """Push the image that was built, and write its digest to a file.
@@ -141,9 +173,11 @@ class Engine:
 
     def has(self, image: str) -> bool:
         """Say whether an image is here, pulling it where a registry has it."""
-        return self._works("inspect", "--type=image", image) or self._works(
-            "pull", "--quiet", image
-        )
+        return self.holds(image) or self._works("pull", "--quiet", image)
+
+    def holds(self, image: str) -> bool:
+        """Say whether an image is here, without asking a registry."""
+        return self._works("inspect", "--type=image", image)
 
     def load_root(self, archive: Path, name: str) -> None:
         """Make an image of one layer from the files of a tar archive.
@@ -169,12 +203,15 @@ class Engine:
 
 
 def as_layout(plain: Path, folder: Path) -> None:
-    """Move an image from a folder of blobs, named by their digest, into an OCI layout.
+    """Move an image from what buildah wrote, a folder of blobs or a layout, into an OCI layout.
 
-    It forgets which images of this machine were in between, as those differ with what was cached.
+    It forgets which images of this machine were in between, as those differ with what was cached,
+    and no layer stays compressed. A layer that is not there is missing in the layout as well.
     """
-    blobs = folder / "blobs" / "sha256"
+    blobs = folder / BLOBS
     blobs.mkdir(parents=True)
+    index = plain / "index.json"
+    given = plain / BLOBS if index.exists() else plain
 
     def add(value: Mapping[str, Any], kind: str) -> dict[str, Any]:
         content = json.dumps(value).encode()
@@ -182,21 +219,35 @@ def as_layout(plain: Path, folder: Path) -> None:
         (blobs / digest).write_bytes(content)
         return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(content)}
 
-    def blob(described: Mapping[str, Any]) -> Path:
-        return plain / str(described["digest"]).removeprefix("sha256:")
+    def read(described: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((given / _hexadecimal(described["digest"])).read_bytes())
+        return found
 
-    manifest = json.loads((plain / "manifest.json").read_bytes())
-    config = json.loads(blob(manifest["config"]).read_bytes())
+    if index.exists():
+        manifest = read(json.loads(index.read_bytes())["manifests"][0])
+    else:
+        manifest = json.loads((plain / "manifest.json").read_bytes())
+    config = read(manifest["config"])
     for step in config["history"]:
         step.pop("comment", None)
-    for layer in manifest["layers"]:
-        if blob(layer).exists():  # two layers may be the same
-            blob(layer).rename(blobs / blob(layer).name)
+    for layer, digest in zip(manifest["layers"], config["rootfs"]["diff_ids"], strict=True):
+        blob, uncompressed = given / _hexadecimal(layer["digest"]), blobs / _hexadecimal(digest)
+        if layer["digest"] != digest:
+            with gzip.open(blob) as compressed, uncompressed.open("wb") as plainly:
+                shutil.copyfileobj(compressed, plainly, 1 << 20)
+            layer["size"] = uncompressed.stat().st_size
+        elif blob.exists():  # two layers may be the same
+            blob.rename(uncompressed)
+        layer |= {"mediaType": LAYER, "digest": digest}
     manifest["config"] = add(config, manifest["config"]["mediaType"])
     manifest.pop("annotations", None)
-    index = {"schemaVersion": 2, "manifests": [add(manifest, manifest["mediaType"])]}
-    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    made = {"schemaVersion": 2, "manifests": [add(manifest, manifest["mediaType"])]}
+    (folder / "index.json").write_text(json.dumps(made), encoding="utf-8")
     shutil.rmtree(plain)
+
+
+def _hexadecimal(digest: str) -> str:
+    return str(digest).removeprefix("sha256:")
 
 
 def find(wanted: str = "") -> Engine:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import build_images
+from engines import Engine
 from image_runs import IMAGES, Container, built
 from oci_archive import Image, opened
 from sbom import document
@@ -156,6 +157,26 @@ def test_the_trainer_imports_every_library_that_a_job_may_need(
 def test_the_trainer_has_what_its_pods_run_besides_python(trainer_container: Container) -> None:
     done = trainer_container.run("sh", "-c", "command -v find && find / -maxdepth 0")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_layers_below_our_code_need_not_be_written_again(
+    operator_image: Image, tmp_path: Path
+) -> None:
+    about = built("operator")
+    assert about is not None
+    engine = Engine(about["engine"])
+    if engine.name == "docker":
+        pytest.skip("docker exports every layer")
+    plan = build_images.plan_of("operator", about["given"])
+    indexes: list[bytes] = []
+    written: list[set[str]] = []
+    for known in ({}, operator_image.sizes):
+        folder = tmp_path / str(len(indexes))
+        engine.export(plan, folder, known)
+        indexes.append((folder / "index.json").read_bytes())
+        written.append({f"sha256:{one.name}" for one in folder.glob("blobs/sha256/*")})
+    assert indexes[0] == indexes[1]
+    assert written[0] - written[1] == set(operator_image.digests[:-1])
 
 
 @pytest.mark.timeout(900)  # it builds without a cache
