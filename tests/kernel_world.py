@@ -14,6 +14,7 @@ from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
+from finetune_operator.kernel.finalizer import DELETION_SECONDS
 from finetune_operator.kernel.queue import Result
 from finetune_operator.kernel.reconciler import FIRST_OBSERVATION_SECONDS, Reconciler
 from finetune_operator.kube.cache import Key, ObjectCache
@@ -121,13 +122,21 @@ class World:
             listing = await self.api.list(resource)
             self.cache(resource).replace(listing.items, listing.resource_version)
 
+    async def look_once(self) -> Result:
+        """Reconcile once; a job that waits for its finalizer to keep it has waited."""
+        await self.catch_up()
+        look = await self.reconciler.reconcile(KEY)
+        if look.requeue_seconds == DELETION_SECONDS and "attempts" not in self.job["status"]:
+            self.now += timedelta(seconds=DELETION_SECONDS)
+            return await self.look_once()
+        return look
+
     async def settle(self) -> Result:
         """Reconcile until nothing changes; what breaks off or dies is followed by another try."""
         for _ in range(60):
             before = self.writes
             try:
-                await self.catch_up()
-                look = await self.reconciler.reconcile(KEY)
+                look = await self.look_once()
             except FineTuneError:
                 continue
             except Crash:

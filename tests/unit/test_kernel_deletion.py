@@ -31,11 +31,10 @@ class PatientWorld(World):
         assert isinstance(made, PatientBackend)
         self.backend = made
 
-    async def look(self) -> Result | None:
+    async def look_or_fail(self) -> Result | None:
         """Reconcile once; None where that has failed."""
-        await self.catch_up()
         try:
-            return await self.reconciler.reconcile(KEY)
+            return await self.look_once()
         except TransientError:
             return None
 
@@ -44,11 +43,11 @@ class PatientWorld(World):
         end = self.now + timedelta(seconds=seconds)
         while self.now < end:
             self.now += timedelta(seconds=5)
-            await self.look()
+            await self.look_or_fail()
 
     async def delete(self) -> None:
         await self.api.delete(FINE_TUNE_JOBS, KEY.name, KEY.namespace)
-        await self.look()
+        await self.look_or_fail()
 
     async def land(self) -> None:
         """Let a submit have its effect that was sent without an answer."""
@@ -80,7 +79,7 @@ async def unanswered() -> PatientWorld:
     world.backend.errors["submit"] = [BUSY] * 3
     await world.apply(backend={"type": "patient"})
     for _ in range(3):
-        await world.look()
+        await world.look_or_fail()
     assert world.job["status"]["attempts"][0]["number"] == 1
     assert "backendRef" not in world.job["status"]
     return world
@@ -144,7 +143,7 @@ def test_a_deleted_job_goes_once_no_attempt_can_appear_any_more() -> None:
     async def work() -> None:
         world = await unanswered()
         await world.delete()
-        look = await world.look()
+        look = await world.look_or_fail()
         assert look is not None
         assert look.requeue_seconds == 5.0
         await world.look_for(GRACE_SECONDS + 140)
@@ -187,7 +186,7 @@ def test_an_attempt_that_is_submitted_again_after_a_resume_may_appear_late_again
         await world.look_for(GRACE_SECONDS + 400)
         world.backend.errors["submit"] = [BUSY]
         await world.change(suspend=False)
-        await world.look()
+        await world.look_or_fail()
         await world.delete()
         await world.look_for(60)
         assert world.is_there
@@ -233,7 +232,7 @@ def test_an_attempt_that_appears_after_its_deadline_was_raised_has_its_whole_gra
         await world.land()
         await world.look_for(10)
         await world.change(suspend=True)
-        await world.look()
+        await world.look_or_fail()
         (until,) = world.backend.run(1).cancels
         assert until >= world.now + timedelta(seconds=GRACE_SECONDS - 1)
 

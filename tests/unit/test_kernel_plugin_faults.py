@@ -157,9 +157,8 @@ def test_a_deleted_job_that_cannot_be_read_stays_while_an_attempt_of_it_may_exis
             raise Crash
 
         world.fake.submit = die  # type: ignore[method-assign,assignment]
-        await world.catch_up()
         with pytest.raises(Crash):
-            await world.reconciler.reconcile(KEY)
+            await world.look_once()
         world.fake.submit = submit  # type: ignore[method-assign]
         readable = world.job["spec"]["training"]["globalBatchSize"]
         await world.change(training={"globalBatchSize": "many"})

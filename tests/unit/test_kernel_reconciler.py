@@ -490,9 +490,8 @@ def test_an_attempt_outside_the_cluster_that_nobody_wrote_down_is_stopped_by_sus
         fake = world.backends.get("fake").backend
         assert isinstance(fake, FakeBackend)
         world.api.before = at_write(3, Crash())  # after its finalizer and its opening
-        await world.catch_up()
         with pytest.raises(Crash):
-            await world.reconciler.reconcile(KEY)
+            await world.look_once()
         assert [len(fake.alive), "backendRef" in world.job["status"]] == [1, False]
         await world.change(suspend=True)
         await world.settle()

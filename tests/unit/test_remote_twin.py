@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from finetune_operator.kube.errors import UnavailableError
-from finetune_operator.kube.resources import EVENTS
+from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS
 from finetune_operator.testing.remote import POLL_SECONDS
 from finetune_operator.testing.remote_service import Fate, RunState
 from kernel_world import Crash
 from remote_lives import live
-from twin_world import TwinWorld
+from twin_world import NAMESPACE, TwinWorld
 from virtual_time import run
 
 CHAPTER_SECONDS = 100.0
@@ -230,6 +230,27 @@ def test_a_request_that_is_not_answered_changes_nothing_in_the_end(name: str, fa
         assert telling.most_alive == 1, verb
         for chapter, seen, expected in zip(STORIES[name], telling.seen, model.seen, strict=True):
             assert seen == expected, f"{verb} (request {number}), after {chapter.__name__}"
+
+
+def test_a_job_that_a_deletion_takes_away_though_it_has_our_finalizer_leaves_no_run() -> None:
+    """An API server that has read a job for a deletion does not see what is added after that."""
+
+    async def work() -> None:
+        async with TwinWorld.start() as world:
+
+            def take_away(verb: str, what: str) -> None:
+                if verb == "patch" and what == "finetunejobs tiny":
+                    world.on_writes()
+                    loop.call_later(0.02, world.api.remove, FINE_TUNE_JOBS, "tiny", NAMESPACE)
+
+            loop = asyncio.get_running_loop()
+            world.on_writes(after=take_away)
+            await world.apply()
+            await asyncio.sleep(CHAPTER_SECONDS)
+            assert await world.job() is None
+            assert not [verb for verb, _ in world.service.requests if verb != "list"]
+
+    run(work())
 
 
 def test_a_resync_asks_the_service_for_nothing_and_so_does_an_operator_that_has_ended() -> None:

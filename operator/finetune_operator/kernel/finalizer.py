@@ -16,12 +16,16 @@ from finetune_operator.kernel.jobs import JobView
 from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import StatusWriter, is_worth_writing
 from finetune_operator.kernel.verbs import Actions, Observer, endless
+from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339, rfc3339
 from finetune_operator.reconcile.decide import Cancel, Decision
 from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_deletion
 
 log = logging.getLogger(__name__)
+
+DELETION_SECONDS = 1.0
+"""By then an API server has ended a deletion that it has begun; it takes milliseconds."""
 
 
 class Finalizer:
@@ -51,17 +55,37 @@ class Finalizer:
         self._actions = actions
         self._events = events
         self._now = now
+        self._kept_since: dict[Key, tuple[str, datetime]] = {}
 
-    async def add(self, view: JobView) -> JobView:
-        """Return the job with our finalizer; one that lives outside gets it before its attempt.
+    async def add(self, view: JobView) -> None:
+        """Add our finalizer where it is missing.
 
         Raises:
             StaleError: the job has changed.
         """
-        if FINALIZER in view.finalizers:
-            return view
-        change = {"metadata": {"finalizers": [*view.finalizers, FINALIZER]}}
-        return await self._writer.patch(view, change)
+        if FINALIZER not in view.finalizers:
+            change = {"metadata": {"finalizers": [*view.finalizers, FINALIZER]}}
+            await self._writer.patch(view, change)
+
+    def seconds_until_kept(self, view: JobView) -> float:
+        """Return how long to wait before the first attempt, until our finalizer keeps the job.
+
+        A deletion that the API server has begun before the finalizer came takes the job away all
+        the same: it has read the job without one, and does not look again. What is created once
+        such deletions are over has a job that stays until it has ended. Whoever takes over waits
+        anew, as it does not know when the finalizer came.
+        """
+        if view.status.attempt:
+            return 0.0
+        uid, since = self._kept_since.get(view.key, ("", self._now()))
+        if uid != view.uid or FINALIZER not in view.finalizers:
+            self._kept_since[view.key] = (view.uid, self._now())
+            return DELETION_SECONDS
+        return max(0.0, DELETION_SECONDS - (self._now() - since).total_seconds())
+
+    def forget(self, key: Key) -> None:
+        """Drop what is known of a job that is over or gone."""
+        self._kept_since.pop(key, None)
 
     async def finalize(self, view: JobView) -> Result:
         """Stop the attempt of a job that is deleted, say what keeps the job, and then let it go.

@@ -217,9 +217,11 @@ class Reconciler:
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
         """Submit the attempt that the status opens; that is written first, unless it was before."""
         if status != view.status:
+            needs_finalizer = self._backends.needs_finalizer(view.backend)
+            if needs_finalizer and (left := self._finalizer.seconds_until_kept(view)):
+                await self._finalizer.add(view)
+                return Result(left)
             status = self._folders.opened(view.key, status)  # before any other job is reconciled
-            if self._backends.needs_finalizer(view.backend):
-                view = await self._finalizer.add(view)
             view, _ = await self._writer.report(view, status)
         try:
             handle = await self._actions.create(view, number)
@@ -295,6 +297,7 @@ class Reconciler:
         self._observer.forget(key)
         self._actions.forget(key)
         self._writer.forget(key)
+        self._finalizer.forget(key)
 
 
 def _wait(decision: Decision, delay: Delay) -> Result:
