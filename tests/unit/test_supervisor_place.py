@@ -12,13 +12,9 @@ from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldS
 from finetune_trainer.launch.oom import count_oom_kills
 from finetune_trainer.launch.ranks import Node, read_node
 from finetune_trainer.launch.worker import run_rank
-from finetune_trainer.world import (
-    Launch,
-    gather_objects,
-    open_world,
-    read_launch,
-    wait_for_rank_zero,
-)
+from finetune_trainer.launchers import Launch, read_launch
+from finetune_trainer.rendezvous import wait_for_rank_zero
+from finetune_trainer.world import gather_objects, open_world
 from launches import train_config
 
 TWO_NODES = {"world": {"nnodes": 2, "nproc_per_node": 2}}

@@ -1,17 +1,13 @@
 """Which ranks train together, on which device, and through which process groups.
 
-Called once per rank by `worker`; everything else receives the finished `World`. It reads what
-our supervisor, torchrun, mpirun or Azure ML put into the environment, and refuses to go on when the
-world that came up is not the one that `TrainConfig` states (`accelerate launch` on CPUs, for one,
-starts a single unconnected process without a word).
+Called once per rank by `worker`; everything else receives the finished `World`. It asks `launchers`
+for this rank's place and `rendezvous` for the others, and refuses to go on when the world that came
+up is not the one that `TrainConfig` states (`accelerate launch` on CPUs, for one, starts a single
+unconnected process without a word).
 """
 
-import hashlib
 import logging
 import os
-import re
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +15,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
+from finetune_trainer.errors import ConfigError, Preempted, WorldSizeError
+from finetune_trainer.launchers import Launch, read_launch
+from finetune_trainer.rendezvous import RENDEZVOUS_TIMEOUT, meet, open_store
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, CONTROL
 from finetune_trainer.waiting import SILENT_SECONDS, Waiting
 
@@ -28,36 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-# Of one try to reach a store that was there a moment ago, as the library hears no signal meanwhile.
-_CONNECT_TIMEOUT = timedelta(seconds=5)
-_POLL_SECONDS = 0.02
-
-ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0's store
-ACCELERATE = "accelerate launch"  # by name, where it starts a single process
-_ENV_OF_ACCELERATE = "ACCELERATE_DYNAMO_MODE"  # which it always sets, and a user hardly ever
-_OF_LAUNCHERS = re.compile(
-    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|"
-    rf"(TORCHELASTIC|OMPI_COMM_WORLD)_\w+|{_ENV_OF_ACCELERATE}"
-)
-
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What a launcher says about the place of this process.
-
-    `master_port` is 0 when the launcher named none; `open_world` then derives one from the job.
-    """
-
-    launcher: str
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    master_addr: str = ""
-    master_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,55 +75,6 @@ class World:
 
             dist.all_reduce(values, group=self.group)
         return values
-
-
-def launched_by_another(environ: Mapping[str, str]) -> bool:
-    """Say whether a launcher made this process one rank among others (or the only one)."""
-    single = "OMPI_COMM_WORLD_SIZE" in environ or _ENV_OF_ACCELERATE in environ
-    return single or {"RANK", "WORLD_SIZE"} <= environ.keys()
-
-
-def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what makes a process a rank, or tells it about its peers."""
-    return {name: text for name, text in environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
-
-
-def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return what the launcher of this process says, or None when there is no launcher.
-
-    torchrun and Azure ML set RANK and WORLD_SIZE; Open MPI sets its own names and no address;
-    `accelerate launch` without --multi_gpu sets neither, and starts one process.
-
-    Raises:
-        ConfigError: a variable is not a number, or one of a pair is missing.
-    """
-    if not launched_by_another(environ):
-        return None
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    elif "OMPI_COMM_WORLD_SIZE" not in environ:
-        return Launch(ACCELERATE)
-    else:
-        launcher = "mpirun"
-        prefix = "OMPI_COMM_WORLD_"
-        names = (f"{prefix}RANK", f"{prefix}LOCAL_RANK", f"{prefix}SIZE", f"{prefix}LOCAL_SIZE")
-    rank, world_size = _number(environ, names[0]), _number(environ, names[2])
-    local_world_size = _number(environ, names[3], default=world_size)
-    return Launch(
-        launcher=launcher,
-        rank=rank,
-        local_rank=_number(environ, names[1], default=rank % local_world_size),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        master_addr=environ.get("MASTER_ADDR", ""),
-        master_port=_number(environ, "MASTER_PORT", default=0),
-    )
-
-
-def restart_count(environ: Mapping[str, str]) -> int:
-    """Return how often the ranks were started again, by our supervisor or by torchrun."""
-    return _number(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
 
 
 def check_world_size(config: TrainConfig, launch: Launch | None) -> None:
@@ -207,8 +127,8 @@ def open_world(
     import torch.distributed as dist
 
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = _store(config, place, environ, should_stop, rendezvous_timeout)
-    _meet(store, place.world_size, should_stop, rendezvous_timeout)
+    store = open_store(config, place, environ, should_stop, rendezvous_timeout)
+    meet(store, place.world_size, should_stop, rendezvous_timeout)
     timeout = timedelta(seconds=config.control.collective_timeout_seconds)
     dist.init_process_group(
         backend,
@@ -280,17 +200,6 @@ def gather_objects(group: "ProcessGroup | None", value: _T) -> list[_T]:
     return values
 
 
-def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None:
-        if default is None:
-            raise ConfigError(f"{name} is not set, but its companions are; set it for every rank")
-        return default
-    if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}, not a number; the launcher must set it")
-    return int(text)
-
-
 def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     import torch
 
@@ -318,127 +227,3 @@ def _gloo_group(name: str, timeout: timedelta) -> "ProcessGroup":
 
     group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
     return cast("ProcessGroup", group)
-
-
-def _store(
-    config: TrainConfig,
-    launch: Launch,
-    environ: Mapping[str, str],
-    should_stop: Callable[[], bool],
-    timeout: timedelta,
-) -> "Store":
-    """Build the key-value store the groups connect through, with a prefix for this attempt.
-
-    torchrun keeps one store over all restarts and adds no prefix itself, so a restarted rank could
-    read a dead peer's address; the restart count in the prefix keeps them apart.
-    """
-    # Documented as torch.distributed.TCPStore, though the package does not list it for mypy.
-    from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    address, port = _master(config, launch)
-    agent_hosts_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = launch.rank == 0 and not agent_hosts_it
-    listener = environ.get(ENV_STORE_FD)
-
-    def connect(wait: timedelta) -> "Store":
-        return TCPStore(
-            address,
-            port,
-            world_size=launch.world_size,
-            is_master=is_master,
-            timeout=wait,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=int(listener) if listener and is_master else None,
-        )
-
-    store = connect(timeout) if is_master else None
-    deadline = time.monotonic() + timeout.total_seconds()
-    while store is None:
-        wait_for_rank_zero(address, port, should_stop, timeout_seconds=timeout.total_seconds())
-        try:
-            store = connect(_CONNECT_TIMEOUT)
-        except DistNetworkError as error:  # it left just then, or is no store
-            if should_stop():
-                raise _stopped() from error
-            if time.monotonic() >= deadline:
-                raise TrainerError(
-                    f"what answers at {address}:{port} is not rank 0 ({error}); check whether "
-                    "another program has taken that port"
-                ) from error
-    store.set_timeout(timeout)
-    return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
-
-
-def wait_for_rank_zero(
-    address: str,
-    port: int,
-    should_stop: Callable[[], bool],
-    *,
-    timeout_seconds: float = RENDEZVOUS_TIMEOUT.total_seconds(),
-) -> None:
-    """Return when rank 0's store accepts connections.
-
-    Only a connection counts: a name that resolves may still point nowhere, and one that does not
-    may do so in a moment. The library would wait as well, but hear no signal meanwhile.
-
-    Raises:
-        TrainerError: nobody answered in time.
-        Preempted: `should_stop`.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=2).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise TrainerError(
-                    f"rank 0 does not answer at {address}:{port} after {timeout_seconds:.0f} s "
-                    f"({error}); check whether its node was started, and whether a network "
-                    "policy is in the way"
-                ) from error
-        if should_stop():
-            raise _stopped()
-        time.sleep(_POLL_SECONDS)
-
-
-def _meet(
-    store: "Store", world_size: int, should_stop: Callable[[], bool], timeout: timedelta
-) -> None:
-    """Wait until every rank has come, or agree that none begins: the first write decides."""
-    if store.add("arrived", 1) == world_size:
-        store.compare_set("start", "", "go")
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check(["start"]):
-        if should_stop():
-            store.compare_set("start", "", "stop")
-        if time.monotonic() >= deadline:
-            raise TrainerError(
-                f"{store.add('arrived', 0)} of {world_size} ranks came up within "
-                f"{timeout}; see the logs of the others"
-            )
-        time.sleep(_POLL_SECONDS)
-    if store.get("start") != b"go":
-        raise _stopped()
-
-
-def _stopped() -> Preempted:
-    return Preempted("told to stop before training began; nothing is lost")
-
-
-def _master(config: TrainConfig, launch: Launch) -> tuple[str, int]:
-    address = launch.master_addr
-    if not address:
-        if launch.local_world_size != launch.world_size:
-            raise ConfigError(
-                f"MASTER_ADDR is not set, and {launch.launcher} started ranks on several nodes; "
-                "set it to the host of rank 0 (mpirun: -x MASTER_ADDR=HOST)"
-            )
-        address = "127.0.0.1"
-    if launch.master_port:
-        return address, launch.master_port
-    # mpirun names no port, and ranks cannot ask each other for one: derive it from what they share.
-    name = f"{config.job.uid}/{config.job.attempt}".encode()
-    return address, 20000 + int.from_bytes(hashlib.sha256(name).digest()[:4]) % 10000

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.world import ENV_STORE_FD
+from finetune_trainer.rendezvous import ENV_STORE_FD
 
 
 @dataclass(frozen=True)

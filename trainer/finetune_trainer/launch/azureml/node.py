@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TRAIN_CONFIG
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.world import without_launcher
+from finetune_trainer.launchers import without_launcher
 
 _DISTRIBUTION = "distribution: {type: pytorch, process_count_per_instance: 1}"
 

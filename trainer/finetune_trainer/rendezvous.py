@@ -1,0 +1,159 @@
+"""How the ranks of an attempt find rank 0, and agree that all have come or that none begins.
+
+Called by `world`, before there are process groups. They meet in a key-value store that rank 0 or
+torchrun's agent serves; a rank that waits for it hears a signal to stop meanwhile.
+"""
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError, Preempted, TrainerError
+from finetune_trainer.launchers import Launch, restart_count
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0's store
+# Of one try to reach a store that was there a moment ago, as the library hears no signal meanwhile.
+_CONNECT_TIMEOUT = timedelta(seconds=5)
+_POLL_SECONDS = 0.02
+
+
+def open_store(
+    config: TrainConfig,
+    launch: Launch,
+    environ: Mapping[str, str],
+    should_stop: Callable[[], bool],
+    timeout: timedelta,
+) -> "Store":
+    """Build the key-value store the groups connect through, with a prefix for this attempt.
+
+    torchrun keeps one store over all restarts and adds no prefix itself, so a restarted rank could
+    read a dead peer's address; the restart count in the prefix keeps them apart.
+
+    Raises:
+        ConfigError: the launcher does not say where rank 0 is.
+        Preempted: `should_stop` before rank 0 answered.
+        TrainerError: rank 0 did not answer within `timeout`.
+    """
+    # Documented as torch.distributed.TCPStore, though the package does not list it for mypy.
+    from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    address, port = _master(config, launch)
+    agent_hosts_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = launch.rank == 0 and not agent_hosts_it
+    listener = environ.get(ENV_STORE_FD)
+
+    def connect(wait: timedelta) -> "Store":
+        return TCPStore(
+            address,
+            port,
+            world_size=launch.world_size,
+            is_master=is_master,
+            timeout=wait,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=int(listener) if listener and is_master else None,
+        )
+
+    store = connect(timeout) if is_master else None
+    deadline = time.monotonic() + timeout.total_seconds()
+    while store is None:
+        wait_for_rank_zero(address, port, should_stop, timeout_seconds=timeout.total_seconds())
+        try:
+            store = connect(_CONNECT_TIMEOUT)
+        except DistNetworkError as error:  # it left just then, or is no store
+            if should_stop():
+                raise _stopped() from error
+            if time.monotonic() >= deadline:
+                raise TrainerError(
+                    f"what answers at {address}:{port} is not rank 0 ({error}); check whether "
+                    "another program has taken that port"
+                ) from error
+    store.set_timeout(timeout)
+    return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
+
+
+def wait_for_rank_zero(
+    address: str,
+    port: int,
+    should_stop: Callable[[], bool],
+    *,
+    timeout_seconds: float = RENDEZVOUS_TIMEOUT.total_seconds(),
+) -> None:
+    """Return when rank 0's store accepts connections.
+
+    Only a connection counts: a name that resolves may still point nowhere, and one that does not
+    may do so in a moment. The library would wait as well, but hear no signal meanwhile.
+
+    Raises:
+        TrainerError: nobody answered in time.
+        Preempted: `should_stop`.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=2).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TrainerError(
+                    f"rank 0 does not answer at {address}:{port} after {timeout_seconds:.0f} s "
+                    f"({error}); check whether its node was started, and whether a network "
+                    "policy is in the way"
+                ) from error
+        if should_stop():
+            raise _stopped()
+        time.sleep(_POLL_SECONDS)
+
+
+def meet(
+    store: "Store", world_size: int, should_stop: Callable[[], bool], timeout: timedelta
+) -> None:
+    """Wait until every rank has come, or agree that none begins: the first write decides.
+
+    Raises:
+        Preempted: `should_stop` of a rank before all had come.
+        TrainerError: one did not come within `timeout`.
+    """
+    if store.add("arrived", 1) == world_size:
+        store.compare_set("start", "", "go")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(["start"]):
+        if should_stop():
+            store.compare_set("start", "", "stop")
+        if time.monotonic() >= deadline:
+            raise TrainerError(
+                f"{store.add('arrived', 0)} of {world_size} ranks came up within "
+                f"{timeout}; see the logs of the others"
+            )
+        time.sleep(_POLL_SECONDS)
+    if store.get("start") != b"go":
+        raise _stopped()
+
+
+def _stopped() -> Preempted:
+    return Preempted("told to stop before training began; nothing is lost")
+
+
+def _master(config: TrainConfig, launch: Launch) -> tuple[str, int]:
+    address = launch.master_addr
+    if not address:
+        if launch.local_world_size != launch.world_size:
+            raise ConfigError(
+                f"MASTER_ADDR is not set, and {launch.launcher} started ranks on several nodes; "
+                "set it to the host of rank 0 (mpirun: -x MASTER_ADDR=HOST)"
+            )
+        address = "127.0.0.1"
+    if launch.master_port:
+        return address, launch.master_port
+    # mpirun names no port, and ranks cannot ask each other for one: derive it from what they share.
+    name = f"{config.job.uid}/{config.job.attempt}".encode()
+    return address, 20000 + int.from_bytes(hashlib.sha256(name).digest()[:4]) % 10000
