@@ -1,16 +1,20 @@
 """Let the model answer the sample prompts, so that a person sees what training changed.
 
-Rank 0 alone answers; the other ranks wait at the next collective. Greedy decoding, so the same
-weights give the same words.
+Called by `rank`, before training and after it. Rank 0 alone answers; the other ranks wait at the
+next collective. Greedy decoding, so the same weights give the same words.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
+from finetune_trainer.config import Phase
+from finetune_trainer.control import unless_stopped
 from finetune_trainer.evaluation import in_evaluation_mode
+from finetune_trainer.failpoints import reach
+from finetune_trainer.loop import Run
 from finetune_trainer.model.adapters import in_format_of_base
 
 if TYPE_CHECKING:
@@ -19,6 +23,28 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 48
 # Share of the GPU's free memory that a copy of the model may take; the rest is for its states.
 _SHARE_OF_FREE_MEMORY = 0.8
+
+
+def answer_prompts(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", *, when: Literal["before", "after"]
+) -> None:
+    """Let rank 0 answer the sample prompts, before training and after it."""
+    prompts = run.config.telemetry.sample_prompts
+    if not prompts:
+        return
+    run.telemetry.phase(Phase.ANSWERING)
+    reach("answering", run.plan.total_steps if when == "after" else 0)
+    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
+
+    def work() -> None:
+        if model is None:
+            return
+        device = run.world.device
+        model.to(place_to_answer(model, device, lambda: torch.cuda.mem_get_info(device)[0]))
+        for prompt in prompts:
+            run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
+
+    unless_stopped(run.agreement, run.stop, work)
 
 
 def place_to_answer(

@@ -7,38 +7,35 @@ exports; it starts no process and ends none.
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from finetune_trainer.answers import answer, place_to_answer
+from finetune_trainer.answers import answer_prompts
 from finetune_trainer.checkpoint.commit import Fingerprint
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import (
-    ContractModel,
     ExitCode,
     FailureClass,
     ModelConfig,
     Phase,
-    SampleAnswer,
     Termination,
     TrainConfig,
 )
-from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import Agreement, StopSignal, preempted, unless_stopped
 from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
-from finetune_trainer.errors import CheckpointError
 from finetune_trainer.evaluation import ROUND_TO_ON_GPU, held_out_loss
-from finetune_trainer.export import check_replaceable, export
+from finetune_trainer.export import check_replaceable
 from finetune_trainer.export.tryout import try_export
 from finetune_trainer.failpoints import reach
+from finetune_trainer.finishing import choose_weights, export_model, finish_saving
 from finetune_trainer.garbage import exempt_what_is_there, uncollected
 from finetune_trainer.gpu import find_gpu
-from finetune_trainer.loop import Run, evaluate, is_evaluation_due, report_commit, train
+from finetune_trainer.loop import Run, evaluate, train
 from finetune_trainer.memory.check import refuse_what_does_not_fit
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import settle_family
@@ -50,6 +47,7 @@ from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.preemption import watch_scheduled_events
+from finetune_trainer.resuming import notes_of, resume
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import (
@@ -141,7 +139,7 @@ def run(
         evaluate=None
         if held_out is None
         else partial(held_out_loss, strategy, held_out, world, is_stopping, round_to=round_to),
-        notes=partial(_notes, telemetry, patience),
+        notes=partial(notes_of, telemetry, patience),
         pad_to=config.data.max_seq_len if pads else None,
         pad_id=tokenizer.pad_token_id,
         flops_of_rows=of_rows,
@@ -169,20 +167,20 @@ def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainCon
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
     """Go on from the newest checkpoint to the exported model."""
     agreement, stop = run.agreement, run.stop
-    first_step = _resume(run)
+    first_step = resume(run)
     if first_step == 0:
         if run.evaluate is not None:
             evaluate(run, 0)
-        _answer_prompts(run, tokenizer, when="before")
+        answer_prompts(run, tokenizer, when="before")
     if agreement.any(stop.requested):
         raise preempted(stop)
     is_trained = run.patience.is_over or first_step == run.plan.total_steps
     exempt_what_is_there()
     last_step = first_step if is_trained else train(run, first_step)
-    _finish_saving(run)
-    message = _choose_weights(run, last_step)
-    _answer_prompts(run, tokenizer, when="after")
-    artifacts = _export(run, tokenizer)
+    finish_saving(run)
+    message = choose_weights(run, last_step)
+    answer_prompts(run, tokenizer, when="after")
+    artifacts = export_model(run, tokenizer)
     run.telemetry.phase(Phase.DONE)
     return Termination(
         failure_class=FailureClass.COMPLETED,
@@ -191,28 +189,6 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
         step=last_step,
         artifacts=artifacts,
     )
-
-
-class _Notes(ContractModel):
-    """What a checkpoint remembers beside tensors, so that a resumed run reports the whole job."""
-
-    eval_loss_before: float | None = None
-    samples: tuple[SampleAnswer, ...] = ()
-    skipped_steps: int = 0
-    best_eval_loss: float | None = None
-    evaluations_since_best: int = 0
-
-
-def _notes(telemetry: Telemetry, patience: Patience) -> dict[str, Any]:
-    progress = telemetry.progress
-    notes = _Notes(
-        eval_loss_before=progress.eval_loss_before,
-        samples=progress.samples,
-        skipped_steps=progress.skipped_steps,
-        best_eval_loss=patience.best,
-        evaluations_since_best=patience.misses,
-    )
-    return notes.model_dump(mode="json", by_alias=True)
 
 
 def _tokenize(
@@ -349,100 +325,3 @@ def _fingerprint(
         weights=weights_fingerprint(config.model) if world.is_main else "",
         optimizer=config.training.optimizer,
     )
-
-
-def _resume(run: Run) -> int:
-    """Read the newest committed checkpoint, if there is one; return the first step to make."""
-    state = run.strategy.state() | {"trainer": run.notes()}
-    run.store.check_space(state)
-    with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
-        manifest = run.store.restore(state)
-        if manifest is None:
-            return 0
-        run.strategy.load_state(state)
-    notes = _Notes.model_validate(state["trainer"])
-    run.patience.best, run.patience.misses = notes.best_eval_loss, notes.evaluations_since_best
-    run.telemetry.resumed(
-        manifest.step,
-        eval_loss_before=notes.eval_loss_before,
-        eval_loss=manifest.eval_loss,
-        skipped_steps=notes.skipped_steps,
-        samples=notes.samples,
-    )
-    if manifest.eval_loss is None and is_evaluation_due(run, manifest.step):
-        run.patience.improves(evaluate(run, manifest.step))  # a stop had broken it off
-    return manifest.step
-
-
-def _finish_saving(run: Run) -> None:
-    """Wait for the last checkpoint; when it failed, the trained model is exported all the same."""
-    try:
-        with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
-            committed = run.store.wait()
-    except CheckpointError:  # the store has reported it
-        run.telemetry.warn("the trained model is exported from memory, without a last checkpoint")
-        return
-    report_commit(run, committed)
-
-
-def _choose_weights(run: Run, last_step: int) -> str:
-    """With early stopping go back to the best weights; return what the run came to."""
-    if run.config.training.early_stopping is None:
-        return f"finished after {last_step} steps"
-    telemetry, state = run.telemetry, run.strategy.state()
-    telemetry.plan(last_step)
-    with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
-        best = run.store.load_best(state)
-    is_early = last_step < run.plan.total_steps
-    said = f"stopped early at step {last_step}" if is_early else f"finished after {last_step} steps"
-    if best is None:
-        return said
-    run.strategy.load_state(state)
-    telemetry.log("went_back", step=best.step, eval_loss=best.eval_loss)
-    return f"{said}, best step {best.step}"
-
-
-def _answer_prompts(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", *, when: Literal["before", "after"]
-) -> None:
-    """Let rank 0 answer the sample prompts, before training and after it."""
-    prompts = run.config.telemetry.sample_prompts
-    if not prompts:
-        return
-    run.telemetry.phase(Phase.ANSWERING)
-    reach("answering", run.plan.total_steps if when == "after" else 0)
-    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
-
-    def work() -> None:
-        if model is None:
-            return
-        device = run.world.device
-        model.to(place_to_answer(model, device, lambda: torch.cuda.mem_get_info(device)[0]))
-        for prompt in prompts:
-            run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
-
-    unless_stopped(run.agreement, run.stop, work)
-
-
-def _export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
-    """Write the trained model from rank 0, and return the paths of what was written there."""
-    telemetry = run.telemetry
-    telemetry.phase(Phase.EXPORTING)
-    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
-
-    def work() -> tuple[str, ...]:
-        if model is None or run.fence is None:
-            return ()
-        reach("exporting", run.plan.total_steps)
-        artifacts = export(
-            model,
-            tokenizer,
-            run.config,
-            fence=run.fence,
-            progress=telemetry.progress,
-            warn=telemetry.warn,
-        )
-        telemetry.artifacts(artifacts)
-        return artifacts
-
-    return unless_stopped(run.agreement, run.stop, work)

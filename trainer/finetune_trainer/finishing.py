@@ -1,0 +1,69 @@
+"""What follows the last step: the last commit, the best weights, and the export.
+
+Called by `rank` on every rank, in this order.
+"""
+
+from typing import TYPE_CHECKING
+
+from finetune_trainer.config import Phase
+from finetune_trainer.config.metrics import TimedPhase
+from finetune_trainer.control import unless_stopped
+from finetune_trainer.errors import CheckpointError
+from finetune_trainer.export import export
+from finetune_trainer.failpoints import reach
+from finetune_trainer.loop import Run, report_commit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def finish_saving(run: Run) -> None:
+    """Wait for the last checkpoint; when it failed, the trained model is exported all the same."""
+    try:
+        with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
+            committed = run.store.wait()
+    except CheckpointError:  # the store has reported it
+        run.telemetry.warn("the trained model is exported from memory, without a last checkpoint")
+        return
+    report_commit(run, committed)
+
+
+def choose_weights(run: Run, last_step: int) -> str:
+    """With early stopping go back to the best weights; return what the run came to."""
+    if run.config.training.early_stopping is None:
+        return f"finished after {last_step} steps"
+    telemetry, state = run.telemetry, run.strategy.state()
+    telemetry.plan(last_step)
+    with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
+        best = run.store.load_best(state)
+    is_early = last_step < run.plan.total_steps
+    said = f"stopped early at step {last_step}" if is_early else f"finished after {last_step} steps"
+    if best is None:
+        return said
+    run.strategy.load_state(state)
+    telemetry.log("went_back", step=best.step, eval_loss=best.eval_loss)
+    return f"{said}, best step {best.step}"
+
+
+def export_model(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Write the trained model from rank 0, and return the paths of what was written there."""
+    telemetry = run.telemetry
+    telemetry.phase(Phase.EXPORTING)
+    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
+
+    def work() -> tuple[str, ...]:
+        if model is None or run.fence is None:
+            return ()
+        reach("exporting", run.plan.total_steps)
+        artifacts = export(
+            model,
+            tokenizer,
+            run.config,
+            fence=run.fence,
+            progress=telemetry.progress,
+            warn=telemetry.warn,
+        )
+        telemetry.artifacts(artifacts)
+        return artifacts
+
+    return unless_stopped(run.agreement, run.stop, work)
