@@ -17,9 +17,9 @@ from finetune_trainer.data.cutting import Cutter
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.prompt_tokens import PromptTokens
 from finetune_trainer.data.source import Row
-from finetune_trainer.data.special import ControlTokens, Offsets, OwnTokenizer
+from finetune_trainer.data.special import ControlTokens, Offsets, OwnTokenizer, refuse_reserved
 from finetune_trainer.data.template import ChatTemplate, Span
-from finetune_trainer.data.turns import Rendered, learned_rows, refuse_reserved
+from finetune_trainer.data.turns import Rendered, learned_rows
 from finetune_trainer.errors import ConfigError, DataError
 
 ROWS_PER_BATCH = 512  # the tokenizer works on many texts at once, with threads where it may

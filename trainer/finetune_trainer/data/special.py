@@ -20,6 +20,7 @@ SHIELD = "\U0010e000"
 FIRST_MARK = 0x10E001
 FIRST_SPECIAL = 0x10F000
 RESERVED = re.compile("[\U0010e000-\U0010fffd]")
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # no tokenizer takes it
 
 Offsets = list[tuple[int, int]]
 
@@ -142,6 +143,29 @@ class OwnTokenizer:
         if not self._forged.isdisjoint(numbers):
             raise ValueError("it makes a special token of plain text")
         return [self._number.get(number, number) for number in numbers]
+
+
+def refuse_reserved(value: Any, where: str) -> None:
+    """Refuse a row whose texts hold what stands for something else here, or is no character.
+
+    Raises:
+        DataError: they do.
+    """
+    texts = list(texts_of(value))
+    if held := _first(HALF_A_CHARACTER, texts):
+        raise DataError(
+            f"{where} holds U+{ord(held[0]):X}, half of a character whose other half is missing; "
+            "correct or delete the row"
+        )
+    if held := _first(RESERVED, texts):
+        raise DataError(
+            f"{where} holds the private-use character U+{ord(held[0]):X}, which marks places for "
+            "the trainer; delete it"
+        )
+
+
+def _first(pattern: re.Pattern[str], texts: list[str]) -> re.Match[str] | None:
+    return next((match for text in texts if (match := pattern.search(text))), None)
 
 
 def texts_of(value: Any) -> Iterable[str]:

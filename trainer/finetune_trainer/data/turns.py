@@ -6,30 +6,24 @@ that text ends a character of private use shows, rendered with it. The definitio
 docs/decisions/0050-what-is-learned.md.
 """
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from finetune_trainer.data.beginnings import Beginnings
 from finetune_trainer.data.formats import Conversation, Message
+from finetune_trainer.data.marking import THOUGHTS, legible, mark_turn, without_marks
 from finetune_trainer.data.special import (
     FIRST_MARK,
-    RESERVED,
     SHIELD,
     ControlTokens,
     common_length,
     map_texts,
-    texts_of,
+    refuse_reserved,
 )
 from finetune_trainer.data.template import ChatTemplate, Span
 from finetune_trainer.errors import DataError
 
-# Names under which a turn's thoughts are given; transformers fills in the others with the first.
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # no tokenizer takes it
 SHOWN = 40  # characters of a text that a sentence quotes
 
 
@@ -137,7 +131,7 @@ class _Finder:
         """
         if len(learned) < 2 or self.is_shielded:
             return
-        marked = {turn: _mark_turn(self._messages[turn]).message for turn in learned}
+        marked = {turn: mark_turn(self._messages[turn]).message for turn in learned}
         beginnings = partial(self._template.beginnings, self._messages, self._tools)
         after = {turn + 1 for turn in learned} | {len(self._messages)}
         texts = beginnings(after, marked, add_generation_prompt=False)
@@ -234,23 +228,23 @@ class _Finder:
             DataError: the template leaves out something that the turn says, or changes it.
         """
         said = self._messages[turn]
-        marked, mark_of, marks_of_calls = _mark_turn(said)
+        marked, mark_of, marks_of_calls = mark_turn(said)
         shown = self._texts.other(turn)
         if shown is None:
             shown = self._template.render((*self._messages[:turn], marked), self._tools, where)
         every = [*mark_of.values(), *marks_of_calls]
-        shown = _legible(shown, every)
+        shown = legible(shown, every)
         if any(mark not in shown for mark in marks_of_calls):
             raise DataError(_left_out(self._where, "tool_calls"))
         for name, mark in mark_of.items():
             if mark not in shown and name != "content":
                 raise DataError(_left_out(self._where, name))
-            begun = _without(shown.split(mark)[0], every)
+            begun = without_marks(shown.split(mark)[0], every)
             if shown.count(mark) != 1 or not begun.endswith(said[name].strip()):
                 raise DataError(_changed(where, name, said[name]))
-        if _without(shown, every) != text:
+        if without_marks(shown, every) != text:
             raise DataError(_changed(where, "content", said["content"]))
-        ends = [len(_without(shown.split(mark)[0], every)) for mark in mark_of.values()]
+        ends = [len(without_marks(shown.split(mark)[0], every)) for mark in mark_of.values()]
         return max(ends) if ends and not said.get("tool_calls") else None
 
     def _end(self, turn: int, text: str, said_end: int | None, start: int) -> int | None:
@@ -313,29 +307,6 @@ class _Finder:
             )
 
 
-def refuse_reserved(value: Any, where: str) -> None:
-    """Refuse a row whose texts hold what stands for something else here, or is no character.
-
-    Raises:
-        DataError: they do.
-    """
-    texts = list(texts_of(value))
-    if held := _first(HALF_A_CHARACTER, texts):
-        raise DataError(
-            f"{where} holds U+{ord(held[0]):X}, half of a character whose other half is missing; "
-            "correct or delete the row"
-        )
-    if held := _first(RESERVED, texts):
-        raise DataError(
-            f"{where} holds the private-use character U+{ord(held[0]):X}, which marks places for "
-            "the trainer; delete it"
-        )
-
-
-def _first(pattern: re.Pattern[str], texts: list[str]) -> re.Match[str] | None:
-    return next((match for text in texts if (match := pattern.search(text))), None)
-
-
 def _without_thoughts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Leave of the assistant's turns only answers and calls; text beside a call is a thought."""
     made = []
@@ -343,94 +314,6 @@ def _without_thoughts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         kept = {key: text for key, text in said.items() if key not in THOUGHTS}
         made.append(kept | {"content": ""} if said.get("tool_calls") else kept)
     return tuple(made)
-
-
-class _Marked(NamedTuple):
-    """A turn with a mark behind everything that it says.
-
-    Attributes:
-        mark_of: By name, the mark of each text.
-        marks_of_calls: Those behind names and arguments of its calls.
-    """
-
-    message: Message
-    mark_of: dict[str, str]
-    marks_of_calls: list[str]
-
-
-def _mark_turn(said: Message) -> _Marked:
-    marks = (chr(number) for number in count(FIRST_MARK))
-    marked, mark_of = _mark_texts(said, marks)
-    calls, marks_of_calls = _mark_calls(said.get("tool_calls", []), marks)
-    if calls:
-        marked["tool_calls"] = calls
-    return _Marked(marked, mark_of, marks_of_calls)
-
-
-def _mark_texts(said: Message, marks: Iterator[str]) -> tuple[Message, dict[str, str]]:
-    """Put a mark behind each text that a turn says; thoughts of several names count once."""
-    marked, mark_of = dict(said), {}
-    seen: dict[str, str] = {}
-    for name in ("content", *THOUGHTS):
-        text = said.get(name)
-        if not isinstance(text, str) or not text.strip():
-            continue
-        is_known = name != "content" and text in seen
-        mark = seen[text] if is_known else next(marks)
-        ended = text.rstrip()
-        marked[name] = ended + mark + text[len(ended) :]
-        if not is_known:
-            mark_of[name] = mark
-        if name != "content":
-            seen[text] = mark
-    return marked, mark_of
-
-
-def _mark_calls(calls: Any, marks: Iterator[str]) -> tuple[Any, list[str]]:
-    """Put a mark behind the name and the texts of each call's function."""
-    used: list[str] = []
-
-    def mark(text: str) -> str:
-        used.append(next(marks))
-        return text + used[-1]
-
-    marked = []
-    for call in calls:
-        inner = call.get("function", call)
-        if not isinstance(inner, dict):
-            marked.append(call)
-            continue
-        changed = dict(inner)
-        if isinstance(inner.get("name"), str):
-            changed["name"] = mark(inner["name"])
-        if isinstance(inner.get("arguments"), dict):
-            changed["arguments"] = {
-                key: _mark_values(item, mark) for key, item in inner["arguments"].items()
-            }
-        marked.append(call | {"function": changed} if "function" in call else changed)
-    return marked, used
-
-
-def _mark_values(value: Any, mark: Any) -> Any:
-    """Change the texts of a value, but not the keys of its mappings."""
-    if isinstance(value, dict):
-        return {key: _mark_values(item, mark) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mark_values(item, mark) for item in value]
-    return mark(value) if isinstance(value, str) else value
-
-
-def _legible(shown: str, marks: list[str]) -> str:
-    """Undo what Python's `repr` makes of marks, as some templates print mappings with it."""
-    for mark in marks:
-        shown = shown.replace(f"\\U{ord(mark):08x}", mark)
-    return shown
-
-
-def _without(text: str, marks: list[str]) -> str:
-    for mark in marks:
-        text = text.replace(mark, "")
-    return text
 
 
 def _restored(value: Any) -> Any:
