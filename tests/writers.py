@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 import writers_judge
 from finetune_trainer.checkpoint.commit import MANIFEST, Fingerprint
 from finetune_trainer.checkpoint.start import job_of_checkpoints
-from finetune_trainer.checkpoint.store import TRAINER_FILE, CheckpointStore
+from finetune_trainer.checkpoint.store import CheckpointStore
+from finetune_trainer.checkpoint.writing import TRAINER_FILE
 from finetune_trainer.claims.enter import Pace, Wanted
 from finetune_trainer.claims.fence import Fence, take
 from finetune_trainer.claims.names import CLAIMS, Listing

@@ -1,7 +1,7 @@
 """Do one piece of work on every rank, and let every rank know whether all of it succeeded.
 
-The store calls it for each stage of a save or a restore. A rank that failed alone would leave
-the others waiting in the next collective; here all of them raise instead.
+The store and its writer call it for each stage of a restore or a save. A rank that failed alone
+would leave the others waiting in the next collective; here all of them raise instead.
 """
 
 from collections.abc import Callable

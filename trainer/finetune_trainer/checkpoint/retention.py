@@ -1,6 +1,6 @@
 """Which committed checkpoints stay: the newest ones, and the one with the lowest held-out loss.
 
-The store calls it after each commit; nothing else deletes a checkpoint.
+The writer calls it after each commit; nothing else deletes a checkpoint.
 """
 
 from collections.abc import Callable, Sequence

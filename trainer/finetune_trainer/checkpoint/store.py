@@ -7,36 +7,34 @@ user of the process group, which must be none of those that training uses: colle
 """
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from finetune_trainer.checkpoint import commit
 from finetune_trainer.checkpoint.agreement import (
     RankError,
     describe,
     do_nothing,
-    on_every_rank,
     on_rank_0,
 )
 from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
-from finetune_trainer.checkpoint.retention import best, retire
+from finetune_trainer.checkpoint.retention import best
 from finetune_trainer.checkpoint.shards import Shards, State, TensorShards, size_bytes
 from finetune_trainer.checkpoint.shared_hashes import SharedHashes
 from finetune_trainer.checkpoint.space import measure, refuse_small_disk
 from finetune_trainer.checkpoint.start import Start, prepare_start
+from finetune_trainer.checkpoint.writing import TRAINER_FILE, CheckpointWriter, Written
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.claims.names import Mark
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.failpoints import reach
-from finetune_trainer.files import make_anew
 from finetune_trainer.memory.host import free_host_memory, pinned_size, refuse_pinning
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.slots import Block
@@ -48,16 +46,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TRAINER_SECTION = "trainer"  # plain JSON values, beside the tensors of the other sections
-TRAINER_FILE = "trainer.json"
-
-
-class _Written(NamedTuple):
-    """A committed checkpoint, how long it took, and what went wrong after its commit."""
-
-    ref: CheckpointRef
-    seconds: float
-    size_bytes: int
-    complaint: str | None
 
 
 class CheckpointStore:
@@ -115,9 +103,18 @@ class CheckpointStore:
         self._warn = warn if rank == 0 else _say_nothing
         self._clock = clock
         self._shards = shards or TensorShards()
+        self._writer = CheckpointWriter(
+            self._root,
+            keep=config.keep,
+            shards=self._shards,
+            rank=rank,
+            group=group,
+            waiting=waiting,
+            fence=fence,
+        )
         self._costs = costs or CheckpointCosts(Block.private())
         self._blocked_seconds = 0.0  # of the save in flight
-        self._in_flight: tuple[int, Future[_Written]] | None = None
+        self._in_flight: tuple[int, Future[Written]] | None = None
         self._failure: str | None = None  # of the newest save, as long as none came after it
         self._unreported: CheckpointRef | None = None
 
@@ -167,7 +164,10 @@ class CheckpointStore:
             eval_loss=eval_loss,
             files={},
         )
-        self._in_flight = (step, self._start(partial(self._write, draft, copy, trainer, started)))
+        write = partial(
+            self._writer.write, draft, copy, trainer, course=self._course, started=started
+        )
+        self._in_flight = (step, self._start(write))
         self._blocked_seconds = time.perf_counter() - started
         self._costs.blocked(self._blocked_seconds, self.cadence.interval_seconds)
         return self._blocked_seconds
@@ -306,8 +306,8 @@ class CheckpointStore:
             claim=claim,
         )
 
-    def _start(self, write: Callable[[], _Written]) -> Future[_Written]:
-        future: Future[_Written] = Future()
+    def _start(self, write: Callable[[], Written]) -> Future[Written]:
+        future: Future[Written] = Future()
 
         def run() -> None:
             try:
@@ -319,59 +319,6 @@ class CheckpointStore:
         # process must be able to leave meanwhile.
         threading.Thread(target=run, name="save", daemon=True).start()
         return future
-
-    def _write(self, draft: Manifest, copy: State, trainer: str, started: float) -> _Written:
-        """Write, hash and commit one checkpoint; runs in the saving thread of every rank."""
-        step = draft.step
-        folder = self._on_rank_0(lambda: self._open_folder(step))
-        try:
-            names = self._shards.write(copy, folder, self._group, step)
-            reach("before-manifest", step)
-            self._on_rank_0(lambda: (folder / TRAINER_FILE).write_text(trainer))
-            if self._rank == 0:
-                names.append(TRAINER_FILE)
-            files = self._digests(folder, names)
-            manifest = draft.model_copy(update={"files": files})
-            ref = self._on_rank_0(lambda: self._commit(folder, manifest))
-        except (RankError, OSError, RuntimeError) as error:  # RuntimeError: gloo lost a rank
-            if self._rank == 0 and not commit.is_committed(folder):
-                shutil.rmtree(folder, ignore_errors=True)  # else the next start removes it
-            if isinstance(error, RankError):  # it may be a higher claim that deleted the folder
-                self._on_rank_0(self._look_out)
-            raise
-        seconds, size = time.perf_counter() - started, sum(one.size for one in files.values())
-        return _Written(ref, seconds, size, self._retire())
-
-    def _open_folder(self, step: int) -> Path:
-        claim = self._checked().holding(self._root).claim
-        return make_anew(commit.step_folder(self._root, step, claim))
-
-    def _checked(self) -> Fence:
-        """Return the fence of rank 0 once it has found that its claims hold."""
-        assert self._fence is not None, "rank 0 has it"
-        self._fence.check()
-        return self._fence
-
-    def _look_out(self) -> None:
-        self._checked()
-
-    def _digests(self, folder: Path, names: list[str]) -> dict[str, commit.FileDigest]:
-        """Hash the files of `folder`, each by the rank that wrote it; `names` are this rank's."""
-        parts = on_every_rank(
-            self._group,
-            lambda: {name: commit.digest_file(folder / name) for name in names},
-            self._waiting,
-        )
-        return dict(sorted(item for part in parts for item in part.items()))
-
-    def _commit(self, folder: Path, manifest: Manifest) -> CheckpointRef:
-        """Write the manifest; it counts if nobody has claimed the folder until it was there."""
-        self._checked()
-        reach("before-commit", manifest.step)
-        commit.write_manifest(folder, manifest)
-        reach("after-commit", manifest.step)
-        self._checked()
-        return commit.reference(folder, manifest)
 
     def _finish(self) -> None:
         """Wait for the save in flight, and record its commit or its failure."""
@@ -391,15 +338,6 @@ class CheckpointStore:
         self.best = best([ref, self.best] if self.best else [ref])
         if complaint is not None:
             self._warn(complaint)
-
-    def _retire(self) -> str | None:
-        """Delete what need not stay, on rank 0; return a sentence when that is impossible."""
-        if self._rank == 0:
-            try:
-                retire(self._root, self._config.keep, self._course, self._checked)
-            except OSError as error:
-                return f"an old checkpoint in {self._root} was not deleted: {describe(error)}"
-        return None
 
     def _sentence(self, step: int, error: Exception) -> str:
         before = f"step {self.last.step}" if self.last else "none"

@@ -1,0 +1,146 @@
+"""Write one checkpoint: its files, their hashes, and the manifest that commits it.
+
+The store calls it in the saving thread of every rank. Nothing counts before the manifest is there,
+so whatever goes wrong earlier leaves the checkpoints that were made before.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from finetune_trainer.checkpoint import commit
+from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank, on_rank_0
+from finetune_trainer.checkpoint.commit import Manifest
+from finetune_trainer.checkpoint.retention import retire
+from finetune_trainer.checkpoint.shards import Shards, State
+from finetune_trainer.claims.fence import Fence
+from finetune_trainer.config import CheckpointRef
+from finetune_trainer.failpoints import reach
+from finetune_trainer.files import make_anew
+from finetune_trainer.waiting import Waiting
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+TRAINER_FILE = "trainer.json"
+
+
+class Written(NamedTuple):
+    """A committed checkpoint, how long it took, and what went wrong after its commit."""
+
+    ref: CheckpointRef
+    seconds: float
+    size_bytes: int
+    complaint: str | None
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, as one rank sees them."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int,
+        shards: Shards,
+        rank: int,
+        group: "ProcessGroup | None",
+        waiting: Waiting | None,
+        fence: Fence | None,
+    ) -> None:
+        """Take the arguments of the `CheckpointStore`; `root` is the folder of all checkpoints."""
+        self._root = root
+        self._keep = keep
+        self._shards = shards
+        self._rank = rank
+        self._group = group
+        self._waiting = waiting
+        self._fence = fence
+
+    def write(
+        self,
+        draft: Manifest,
+        copy: State,
+        trainer: str,
+        *,
+        course: commit.Course | None,
+        started: float,
+    ) -> Written:
+        """Write, hash and commit one checkpoint; a collective that waits for every rank's disk.
+
+        `draft` is its manifest without files, `copy` the tensors and `trainer` the text of
+        `TRAINER_FILE`. `course` says which older checkpoints are of this run's past. `started` is
+        in seconds of `time.perf_counter`.
+
+        Raises:
+            RankError: at least one rank could not do its part.
+            OSError: this rank could not write its tensors.
+            RuntimeError: gloo lost a rank.
+            OvertakenError: there is a higher claim on the folder.
+        """
+        step = draft.step
+        folder = self._on_rank_0(lambda: self._open_folder(step))
+        try:
+            names = self._shards.write(copy, folder, self._group, step)
+            reach("before-manifest", step)
+            self._on_rank_0(lambda: (folder / TRAINER_FILE).write_text(trainer))
+            if self._rank == 0:
+                names.append(TRAINER_FILE)
+            files = self._digests(folder, names)
+            manifest = draft.model_copy(update={"files": files})
+            ref = self._on_rank_0(lambda: self._commit(folder, manifest))
+        except (RankError, OSError, RuntimeError) as error:  # RuntimeError: gloo lost a rank
+            if self._rank == 0 and not commit.is_committed(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # else the next start removes it
+            if isinstance(error, RankError):  # it may be a higher claim that deleted the folder
+                self._on_rank_0(self._look_out)
+            raise
+        seconds, size = time.perf_counter() - started, sum(one.size for one in files.values())
+        return Written(ref, seconds, size, self._retire(course))
+
+    def _open_folder(self, step: int) -> Path:
+        claim = self._checked().holding(self._root).claim
+        return make_anew(commit.step_folder(self._root, step, claim))
+
+    def _checked(self) -> Fence:
+        """Return the fence of rank 0 once it has found that its claims hold."""
+        assert self._fence is not None, "rank 0 has it"
+        self._fence.check()
+        return self._fence
+
+    def _look_out(self) -> None:
+        self._checked()
+
+    def _digests(self, folder: Path, names: list[str]) -> dict[str, commit.FileDigest]:
+        """Hash the files of `folder`, each by the rank that wrote it; `names` are this rank's."""
+        parts = on_every_rank(
+            self._group,
+            lambda: {name: commit.digest_file(folder / name) for name in names},
+            self._waiting,
+        )
+        return dict(sorted(item for part in parts for item in part.items()))
+
+    def _commit(self, folder: Path, manifest: Manifest) -> CheckpointRef:
+        """Write the manifest; it counts if nobody has claimed the folder until it was there."""
+        self._checked()
+        reach("before-commit", manifest.step)
+        commit.write_manifest(folder, manifest)
+        reach("after-commit", manifest.step)
+        self._checked()
+        return commit.reference(folder, manifest)
+
+    def _retire(self, course: commit.Course | None) -> str | None:
+        """Delete what need not stay, on rank 0; return a sentence when that is impossible."""
+        if self._rank == 0:
+            try:
+                retire(self._root, self._keep, course, self._checked)
+            except OSError as error:
+                return f"an old checkpoint in {self._root} was not deleted: {describe(error)}"
+        return None
+
+    def _on_rank_0(self, work: Callable[[], T]) -> T:
+        return on_rank_0(self._group, self._rank, work, waiting=self._waiting)
