@@ -91,6 +91,36 @@ def test_a_model_that_cannot_be_compiled_goes_on_without_where_it_is_the_default
     assert "no such kernel" in said[1]
 
 
+def without_a_backward_kernel():
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    def forward(graph, inputs):
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=forward, bw_compiler=broken, inference_compiler=forward)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("documents", [[(24,)], [(9, 7, 5)]])
+def test_a_backward_pass_that_cannot_be_compiled_is_seen_in_the_forward_pass(documents):
+    said: list[str] = []
+    batch = pack(documents, width=24)
+    expected = one_step(family("llama"), batch)
+    model = family("llama")
+    torch._dynamo.reset()
+    backend = without_a_backward_kernel()
+    compile_layers(model, CPU, is_asked=False, warn=said.append, backend=backend)
+    torch.testing.assert_close(one_step(model, batch), expected, rtol=0, atol=0)
+    assert len(said) == 1
+    assert "no such kernel" in said[0]
+    model = family("llama")
+    torch._dynamo.reset()
+    compile_layers(model, CPU, is_asked=True, warn=pytest.fail, backend=backend)
+    with pytest.raises(ConfigError, match=r"^spec.training.compile: .*no such kernel"):
+        one_step(model, batch)
+
+
 @pytest.mark.parametrize(
     ("training", "said"),
     [

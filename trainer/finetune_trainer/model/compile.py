@@ -47,6 +47,7 @@ def compile_layers(
         cpu_varlen.register()
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
+    _compile_backward_at_once()
     name, shapes = type(base).__name__, _Shapes()
     for layer in layers:
         layer.compile(backend=backend)
@@ -67,6 +68,16 @@ def _fault(
     if device.type == "cuda" and find_spec("triton") is None:
         return "it needs the package triton on a GPU, which is not installed"
     return None
+
+
+def _compile_backward_at_once() -> None:
+    """Have both passes compiled by the call of a layer.
+
+    Else the backward pass is compiled in the first `backward`, which no layer's call encloses.
+    """
+    from torch._functorch import config
+
+    config.force_non_lazy_backward_lowering = True
 
 
 class _Shapes:
