@@ -48,6 +48,14 @@ def finish(
     )
 
 
+def need_a_kernel(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
+    """Compute what torch does not compute alike each time."""
+    torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two stays?
+    return finish(config, world, stop, telemetry, fence)
+
+
 def act(
     config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:

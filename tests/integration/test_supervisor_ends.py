@@ -64,6 +64,12 @@ def test_one_failing_rank_decides_and_ends_the_others(
     assert run.stderr.splitlines()[-1] == f"{failure_class}: {last_words.message}"
 
 
+def test_a_kernel_that_cannot_be_deterministic_ends_the_run_by_the_field(started) -> None:
+    run = started("need_a_kernel", training={"deterministic": True})
+    assert run.wait() == 78, run.stderr
+    assert run.termination.message.startswith("spec.training.deterministic is not possible: ")
+
+
 def test_sigterm_lets_all_ranks_leave_at_the_same_step_with_75(started) -> None:
     run = started("train")
     ranks = run.pids_of_ranks()

@@ -29,6 +29,12 @@ def test_plan_states_every_choice_and_why_it_was_made():
     )
 
 
+def test_plan_takes_the_precision_that_8_bit_moments_need_also_on_a_cpu():
+    plan = make_plan(job(method={"type": "full"}, training={"optimizer": "adamw8bit"}))
+    assert (plan.device, plan.precision) == ("cpu", Precision.BF16)
+    assert "precision bf16: adamw8bit keeps parameters in it" in plan.reasons
+
+
 def test_plan_has_no_reason_for_what_the_manifest_chose():
     plan = make_plan(
         job(

@@ -9,7 +9,7 @@ from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.method import ActivationCheckpointing, StrategyType
-from finetune_operator.api.v1alpha1.training import Precision
+from finetune_operator.api.v1alpha1.training import Optimizer, Precision
 
 MAX_AUTO_MICRO_BATCH = 8
 
@@ -68,8 +68,8 @@ def make_plan(job: FineTuneJob) -> Plan:
         )
     precision = spec.training.precision
     if precision is Precision.AUTO:
-        precision = Precision.BF16 if device == "cuda" else Precision.FP32
-        reasons.append(f"precision {precision}: the default on a {device} device")
+        precision, reason = _precision(spec.training.optimizer, device)
+        reasons.append(f"precision {precision}: {reason}")
     recompute = spec.strategy.activation_checkpointing
     if recompute is ActivationCheckpointing.AUTO:
         recompute = ActivationCheckpointing.NONE
@@ -92,6 +92,14 @@ def make_plan(job: FineTuneJob) -> Plan:
         micro_batch_size=_micro_batch_size(job, spec.topology.nodes, processes, reasons),
         reasons=tuple(reasons),
     )
+
+
+def _precision(optimizer: Optimizer | None, device: str) -> tuple[Precision, str]:
+    """Return the precision of a job that leaves it open, and why."""
+    if optimizer is Optimizer.ADAMW_8BIT:
+        return Precision.BF16, "adamw8bit keeps parameters in it"
+    precision = Precision.BF16 if device == "cuda" else Precision.FP32
+    return precision, f"the default on a {device} device"
 
 
 def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: list[str]) -> int:

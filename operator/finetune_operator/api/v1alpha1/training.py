@@ -88,7 +88,7 @@ class TrainingSpec(ApiModel):
     """Gradients are scaled down to this global norm; 0 turns it off."""
     precision: Precision = Precision.AUTO
     """bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or fp32; auto is
-    bf16 on a GPU and fp32 on a CPU."""
+    bf16 on a GPU and with adamw8bit, and fp32 on a CPU."""
     optimizer: Optimizer | None = None
     """adamw keeps parameters and both moments in fp32, 12 bytes a parameter; adamw8bit keeps
     parameters in bf16, rounded stochastically, and moments in 8 bits, 4 bytes a parameter. That is
