@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -20,7 +19,6 @@ from finetune_trainer.config import (
     TrainConfig,
 )
 from finetune_trainer.config.metrics import TimedPhase
-from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.board import Board
 from finetune_trainer.telemetry.boundary import StepBoundaries
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
@@ -32,16 +30,15 @@ from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import GpuNumbers, Numbers, info_labels
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.processes import seconds_since_start
+from finetune_trainer.telemetry.run_directory import RunDirectory
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from finetune_trainer.telemetry.spent import SpentTime
+from finetune_trainer.telemetry.start_up import StartUp
 from finetune_trainer.telemetry.step import StepReport, Throughput
 
-TENSORBOARD_FOLDER = "tensorboard"
 _WARNINGS_KEPT = 20
 _SECONDS_BETWEEN_STEPS = 2.0  # in progress.json
 _SECONDS_UNTOLD = 0.5  # at most, of steps
-# What a user did not ask to wait for before the first step, so it does not count as start-up.
-_NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
 _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
 _LONG = (TimedPhase.CHECKPOINT_BLOCKING, TimedPhase.EVAL)
 
@@ -72,13 +69,12 @@ class Telemetry:
         """
         self._lock = RLock()
         self._clock = clock
-        self._started = psutil.Process().create_time() if started is None else started
         self._config, self._rank = config, rank
-        self._run_dir = Path(config.run_dir)
+        self._folder = RunDirectory(config.run_dir, self.warn)
         self._is_main = rank == 0
         self._throughput = Throughput()
-        self._not_start_up_seconds = 0.0
-        self._phase_since = clock()
+        began = psutil.Process().create_time() if started is None else started
+        self._start_up = StartUp(began, clock())
         self._spent = SpentTime(clock() - seconds_since_start())
         self._artifacts: tuple[str, ...] = ()
         self._warned: set[str] = set()
@@ -87,14 +83,11 @@ class Telemetry:
         )
         self._changes: dict[str, Any] = {}  # of the progress, since it was last put together
         self._total_steps: int | None = None
-        self._has_stepped = False
         self._untold: list[tuple[StepReport, float]] = []
         self._told_at = float("-inf")
-        log_path = self._run_dir / "logs" / f"rank-{rank}.jsonl"
+        log_path = self._folder.log_of(rank)
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
         self._written_at = self._heard_at = float("-inf")
-        self._has_room = True
-        self._is_let_go = False
         self._shared = Shared(NodePage(), rank) if shared is None else shared
         self._numbers = Numbers(self._shared.block, is_main=self._is_main)
         self.collectives = Collectives(
@@ -149,15 +142,14 @@ class Telemetry:
         """Write one line to this rank's journal and to nothing else."""
         with self._lock:
             self._tell_steps(self._clock())
-            self._put(lambda: self._journal.write(event, fields))
+            self._folder.put(lambda: self._journal.write(event, fields))
 
     def phase(self, phase: Phase) -> None:
         """Say what the run does from now on."""
         with self._lock:
             now = self._clock()
-            if self.progress.phase in _NOT_START_UP:
-                self._not_start_up_seconds += now - self._phase_since
-            self._phase_since = now
+            self._tell_steps(now)  # they belong to the phase before
+            self._start_up.turn(phase, now)
             self._spent.turn(phase, now)
             self.log("phase", phase=phase)
             self._hear(now)
@@ -243,7 +235,7 @@ class Telemetry:
         tokens_per_second = self._throughput.tokens_per_second
         self._numbers.step(report, self._throughput, at)
         line = {**report._asdict(), "tokens_per_second": tokens_per_second}
-        self._put(lambda: self._journal.write("step", line, at=at))
+        self._folder.put(lambda: self._journal.write("step", line, at=at))
         changes |= {
             "step": report.step,
             "epoch": report.epoch,
@@ -258,9 +250,8 @@ class Telemetry:
                 self.log("skipped", step=report.step, reason="a gradient was not finite")
                 known = changes.get("skipped_steps", self.progress.skipped_steps)
                 changes["skipped_steps"] = known + 1
-        if not self._has_stepped:
-            self._has_stepped = True
-            first = max(0.0, at - self._started - self._not_start_up_seconds)
+        first = self._start_up.step(at)
+        if first is not None:
             self.log("first_step", seconds=first)
             changes["first_step_seconds"] = first
         if self._board is not None:
@@ -332,12 +323,12 @@ class Telemetry:
     @property
     def is_stepping(self) -> bool:
         """Whether this rank is in a step after its first, and in nothing that a step waits for."""
-        is_training = self.progress.phase is Phase.TRAINING and self._has_stepped
+        is_training = self.progress.phase is Phase.TRAINING and self._start_up.is_over
         return is_training and self.phases.phase not in _LONG
 
     def let_go(self) -> None:
         """Write no further into the run directory, which a later attempt has now."""
-        self._is_let_go = True
+        self._folder.let_go()
 
     def close(self) -> None:
         """Write the last progress and close every outlet; a second call does nothing."""
@@ -346,7 +337,7 @@ class Telemetry:
             self.phases.stop()
             if self._board is not None:
                 self._board.close()
-            self._put(self._journal.close)
+            self._folder.put(self._journal.close)
 
     def _hear(self, now: float) -> None:
         """Warn of what the page's process has found, asked for at most as often as written."""
@@ -356,8 +347,10 @@ class Telemetry:
                 self.warn(sentence)
 
     def _open_board(self) -> Board:
-        folder = self._run_dir / TENSORBOARD_FOLDER
-        return Board(folder, clock=self._clock, put=self._put, has_room=lambda: self._has_room)
+        folder = self._folder
+        return Board(
+            folder.curves, clock=self._clock, put=folder.put, has_room=lambda: folder.has_room
+        )
 
     def _print(self, sentence: str) -> None:
         if self._narrator is not None:
@@ -373,27 +366,13 @@ class Telemetry:
             if self._is_main and is_due:
                 self._changes["spent"] = self._spent.at(now)
                 self._written_at = now
-                path, text = self._run_dir / "progress.json", self.progress.to_json()
+                text = self.progress.to_json()
                 self._show(lambda: self._shared.tell_progress(text))  # no disk can delay this
-                self._has_room = self._put(lambda: replace_text(path, text))
+                self._folder.put_progress(text)
 
     def _eta_seconds(self, step: int) -> float | None:
         total, seconds = self._total_steps, self._throughput.seconds_per_step
         return None if total is None or seconds is None else max(0, total - step) * seconds
-
-    def _put(self, write: Callable[[], object]) -> bool:
-        """Let an outlet write, and say whether it could: a full disk ends no training."""
-        if self._is_let_go:
-            return False
-        try:
-            write()
-        except OSError as error:
-            self.warn(
-                f"{self._run_dir} cannot be written ({error.strerror or error}); training goes on, "
-                "and its reports are missing there until there is room"
-            )
-            return False
-        return True
 
     def _show(self, write: Callable[[], object]) -> None:
         """Let the page of the node have a text; where it has no room, training goes on."""
