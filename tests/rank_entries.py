@@ -4,6 +4,7 @@
 rank ACT_RANK.
 """
 
+import ctypes
 import os
 import signal
 import time
@@ -95,6 +96,23 @@ def hang(
     telemetry.phase(Phase.TRAINING)
     if world.rank == 1:
         time.sleep(600)
+    return finish(config, world, stop, telemetry, fence)
+
+
+def wait_with_the_lock() -> None:
+    """Wait in C for what never comes, with the interpreter lock."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it waits for itself
+        libc.pthread_mutex_lock(mutex)
+
+
+def hold_the_lock(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
+    """Get nowhere with the interpreter lock, so that no thread of Python runs."""
+    telemetry.phase(Phase.TRAINING)
+    time.sleep(2)  # the watchdog sets its timer each second
+    wait_with_the_lock()
     return finish(config, world, stop, telemetry, fence)
 
 

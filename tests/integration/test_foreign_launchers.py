@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -91,7 +92,8 @@ launchers = pytest.mark.parametrize("launcher", [torchrun, *OTHERS])
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(train_config(tmp_path))
+    # Under mpirun the uid says which port ranks meet at: tests run beside each other.
+    job = Job(train_config(tmp_path, job={"uid": str(uuid.uuid4())}))
     yield job
     for process in job.processes:
         if process.poll() is None:

@@ -1,6 +1,5 @@
 """How long a rank may report nothing, and how it is ended, also while it holds Python's lock."""
 
-import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,11 @@ import pytest
 
 from finetune_trainer.config import FailureClass, Phase, Termination
 from finetune_trainer.config.metrics import TimedPhase
+from finetune_trainer.launch.stacks import TimerTraces, stacks_path
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.watchdog import DEFAULT_HANG_SECONDS, Limit, limit_of, watch_progress
 from launches import train_config
-from rank_entries import report
+from rank_entries import report, wait_with_the_lock
 from warm_processes import forkserver
 
 OF_STEPS = Limit(0.5, is_of_steps=True)
@@ -86,21 +86,24 @@ def test_what_a_step_waits_for_may_take_longer_and_is_forgotten_behind_it(
 
 def hold_the_lock(folder: Path) -> None:
     """Make a step, and then wait in C for what never comes, with the interpreter lock."""
-    telemetry = Telemetry(train_config(folder), rank=0, world_size=1)
+    config = train_config(folder)
+    telemetry = Telemetry(config, rank=0, world_size=1)
     telemetry.phase(Phase.TRAINING)
     telemetry.step(report(1))
     watching = threading.Event()
     limit = Limit(1.0, is_of_steps=True)
-    watch_progress(telemetry, limit, folder / "stacks", lambda _: watching.set())
+    watch_progress(telemetry, limit, stacks_path(config.run_dir, 0), lambda _: watching.set())
     watching.wait(limit.seconds / 2)  # so that the watchdog has set its timer
-    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-    for _ in range(2):  # the second time it waits for itself
-        libc.pthread_mutex_lock(mutex)
+    wait_with_the_lock()
 
 
 def test_a_rank_that_holds_the_interpreter_lock_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    before = TimerTraces(train_config(tmp_path).run_dir, [0])
     process = forkserver().Process(target=hold_the_lock, args=(tmp_path,), daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == 1
-    assert "in hold_the_lock" in (tmp_path / "stacks").read_text()
+    path = before.path_if_ended(0)
+    assert path is not None
+    assert "in hold_the_lock" in path.read_text()
+    assert TimerTraces(train_config(tmp_path).run_dir, [0]).path_if_ended(0) is None

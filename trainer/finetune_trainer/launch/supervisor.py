@@ -30,6 +30,7 @@ from finetune_trainer.launch.report import (
     ENV_STARTED,
     ENV_SUPERVISOR_PID,
 )
+from finetune_trainer.launch.stacks import TimerTraces
 from finetune_trainer.launch.termination_message import (
     agree,
     preempted_before_training,
@@ -122,7 +123,9 @@ class Supervisor:
         }
         arguments = ("-m", "finetune_trainer.launch.worker", str(self._config_path), self._entry)
         oom_kills_before = count_oom_kills()
-        watch = Watch(reports, self.stop, config.termination_grace_seconds)
+        first = node.rank * config.world.nproc_per_node
+        traces = TimerTraces(config.run_dir, range(first, first + config.world.nproc_per_node))
+        watch = Watch(reports, self.stop, config.termination_grace_seconds, traces)
         watch.until_all_ended(start_ranks(config, node, arguments, environ, restart=restart))
         return agree(
             watch.exits,

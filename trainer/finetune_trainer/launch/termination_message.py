@@ -46,6 +46,7 @@ class RankExit:
         time: when it was noticed, seconds since the epoch.
         ended_by: who sent the SIGKILL, where there was one from the supervisor.
         report: what it left behind; None when it had no time to.
+        stacks: where a timer wrote its stacks before it ended it; None where no timer has.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class RankExit:
     time: float
     ended_by: EndedBy = EndedBy.ITSELF
     report: RankReport | None = None
+    stacks: Path | None = None
 
     @property
     def outcome(self) -> int:
@@ -166,11 +168,23 @@ def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
         )
     if exit_.code < 0:
         return _killed(exit_, is_out_of_memory)
+    if exit_.stacks is not None:
+        return _hung(exit_.rank, exit_.stacks)
     code = ExitCode(exit_.code) if exit_.code in list(ExitCode) else ExitCode.ERROR
     message = (
         f"rank {exit_.rank} exited with {exit_.code} without a termination message; see its log"
     )
     return _termination(exit_.rank, code, message)
+
+
+def _hung(rank: int, stacks: Path) -> Termination:
+    message = (
+        f"rank {rank} made no progress while one of its threads held the interpreter lock, and a "
+        f"timer has ended it; {stacks} shows where each thread was; raise "
+        "spec.deadlines.hangSeconds if it was only slow"
+    )
+    hung = _termination(rank, ExitCode.ERROR, message)
+    return hung.model_copy(update={"failure_class": FailureClass.HUNG})
 
 
 def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:

@@ -14,6 +14,7 @@ from pathlib import Path
 from finetune_trainer.config import ExitCode
 from finetune_trainer.control import StopSignal
 from finetune_trainer.launch.report import read_report
+from finetune_trainer.launch.stacks import TimerTraces
 from finetune_trainer.launch.termination_message import EndedBy, RankExit
 
 # Ranks notice a lost peer within milliseconds on gloo; NCCL may hang until it is killed.
@@ -31,10 +32,13 @@ class Watch:
     the others soon, as no step can be finished without it.
     """
 
-    def __init__(self, reports: Path, stop: StopSignal, grace_seconds: float) -> None:
+    def __init__(
+        self, reports: Path, stop: StopSignal, grace_seconds: float, traces: TimerTraces
+    ) -> None:
         """Prepare to watch ranks that leave their reports in the folder `reports`."""
         self.exits: list[RankExit] = []
         self._reports = reports
+        self._traces = traces
         self._stop = stop
         self._grace_seconds = grace_seconds
         self._told_to_stop = False
@@ -87,6 +91,7 @@ class Watch:
                     time=time.time(),
                     ended_by=self._deadline_is_for if was_killed else EndedBy.ITSELF,
                     report=read_report(self._reports, rank),
+                    stacks=self._traces.path_if_ended(rank) if code == ExitCode.ERROR else None,
                 )
             )
 

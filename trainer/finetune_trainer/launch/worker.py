@@ -39,6 +39,7 @@ from finetune_trainer.launch.report import (
     RankReport,
     write_report,
 )
+from finetune_trainer.launch.stacks import stacks_path
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.launch.unused import hide_unused
 from finetune_trainer.launchers import ACCELERATE, Launch, read_launch, restart_count
@@ -171,7 +172,7 @@ class _Rank:
         config = self._config
         self._telemetry = _open_telemetry(config, launch, self._environ, shared)
         if (limit := limit_of(config)) is not None:
-            stacks = Path(config.run_dir) / "logs" / f"rank-{launch.rank}.stacks.txt"
+            stacks = stacks_path(config.run_dir, launch.rank)
             watch_progress(self._telemetry, limit, stacks, self._end_hung)
         return self._telemetry
 
