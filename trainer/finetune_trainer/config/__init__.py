@@ -49,12 +49,12 @@ from finetune_trainer.config.train import ENV_RDZV_ENDPOINT as ENV_RDZV_ENDPOINT
 from finetune_trainer.config.train import ENV_TERMINATION_PATH as ENV_TERMINATION_PATH
 from finetune_trainer.config.train import CheckpointConfig as CheckpointConfig
 from finetune_trainer.config.train import ControlConfig as ControlConfig
-from finetune_trainer.config.train import EarlyStopping as EarlyStopping
-from finetune_trainer.config.train import LoraSettings as LoraSettings
-from finetune_trainer.config.train import MethodConfig as MethodConfig
 from finetune_trainer.config.train import OutputConfig as OutputConfig
 from finetune_trainer.config.train import StrategyConfig as StrategyConfig
 from finetune_trainer.config.train import TelemetryConfig as TelemetryConfig
 from finetune_trainer.config.train import TrainConfig as TrainConfig
-from finetune_trainer.config.train import TrainingConfig as TrainingConfig
 from finetune_trainer.config.train import WorldConfig as WorldConfig
+from finetune_trainer.config.training import EarlyStopping as EarlyStopping
+from finetune_trainer.config.training import LoraSettings as LoraSettings
+from finetune_trainer.config.training import MethodConfig as MethodConfig
+from finetune_trainer.config.training import TrainingConfig as TrainingConfig

@@ -1,0 +1,135 @@
+"""What is trained and how: the method, the batch, steps, learning rate and precision.
+
+Sections of `TrainConfig`; what concerns more than one section is checked there.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from finetune_trainer.config.base import ContractModel
+
+
+class LoraSettings(ContractModel):
+    """Low-rank adapters (arXiv:2106.09685): W + (alpha / r) B A."""
+
+    r: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: tuple[str, ...] = Field(
+        (), description="Module name endings; empty: all linear layers but head and routers."
+    )
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv:2312.03732).")
+    dora: bool = Field(False, description="Train magnitudes apart (arXiv:2402.09353).")
+    start_from: str | None = Field(
+        None, description="Folder of an adapter whose weights training begins with."
+    )
+
+
+class MethodConfig(ContractModel):
+    """Which parameters are trained: all of them, or adapters (`lora` is then set)."""
+
+    type: Literal["full", "lora", "qlora"] = "lora"
+    lora: LoraSettings | None = None
+    quantization: Literal["none", "nf4", "int8"] = Field(
+        "none",
+        description="Storage of the frozen base; nf4 is 4-bit with double quantisation "
+        "(arXiv:2305.14314).",
+    )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="Shell patterns of parameter names that full fine-tuning leaves as they are.",
+    )
+
+    @model_validator(mode="after")
+    def _settings_go_with_their_type(self) -> Self:
+        if (self.type == "full") != (self.lora is None):
+            raise ValueError(
+                "spec.method.lora goes with spec.method.type lora and qlora, and only with them"
+            )
+        if (self.type == "qlora") != (self.quantization != "none"):
+            raise ValueError(
+                "spec.method.quantization goes with spec.method.type qlora, and only so"
+            )
+        if self.freeze and self.type != "full":
+            raise ValueError(
+                "spec.method.freeze has no effect with adapters, which freeze the whole base; "
+                "remove it or use spec.method.type full"
+            )
+        return self
+
+
+class EarlyStopping(ContractModel):
+    """Stop when the held-out loss no longer falls."""
+
+    patience: Annotated[int, Field(ge=1)] = Field(
+        description="Evaluations without improvement before training stops."
+    )
+    min_delta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Fall of the held-out loss that counts as an improvement."
+    )
+
+
+class TrainingConfig(ContractModel):
+    """The optimizer's view: batch, steps, learning rate, precision."""
+
+    global_batch_size: Annotated[int, Field(ge=1)] = Field(
+        description="Sequences (packs, when packing) an optimizer step averages over."
+    )
+    micro_batch_size: Annotated[int, Field(ge=1)] = Field(
+        1, description="Sequences of one forward pass on one rank."
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    learning_rate: Annotated[float, Field(gt=0)]
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Share of all steps when below 1, else a count of steps."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="0 turns clipping off.")
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] = Field(
+        "fp32",
+        description="Number format of forward and backward; trained parameters are fp32 (fp64 with "
+        "fp64, which shows whether a difference is more than rounding; bf16 with adamw8bit).",
+    )
+    optimizer: Literal["adamw", "adamw8bit"] = Field(
+        "adamw", description="adamw8bit: bf16 parameters, rounded stochastically, 8-bit moments."
+    )
+    compile: bool = Field(False, description="Compile each decoder layer with torch.compile.")
+    is_compile_asked: bool = Field(
+        False, description="The manifest says so: a model that cannot be compiled is refused."
+    )
+    attention: Literal["fastest", "varlen", "flex", "model"] = Field(
+        "fastest", description="What keeps documents apart; fastest: of what can serve here."
+    )
+    deterministic: bool = Field(False, description="The same bits in each run; cuda only.")
+    collect_garbage_every_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="Python's garbage is collected so often and never between; 0: by Python."
+    )
+    expandable_segments: bool = Field(False, description="Of CUDA's allocator.")
+    check_memory: bool = Field(True, description="Refuse a start that cannot fit; cuda only.")
+    fused_head: bool = Field(True, description="Compute the loss in the head, chunk by chunk.")
+    liger: bool = Field(False, description="Use liger-kernel's Triton layers; GPU only.")
+    float8: bool = Field(False, description="float8 matrix products (torchao); full, Hopper only.")
+    seed: Annotated[int, Field(ge=0)] = 42
+    eval_every_steps: Annotated[int, Field(ge=1)] | None = None
+    early_stopping: EarlyStopping | None = None
+
+    @model_validator(mode="after")
+    def _steps_of_warmup_are_whole(self) -> Self:
+        if self.warmup >= 1 and not self.warmup.is_integer():
+            raise ValueError(
+                f"spec.training.warmup {self.warmup} is neither a share of the steps (below 1) nor "
+                f"a whole number of them; use {int(self.warmup)} or {int(self.warmup) + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_xor_max_steps(self) -> Self:
+        if (self.epochs is None) == (self.max_steps is None):
+            raise ValueError(
+                "exactly one of spec.training.epochs and spec.training.maxSteps must be set"
+            )
+        return self
