@@ -23,7 +23,7 @@ _OF_LAUNCHERS = re.compile(
 class Launch:
     """What a launcher says about the place of this process.
 
-    `master_port` is 0 when the launcher named none; `open_world` then derives one from the job.
+    `master_port` is 0 when the launcher named none; `rendezvous` then derives one from the job.
     """
 
     launcher: str
