@@ -1,6 +1,6 @@
 """Write the trained model for others to load, and refuse to call a broken one finished.
 
-`rank` calls `check_replaceable` before anything starts and `export` on rank 0 after the last step;
+`rank` calls `check_replaceable` before anything starts, `finishing` calls `export` on rank 0;
 `tryout` has shown by then that the model can be exported. What is written passes its gates in a
 staging folder; only then does it become the output.
 """
