@@ -147,15 +147,22 @@ def put_namespace(api: Api, name: str) -> None:
         api.run(api.client.create(NAMESPACES, {"metadata": {"name": name}}))
 
 
-def put_operator(put: Callable[..., None], name: str, ready: int, **settings: str) -> None:
-    """Have a Deployment of two replicas as the chart makes it, of which so many are ready."""
+def put_operator(
+    put: Callable[..., None], name: str, release: str = "", *, ready: int, **settings: str
+) -> None:
+    """Have a Deployment of two replicas as the chart makes it, of which so many are ready.
+
+    `release` is helm's, if helm made it.
+    """
+    annotations = {"meta.helm.sh/release-name": release} if release else {}
     labels = {**LABELS, "app.kubernetes.io/instance": name}
     env = [{"name": f"FINETUNE_OPERATOR_{key}", "value": one} for key, one in settings.items()]
     container = {"name": "operator", "image": "x", "env": env}
     pod = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
     spec = {"replicas": 2, "selector": {"matchLabels": labels}, "template": pod}
     status = {"replicas": 2, "readyReplicas": ready, "availableReplicas": ready}
-    put(DEPLOYMENTS, name, HOME, metadata={"labels": labels}, spec=spec, status=status)
+    metadata = {"labels": labels, "annotations": annotations}
+    put(DEPLOYMENTS, name, HOME, metadata=metadata, spec=spec, status=status)
 
 
 def put_lease(put: Callable[..., None], holder: str, age_seconds: float) -> None:
@@ -253,15 +260,22 @@ def test_two_operators_of_one_namespace_and_none_of_another_are_told(
     doctor: Doctor, api: Api, put: Callable[..., None]
 ) -> None:
     put_namespace(api, HOME)
-    for name, served in (("one", "team-a, team-b"), ("two", "team-b")):
-        put_operator(put, name, ready=2, NAMESPACES=served, LEADER_ELECTION="false")
+    for name, release, served in (("one", "ours", "team-a, team-b"), ("two", "", "team-b")):
+        settings = {"NAMESPACES": served, "LEADER_ELECTION": "false"}
+        put_operator(put, name, release, ready=2, **settings)
     both = doctor("-n", "team-b").of("namespace team-b", "operator")
     assert "is served by finetune-operator/one and finetune-operator/two" in both["detail"]
-    assert both["command"] == f"helm uninstall two -n {HOME}"
+    assert both["command"] == f"kubectl -n {HOME} delete deployment two"
     assert doctor("-n", "team-a").of("namespace team-a", "operator")["state"] == "ok"
     none = doctor("-n", "team-c").of("namespace team-c", "operator")
     assert "is served by no operator" in none["detail"]
+    assert none["command"].startswith(f"helm upgrade ours charts/finetune-operator -n {HOME} ")
     assert "--set 'settings.namespaces={team-a,team-b,team-c}'" in none["command"]
+    of_helm = {"metadata": {"annotations": {"meta.helm.sh/release-name": None}}}
+    api.run(api.client.patch(DEPLOYMENTS, "one", HOME, of_helm))
+    command = doctor("-n", "team-c").of("namespace team-c", "operator")["command"]
+    served = "FINETUNE_OPERATOR_NAMESPACES=team-a,team-b,team-c"
+    assert command == f"kubectl -n {HOME} set env deployment/one {served}"
 
 
 @pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the PATH")

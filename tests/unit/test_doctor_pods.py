@@ -97,6 +97,14 @@ def test_another_image_is_named_to_kubectl_where_helm_installed_nothing() -> Non
     )
 
 
+def test_another_user_is_given_by_kubectl_where_helm_installed_nothing() -> None:
+    owner = Owner("operators", "finetune-operator", "", "a=b")
+    as_root = pod(waiting={"reason": "CreateContainerConfigError", "message": AS_ROOT})
+    remedy = trouble_of(owner, {}, [as_root]).remedy
+    assert remedy.startswith("kubectl -n operators patch deployment finetune-operator -p '{")
+    assert '"securityContext":{"runAsUser":65532}' in remedy
+
+
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [

@@ -33,17 +33,22 @@ class Owner:
     release: str
     selector: str
 
-    def upgrade(self, options: str) -> str:
-        """Return the command that sets values of the release."""
-        release = self.release or self.name
-        given = f"-n {self.namespace} --reset-then-reuse-values"
-        return f"helm upgrade {release} {CHART} {given} {options}"
+    def another_user(self) -> str:
+        """Return the command that has it run as the user of its image."""
+        if self.release:
+            return self._upgrade("--set podSecurityContext.runAsUser=65532")
+        patch = '{"spec":{"template":{"spec":{"securityContext":{"runAsUser":65532}}}}}'
+        return f"kubectl -n {self.namespace} patch deployment {self.name} -p '{patch}'"
 
     def another_image(self, image: str) -> str:
         """Return the command that names another image."""
         if self.release:
-            return self.upgrade(f"--set image.repository={image}")
+            return self._upgrade(f"--set image.repository={image}")
         return f"kubectl -n {self.namespace} set image deployment/{self.name} operator={image}"
+
+    def _upgrade(self, options: str) -> str:
+        given = f"-n {self.namespace} --reset-then-reuse-values"
+        return f"helm upgrade {self.release} {CHART} {given} {options}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def _of_container(owner: Owner, image: str, words: str) -> Trouble:
         return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")
     if "will run as root" in words or "non-numeric user" in words:
         why = f"the image {image} would run as root, or as nobody knows whom ({words})"
-        return Trouble(why, owner.upgrade("--set podSecurityContext.runAsUser=65532"))
+        return Trouble(why, owner.another_user())
     if words.startswith(_NO_IMAGE):
         why = f"the image {image} cannot be pulled ({words})"
         return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")

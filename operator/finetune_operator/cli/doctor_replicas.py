@@ -190,6 +190,21 @@ def _is_fresh(lease: Object) -> bool:
     return abs(datetime.now(UTC) - datetime.fromisoformat(told)) < timedelta(seconds=lasts)
 
 
+def _serving_as_well(one: Deployed, namespace: str) -> str:
+    """Return the command that has an operator serve a namespace besides its own.
+
+    What came without helm lacks the roles there, which are told once it serves the namespace.
+    """
+    listed = ",".join([*one.namespaces, namespace])
+    if one.release:
+        return (
+            f"helm upgrade {one.release} {CHART} -n {one.namespace} "
+            f"--reset-then-reuse-values --set 'settings.namespaces={{{listed}}}'"
+        )
+    variable = f"FINETUNE_OPERATOR_NAMESPACES={listed}"
+    return f"kubectl -n {one.namespace} set env deployment/{one.name} {variable}"
+
+
 def _check_served(asking: Asking, operators: Sequence[Deployed]) -> None:
     namespace = asking.namespace
     serving = [one for one in operators if one.serves(namespace)]
@@ -198,16 +213,14 @@ def _check_served(asking: Asking, operators: Sequence[Deployed]) -> None:
         asking.ok(_TOPIC, name, f"is served by {serving[0].title}")
     elif not serving:
         one = operators[0]
-        listed = ",".join([*one.namespaces, namespace])
-        remedy = (
-            f"helm upgrade {one.release or one.name} {CHART} -n {one.namespace} "
-            f"--reset-then-reuse-values --set 'settings.namespaces={{{listed}}}'"
-        )
+        remedy = _serving_as_well(one, namespace)
         text = f"is served by no operator; {one.title} serves {', '.join(one.namespaces)}"
         asking.wrong(_TOPIC, name, text, remedy)
     else:
         *_, last = serving
-        remedy = f"helm uninstall {last.release or last.name} -n {last.namespace}"
+        remedy = f"kubectl -n {last.namespace} delete deployment {last.name}"
+        if last.release:
+            remedy = f"helm uninstall {last.release} -n {last.namespace}"
         titles = " and ".join(one.title for one in serving)
         asking.wrong(_TOPIC, name, f"is served by {titles}, which undo each other's work", remedy)
 
