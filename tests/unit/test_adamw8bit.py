@@ -1,7 +1,7 @@
 """AdamW with moments in 8 bits: torchao's numbers, the same on any ranks, nothing of a bad step."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from finetune_trainer.config import TrainingConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies import rounding_warning
+from finetune_trainer.strategies import adamw8bit, rounding_warning
 from finetune_trainer.strategies.adamw8bit import AdamW8bit
 from finetune_trainer.strategies.blockwise import Codes, block_length, decode, encode, value_map
 from finetune_trainer.strategies.fsdp import FsdpStrategy
@@ -298,11 +298,32 @@ def test_parameters_in_fp32_are_refused() -> None:
         NativeOptimizer(Layer().float(), SETTINGS, CPU)
 
 
+def refusing(graph: object, inputs: object) -> Callable[..., None]:
+    raise RuntimeError("no such kernel")
+
+
+def test_a_pass_that_cannot_be_compiled_is_made_as_it_is_with_one_warning() -> None:
+    said: list[str] = []
+    found = []
+    for update in (adamw8bit.update, adamw8bit.compiled_update(said.append, refusing)):
+        parameter = nn.Parameter(Layer().wide.detach().clone())
+        optimizer = optimizer_of(parameter)
+        optimizer._update = update
+        for number in range(2):
+            generator = torch.Generator().manual_seed(number)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            step(optimizer)
+        found.append(parameter.detach())
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], Layer().wide.detach())
+    assert said == [
+        "spec.training.optimizer adamw8bit is not compiled: RuntimeError: no such kernel"
+    ]
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_the_compiled_pass_comes_to_the_same_codes() -> None:
-    from finetune_trainer.strategies import adamw8bit
-
     compiled = torch.compile(adamw8bit.update)
     found = []
     for update in (adamw8bit.update, compiled):

@@ -8,7 +8,9 @@ from itertools import product
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import flex
 from finetune_trainer.model.kernels import use_flex
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
@@ -124,3 +126,16 @@ def test_answers_with_a_cache_are_the_same_with_flex():
     plain, flexed = (family("gemma2", attn_logit_softcapping=5.0) for _ in range(2))
     use_flex(flexed)
     assert torch.equal(flexed.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+def test_flex_that_cannot_be_compiled_is_refused_by_field(monkeypatch):
+    def refusing(graph, inputs):
+        raise RuntimeError("no such kernel")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, backend=refusing)
+    monkeypatch.setattr(flex, "_compiled", lambda device_type: compiled)
+    query = torch.randn(1, 2, 16, 8)
+    numbers = torch.zeros(1, 1, 1, 16, dtype=torch.int32)
+    with pytest.raises(ConfigError, match=r"^spec\.training\.attention: .*no such kernel\); use"):
+        flex.attend(torch.nn.Module(), query, query, query, numbers)

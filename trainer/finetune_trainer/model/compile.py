@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import cpu_varlen
 from finetune_trainer.model.attention import dynamic_dimensions
+from finetune_trainer.model.compiler import compile_backward_at_once, reason_of
 from finetune_trainer.model.layers import decoder_layers
 
 # Graphs of one layer's code, which all layers share: two kinds of layers, the first one's input
@@ -47,7 +47,7 @@ def compile_layers(
         cpu_varlen.register()
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
-    _compile_backward_at_once()
+    compile_backward_at_once()
     name, shapes = type(base).__name__, _Shapes()
     for layer in layers:
         layer.compile(backend=backend)
@@ -68,16 +68,6 @@ def _fault(
     if device.type == "cuda" and find_spec("triton") is None:
         return "it needs the package triton on a GPU, which is not installed"
     return None
-
-
-def _compile_backward_at_once() -> None:
-    """Have both passes compiled by the call of a layer.
-
-    Else the backward pass is compiled in the first `backward`, which no layer's call encloses.
-    """
-    from torch._functorch import config
-
-    config.force_non_lazy_backward_lowering = True
 
 
 class _Shapes:
@@ -133,11 +123,7 @@ def _guard(
         try:
             return compiled(*args, **kwargs)  # type: ignore[misc]  # `compile` has set it
         except TorchDynamoException as error:
-            cause = getattr(error, "inner_exception", error)  # of the backend
-            if is_out_of_memory(cause):
-                raise cause from error  # no fault of the model, and without it there is no more
-            reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-            fault = f"layers of {name} cannot be compiled ({reason})"
+            fault = f"layers of {name} cannot be compiled ({reason_of(error)})"
             if is_asked:
                 raise ConfigError(f"spec.training.compile: {fault}; set it to false") from error
             for other in layers:

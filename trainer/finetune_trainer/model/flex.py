@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.compiler import compile_backward_at_once, reason_of
+
 NAME = "documents_flex"
 _BLOCK = 128  # positions; flex's own
 
@@ -48,8 +51,8 @@ def attend(
         return torch.tanh(score / softcap) * float(softcap)
 
     # Inside a compiled layer it is part of the graph.
-    is_inlined = torch.compiler.is_compiling()
-    output = (flex_attention if is_inlined else _compiled(query.device.type))(
+    kernel: Any = flex_attention if torch.compiler.is_compiling() else _alone
+    output = kernel(
         query,
         key,
         value,
@@ -103,6 +106,17 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return counts[:, None], places[:, None]
 
 
+def _alone(query: Tensor, *given: Any, **options: Any) -> Any:
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        return _compiled(query.device.type)(query, *given, **options)
+    except TorchDynamoException as error:
+        raise ConfigError(
+            f"spec.training.attention: flex cannot be compiled here ({reason_of(error)}); use model"
+        ) from error
+
+
 @cache
 def _compiled(device_type: str) -> Any:
     """Return flex for layers that are not compiled.
@@ -110,6 +124,7 @@ def _compiled(device_type: str) -> Any:
     As it is it would make all scores, and under recomputation its gradients are not numbers
     (torch 2.13). The compiler has no backward for a CPU, where the graph is run as it is.
     """
+    compile_backward_at_once()
     return torch.compile(
         flex_attention, backend="inductor" if device_type == "cuda" else "aot_eager"
     )

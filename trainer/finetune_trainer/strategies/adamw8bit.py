@@ -5,9 +5,10 @@ million numbers at a time, computes in fp32 and writes them back, so nothing exi
 that found a gradient not finite writes back what was there; the host does not wait to know.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from finetune_trainer.model.compiler import reason_of
 from finetune_trainer.strategies.blockwise import Codes, block_length, decode, encode
 from finetune_trainer.strategies.rounding import key_of, rounded
 
@@ -60,6 +62,7 @@ class AdamW8bit:
         *,
         seed: int,
         compiled: bool,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Make the state.
 
@@ -69,13 +72,13 @@ class AdamW8bit:
             seed: Of the rounding.
             compiled: Let torch.compile make one kernel of the pass where it runs on a GPU; else
                 every operation is a pass of its own, through the GPU's memory.
+            warn: Told once where it cannot be compiled.
         """
         self._decays = decays
         self._keys = {parameter: key_of(seed, name) for parameter, name in names.items()}
-        self._compiled: Callable[..., None] | None = None
         has_compiler = find_spec("triton") is not None
-        if compiled and has_compiler and any(parameter.is_cuda for parameter in decays):
-            self._compiled = torch.compile(update)
+        is_on_gpu = all(parameter.is_cuda for parameter in decays)
+        self._update = compiled_update(warn) if compiled and has_compiler and is_on_gpu else update
         self.state = {parameter: _fresh_state(parameter) for parameter in decays}
         self._codes = {
             device: (Codes.on(device, signed=True), Codes.on(device, signed=False))
@@ -108,10 +111,7 @@ class AdamW8bit:
                 key=_filled(self._keys[parameter], device, torch.int32),
             )
             for piece in _pieces(parameter, state, self._codes[device]):
-                if self._compiled is None or not parameter.is_cuda:
-                    update(*piece, scalars)
-                else:
-                    self._compiled(*_of_any_length(piece), scalars)
+                self._update(*piece, scalars)
             state["step"] += scalars.is_finite
 
 
@@ -146,6 +146,37 @@ def update(
     # Of updates made, so a resume rounds alike, and a skipped step leaves no trace here either.
     key = scalars.key ^ scalars.step.to(torch.int32)
     weights.copy_(torch.where(scalars.is_finite, rounded(new, key, rows), weights))
+
+
+def compiled_update(
+    warn: Callable[[str], None], backend: str | Callable[..., Any] = "inductor"
+) -> Callable[..., None]:
+    """Return `update` as one kernel; where it cannot be compiled it goes on as it is."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    compiled: Callable[..., None] | None = torch.compile(update, backend=backend)
+
+    def run(
+        weights: Tensor,
+        grads: Tensor,
+        first: Moment,
+        second: Moment,
+        rows: Tensor,
+        scalars: Scalars,
+    ) -> None:
+        nonlocal compiled
+        piece = (weights, grads, first, second, rows)
+        if compiled is not None:
+            try:
+                compiled(*_of_any_length(piece), scalars)
+            except TorchDynamoException as error:  # before anything has run
+                compiled = None
+                warn(f"spec.training.optimizer adamw8bit is not compiled: {reason_of(error)}")
+            else:
+                return
+        update(*piece, scalars)
+
+    return run
 
 
 def _read(moment: Moment) -> Tensor:

@@ -33,10 +33,11 @@ class DdpStrategy(NativeStrategy):
         """
         self._module, mesh = module, None
         if self._world.group is not None:
-            device = self._world.device.type
-            mesh = DeviceMesh.from_group(self._world.group, device, mesh_dim_names=("replica",))
+            kind = self._world.device.type
+            mesh = DeviceMesh.from_group(self._world.group, kind, mesh_dim_names=("replica",))
         self._wrapped = parallelize(module, mesh, self._config, self._wrap, warn)
-        self._optimizer = NativeOptimizer(self.model, self._config.training, self._world.device)
+        training, device = self._config.training, self._world.device
+        self._optimizer = NativeOptimizer(self.model, training, device, warn=warn)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
         """Run the forward pass; gradients will be averaged with the last micro-batch."""

@@ -84,7 +84,7 @@ class FsdpStrategy(NativeStrategy):
         self._kept = self._choose_kept()
         self._groups.arrange(keeps_weights=self._kept.weights)
         gather_ahead(self._sharded[:-1], self._config.strategy.prefetch)
-        self._optimizer = NativeOptimizer(self.model, training, device, shards)
+        self._optimizer = NativeOptimizer(self.model, training, device, shards, warn)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
         """Run the forward pass; where whole gradients are kept, the last micro-batch sends them.

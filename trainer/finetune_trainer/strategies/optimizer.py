@@ -5,7 +5,8 @@ everything as it is when a gradient of any rank is not finite. Every rank comput
 every rank decides alike.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class NativeOptimizer:
         training: TrainingConfig,
         device: torch.device,
         shards: "dist.ProcessGroup | None" = None,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Make the optimizer with its state, so that a checkpoint can be read into it in place.
 
@@ -57,7 +59,7 @@ class NativeOptimizer:
         _expect_dtype(self._trained, training)
         self._adamw: torch.optim.AdamW | AdamW8bit
         if training.optimizer == "adamw8bit":
-            self._adamw = make_adamw8bit(self._trained, training)
+            self._adamw = make_adamw8bit(self._trained, training, warn)
         else:
             self._adamw = make_adamw(self._trained, training)
             for parameter in self._trained.values():
@@ -178,13 +180,16 @@ def make_adamw(trained: Mapping[str, nn.Parameter], training: TrainingConfig) ->
     )
 
 
-def make_adamw8bit(trained: Mapping[str, nn.Parameter], training: TrainingConfig) -> AdamW8bit:
+def make_adamw8bit(
+    trained: Mapping[str, nn.Parameter], training: TrainingConfig, warn: Callable[[str], None]
+) -> AdamW8bit:
     """Make AdamW with moments in 8 bits, which decays what `make_adamw` decays."""
     return AdamW8bit(
         {p: training.weight_decay * _is_decayed(name, p) for name, p in trained.items()},
         {p: name for name, p in trained.items()},
         seed=training.seed,
         compiled=training.compile,
+        warn=warn,
     )
 
 
