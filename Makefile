@@ -173,7 +173,7 @@ ON_GPU := $(OFFLINE) PYTHONPATH="$$PWD/tests:$$PWD/trainer:$$PWD/operator$${PYTH
 gpu-check: $(if $(INTERPRETER),,install)  ## Check what a GPU computes (8 min; DEVICE=cpu: what a CPU can of it, 2 min)
 	FINETUNE_TEST_DEVICE=$(DEVICE) $(ON_GPU) -m pytest tests/gpu -m gpu --durations=8 $(PYTEST_ARGS)
 
-bench-gpu: $(if $(INTERPRETER),,install)  ## Measure the trainer on a GPU (1 h; DEVICE=cpu: 3 min, that each row runs)
+bench-gpu: $(if $(INTERPRETER),,install)  ## Measure the trainer on a GPU (1 h; DEVICE=cpu: 4 min, that each row runs)
 	$(if $(INTERPRETER)$(filter cpu,$(DEVICE)),,$(BIN)/python -m pip install -qq -e ".[gpu,bench]")
 	$(ON_GPU) tests/benchmarks/bench_gpu.py --device $(DEVICE) $(BENCH_ARGS)
 

@@ -155,6 +155,7 @@ ROWS: tuple[Row, ...] = (
     _with("fixed-segments", "expandableSegments: false", "expandable_segments", False),
     _with("python-gc", "collectGarbageEverySteps: 0", "collect_garbage_every_steps", 0),
     _with("all-logits", "fusedHead: false", "fused_head", False),
+    _with("deterministic", "deterministic: true", "deterministic", True),
     _with("liger", "liger: true", "liger", True, needs="liger-kernel"),
     Row(
         "lora-8b-fsdp",
@@ -167,6 +168,23 @@ ROWS: tuple[Row, ...] = (
         "`lora-8b-fsdp` with `prefetch: 0`",
         changes={**FSDP, "strategy": {"type": "fsdp", "prefetch": 0}},
         beside="lora-8b-fsdp",
+    ),
+    Row(
+        "lora-8b-fsdp-whole",
+        "`lora-8b-fsdp` with `reshardAfterForward: false`",
+        changes={
+            **FSDP,
+            "strategy": {"type": "fsdp", "prefetch": 1, "reshard_after_forward": False},
+        },
+        beside="lora-8b-fsdp",
+    ),
+    Row(
+        "full-1b-8bit",
+        "`full-1b` with `optimizer: adamw8bit`",
+        shape="1b",
+        method="full",
+        changes={"training": {"optimizer": "adamw8bit"}, **NO_CHECKPOINT},
+        beside="full-1b",
     ),
 )
 
