@@ -22,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-dev bench-silent bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -81,6 +81,9 @@ kind: install  ## Run the tests of `make e2e` on kind, from the images of `make 
 
 kind-tool:  ## Build the kind that `make kind` is made for into build/bin (needs Go)
 	GOBIN="$$PWD/build/bin" go install sigs.k8s.io/kind@v0.33.0
+
+grids: install  ## Compile six model families in each way, and trace the memory of twelve runs (8 min)
+	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/test_compiled_packs.py tests/unit/test_memory_peak.py
 
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
 	$(OFFLINE) $(BIN)/python tests/kill_series.py $(N) "$(SEED)"

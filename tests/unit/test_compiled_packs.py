@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import grids
 from finetune_trainer.answers import answer
 from finetune_trainer.export.merge import probe_logits
 from finetune_trainer.model import attention, cpu_varlen
@@ -43,11 +44,8 @@ FAMILIES = (
     "gemma2",
     "gemma3",
 )
-IN_EACH_RUN = {("mistral with a window", "lora", "selective"), ("gemma2", "full", "none")}
-CASES = [
-    pytest.param(*case, marks=() if case in IN_EACH_RUN else pytest.mark.full)
-    for case in product(FAMILIES, ("lora", "full"), ("none", "selective", "full"))
-]
+IN_EACH_RUN = [("mistral with a window", "lora", "selective"), ("gemma2", "full", "none")]
+GRID = list(product(FAMILIES, ("lora", "full"), ("none", "selective", "full")))
 
 
 def documents(numbers, count):
@@ -80,7 +78,7 @@ def one_step(module, lengths):
     )
 
 
-@pytest.mark.parametrize(("name", "method", "how"), CASES)
+@pytest.mark.parametrize(("name", "method", "how"), GRID if grids.IS_WHOLE else IN_EACH_RUN)
 def test_fifty_packs_break_no_graph_and_recompile_none(name, method, how, monkeypatch):
     lift_flex_check(monkeypatch)
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import grids
 from memory_setups import REAL, SETUPS, SHORT, Setup, compare
 from memory_trace import allocated_step, by_sdpa, trace_step
 
@@ -18,7 +19,7 @@ def test_the_formula_is_the_trace_of_a_few_layers(setup: Setup, tmp_path: Path) 
     assert -0.05 <= peak.nbytes / traced.peak - 1 <= 0.12
 
 
-@pytest.mark.full
+@pytest.mark.skipif(not grids.IS_WHOLE, reason="takes minutes: make grids")
 def test_the_formula_is_the_trace_of_twelve_configurations(tmp_path: Path) -> None:
     off = []
     for setup in SETUPS:
