@@ -17,14 +17,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from finetune_trainer.config import TrainingConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies import adamw8bit, rounding_warning
+from finetune_trainer.strategies import adamw8bit
 from finetune_trainer.strategies.adamw8bit import AdamW8bit
 from finetune_trainer.strategies.blockwise import Codes, block_length, decode, encode, value_map
+from finetune_trainer.strategies.ddp import DdpStrategy
 from finetune_trainer.strategies.fsdp import FsdpStrategy
 from finetune_trainer.strategies.optimizer import NativeOptimizer
 from finetune_trainer.strategies.rounding import key_of, rounded
 from finetune_trainer.world import World
-from launches import train_config
 from parity import Case, build_model, case_config, inputs_of
 
 CPU = torch.device("cpu")
@@ -251,22 +251,53 @@ def test_moments_take_about_a_byte_each_and_nothing_else_stays() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "batch", "is_warned"),
-    [("ddp", 128, False), ("ddp", 130, True), ("fsdp", 130, False)],
+    [("ddp", 64, False), ("ddp", 65, True), ("fsdp", 128, False), ("fsdp", 130, True)],
 )
 def test_many_sums_in_bf16_are_warned_of(
     tmp_path: Path, strategy: str, batch: int, is_warned: bool
 ) -> None:
-    training = {"precision": "bf16", "optimizer": "adamw8bit", "global_batch_size": batch}
-    config = train_config(
-        tmp_path,
-        world={"nproc_per_node": 2},
-        method={"type": "full"},
-        strategy={"type": strategy},
-        training=training,
-        output={"format": "merged"},
-    )
-    said = rounding_warning(config) or ""
-    assert ("of 65 micro-batches in bf16" in said) == is_warned
+    found, sums = said_of_sums(tmp_path, strategy, batch, free_bytes=0)
+    assert ("of 65 micro-batches in bf16" in found) == is_warned
+    assert sums == torch.bfloat16
+
+
+def test_whole_gradients_of_fsdp_are_added_up_in_fp32_and_nothing_is_warned(tmp_path: Path) -> None:
+    found, sums = said_of_sums(tmp_path, "fsdp", 130, free_bytes=1 << 40)
+    assert found == ""
+    assert sums is None, "not in the shards"
+
+
+def said_of_sums(
+    folder: Path, strategy: str, batch: int, free_bytes: int
+) -> tuple[str, torch.dtype | None]:
+    """Return what is warned of, and in what gradients of two micro-batches are added up."""
+    case = Case("", {"type": strategy}, precision="bf16")
+    config = case_config(case, folder, 2 if strategy == "fsdp" else 1)
+    changes = {"optimizer": "adamw8bit", "global_batch_size": batch, "micro_batch_size": 1}
+    training = config.training.model_copy(update=changes)
+    config = config.model_copy(update={"training": training})
+    said: list[str] = []
+    module = CausalLoss(build_model(case).bfloat16())
+    if strategy == "ddp":
+        made: DdpStrategy | FsdpStrategy = DdpStrategy(config, World(0, 0, 1, CPU))
+        return _two_sums(made, module, case, said)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        world = World(0, 0, 2, CPU, dist.group.WORLD, None, None)
+        made = FsdpStrategy(config, world, free_memory=lambda: free_bytes)
+        return _two_sums(made, module, case, said)
+    finally:
+        dist.destroy_process_group()
+
+
+def _two_sums(
+    strategy: DdpStrategy | FsdpStrategy, module: CausalLoss, case: Case, said: list[str]
+) -> tuple[str, torch.dtype | None]:
+    strategy.prepare(module, said.append)
+    for _ in range(2):
+        strategy.backward(strategy.forward(inputs_of(case, 0), is_last=False), scale=1.0)
+    gradients = (weight.grad for weight in strategy.model.parameters())
+    return "".join(said), next((one.dtype for one in gradients if one is not None), None)
 
 
 @pytest.mark.parametrize(("optimizer", "is_kept"), [("adamw8bit", True), ("adamw", False)])

@@ -53,7 +53,6 @@ from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import (
     create,
     emulation_warning,
-    rounding_warning,
     single_process_warning,
 )
 from finetune_trainer.strategies.base import Strategy
@@ -219,7 +218,6 @@ def _tell_data(
     of_run = (
         warmup_warning(config.training, plan.total_steps),
         single_process_warning(config),
-        rounding_warning(config),
         emulation_warning(config, torch.cpu.get_capabilities()),
     )
     for sentence in (*of_rows, *filter(None, of_run)):

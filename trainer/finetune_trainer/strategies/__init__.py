@@ -7,9 +7,6 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.world import World
 
-# 64 sums change a gradient by 0.8 %, 256 by 2 to 5 %, 1,024 by up to half.
-MOST_SUMS_IN_BF16 = 64
-
 
 def create(config: TrainConfig, world: World) -> Strategy:
     """Return the strategy `config` asks for; its engine is imported only now.
@@ -39,20 +36,6 @@ def single_process_warning(config: TrainConfig) -> str | None:
     return (
         f"spec.strategy.type {config.strategy.type} goes on with one process, which holds the "
         "whole model, its gradients and the optimizer's state by itself"
-    )
-
-
-def rounding_warning(config: TrainConfig) -> str | None:
-    """Say where so many gradients are added up in bf16 that what is added is lost in the sum."""
-    micro_batches = config.gradient_accumulation_steps
-    if config.training.optimizer == "adamw" or config.strategy.type != "ddp":
-        return None
-    if micro_batches <= MOST_SUMS_IN_BF16:
-        return None
-    return (
-        f"spec.training.optimizer adamw8bit adds up the gradients of {micro_batches} micro-batches "
-        "in bf16, which changes them by more than 1 %; raise spec.training.microBatchSize, or use "
-        "spec.strategy.type fsdp, which adds up in fp32 where there is room"
     )
 
 

@@ -17,6 +17,7 @@ from finetune_trainer.errors import WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
+from finetune_trainer.strategies.rounding import rounding_warning
 
 
 class DdpStrategy(NativeStrategy):
@@ -38,6 +39,8 @@ class DdpStrategy(NativeStrategy):
         self._wrapped = parallelize(module, mesh, self._config, self._wrap, warn)
         training, device = self._config.training, self._world.device
         self._optimizer = NativeOptimizer(self.model, training, device, warn=warn)
+        if (sentence := rounding_warning(self._config)) is not None:
+            warn(sentence)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
         """Run the forward pass; gradients will be averaged with the last micro-batch."""

@@ -38,6 +38,7 @@ from finetune_trainer.strategies.fsdp_room import (
     choose_kept,
 )
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
+from finetune_trainer.strategies.rounding import rounding_warning
 from finetune_trainer.strategies.skeleton import empty_copy, filled
 from finetune_trainer.world import World, gather_objects
 
@@ -85,6 +86,9 @@ class FsdpStrategy(NativeStrategy):
         self._groups.arrange(keeps_weights=self._kept.weights)
         gather_ahead(self._sharded[:-1], self._config.strategy.prefetch)
         self._optimizer = NativeOptimizer(self.model, training, device, shards, warn)
+        sentence = rounding_warning(self._config, adds_up_whole=self._kept.gradients)
+        if sentence is not None:
+            warn(sentence)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
         """Run the forward pass; where whole gradients are kept, the last micro-batch sends them.

@@ -2,13 +2,19 @@
 
 Called by `adamw8bit`. The chance is a hash of what is rounded (parameter, step, place in the whole
 parameter) and no generator's state: a resume needs none, and replicas on several ranks, or shards
-of another number of ranks, round alike.
+of another number of ranks, round alike. Gradients are added up in bf16 without it, which is warned
+of where it matters.
 """
 
 import hashlib
 
 import torch
 from torch import Tensor
+
+from finetune_trainer.config import TrainConfig
+
+# 64 sums change a gradient by 0.8 %, 256 by 2 to 5 %, 1,024 by up to half.
+MOST_SUMS_IN_BF16 = 64
 
 _LOW_HALF = 0xFFFF  # what of fp32's bits bf16 lacks
 
@@ -41,3 +47,24 @@ def _mixed(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 16) & 0xFFFF)) * -0x7A143595  # 0x85EBCA6B
     x = (x ^ ((x >> 13) & 0x7FFFF)) * -0x3D4D51CB  # 0xC2B2AE35
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def rounding_warning(config: TrainConfig, *, adds_up_whole: bool = False) -> str | None:
+    """Say where so many gradients are added up in bf16 that what is added is lost in the sum.
+
+    Args:
+        config: Of a native strategy.
+        adds_up_whole: fsdp keeps whole gradients over the micro-batches of a step, in fp32; where
+            it divides each micro-batch's among the ranks, the parts are added up in bf16.
+    """
+    micro_batches = config.gradient_accumulation_steps
+    if config.training.optimizer == "adamw" or adds_up_whole or micro_batches <= MOST_SUMS_IN_BF16:
+        return None
+    helps = "use spec.strategy.type fsdp, which adds up in fp32 where there is room"
+    if config.strategy.type == "fsdp":
+        helps = "set spec.strategy.reduceEachMicroBatch to false, which adds up in fp32"
+    return (
+        f"spec.training.optimizer adamw8bit adds up the gradients of {micro_batches} micro-batches "
+        "in bf16, which changes them by more than 1 %; raise spec.training.microBatchSize, or "
+        f"{helps}"
+    )
