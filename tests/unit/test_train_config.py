@@ -3,9 +3,11 @@ import re
 import zlib
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from builders import job
@@ -259,6 +261,34 @@ def test_train_config_turns_the_defaults_of_gpus_off():
     assert asked.training.attention == "varlen"
     assert (asked.strategy.prefetch, asked.strategy.reduce_each_micro_batch) == (0, False)
     assert not asked.checkpoint.enabled
+
+
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "method": {"type": "full"},
+    "topology": {"gpusPerNode": 2},
+    "strategy": {"type": "fsdp"},
+}
+
+
+def settings_that_turn_a_default_off() -> list[str]:
+    """Return what the last column of the table in docs/trainer.md names, with its value."""
+    text = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    section = text.partition("## On a GPU")[2].partition("\n## ")[0]
+    rows = [line.rsplit("|", 2)[1] for line in section.splitlines() if line.startswith("|")]
+    found = (one for row in rows for one in re.findall(r"`(\w+\.\w+: \w+)`", row))
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("setting", settings_that_turn_a_default_off())
+def test_train_config_turns_off_what_the_table_of_defaults_says(setting):
+    section, field, value = re.split(r"[.:] ?", setting)
+    asked = {**ON_GPUS, section: {**ON_GPUS.get(section, {}), field: yaml.safe_load(value)}}
+    before, after = (derived(**one).model_dump(by_alias=True)[section] for one in (ON_GPUS, asked))
+    assert [name for name in before if before[name] != after[name]] == [field]
+
+
+def test_the_table_of_defaults_names_settings():
+    assert len(settings_that_turn_a_default_off()) >= 11
 
 
 def test_train_config_has_the_8_bit_optimizer():
