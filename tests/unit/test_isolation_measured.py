@@ -131,6 +131,12 @@ def test_compiled_layers_meet_no_shape_but_that_of_training(tmp_path: Path) -> N
     assert set(shapes) == {(2, 32)}
 
 
+def test_compiled_layers_are_measured_where_training_has_the_shortest_packs(tmp_path: Path) -> None:
+    config = train_config(tmp_path, training={"compile": True}, data={"max_seq_len": 8})
+    found = measure(*wrapped(family("llama")), config, CPU)
+    assert max(found.neighbours, found.alone) <= 1e-5
+
+
 def test_compiled_layers_are_measured_where_a_table_ends_before_the_width_of_training(
     tmp_path: Path,
 ) -> None:

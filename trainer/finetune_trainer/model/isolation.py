@@ -118,7 +118,9 @@ def measure(
     generators = [device] if device.type == "cuda" else []
 
     settings = base_of(module.model).config.get_text_config()
-    full_width = config.data.max_seq_len if config.training.compile else None
+    longest = max(sum(map(len, row)) for row in rows)
+    is_padded = config.training.compile and config.data.max_seq_len >= longest
+    full_width = config.data.max_seq_len if is_padded else None
 
     def states_of(*rows: Row, width: int | None = full_width) -> Tensor:
         batches = _batches(rows, config.training.micro_batch_size, width, settings.vocab_size)
