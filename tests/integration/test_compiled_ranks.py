@@ -12,7 +12,9 @@ import parity
 from checkpoint_fixtures import run_processes
 from finetune_trainer import parallelize
 from finetune_trainer.model.compile import compile_layers
+from launches import launch, train_config
 from parity import Case, Outcome, reference, within_fp32
+from tiny_run import write_inputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,3 +66,25 @@ def test_compiled_layers_learn_under_ddp_and_fsdp_what_a_plain_loop_learns(tmp_p
             assert found.pop("breaks") == {}
             assert found.pop("graphs") == 2, "the first layer's input may need no gradient"
         within_fp32(Outcome(**ranks[0]), reference(case))
+
+
+def test_what_is_done_without_is_said_once_by_all_ranks_together(tmp_path: Path) -> None:
+    """A PATH without g++ leaves layers as they are; each rank finds that, and rows that are cut."""
+    inputs, nowhere = write_inputs(tmp_path / "inputs"), tmp_path / "nowhere"
+    nowhere.mkdir()
+    train = {"path": str(inputs / "train.jsonl")}
+    config = train_config(
+        tmp_path,
+        model={"path": str(inputs / "model")},
+        data={"train": train, "format": "text", "columns": {"text": "prompt"}, "max_seq_len": 8},
+        method={"type": "lora", "lora": {"r": 2}},
+        training={"global_batch_size": 2, "max_steps": 1, "compile": True},
+        output={"format": "adapter"},
+    )
+    run = launch(config, "finetune_trainer.rank:run", {"PATH": str(nowhere)})
+    assert run.wait() == 0, run.stderr
+    for sentence in ("goes on without compiled layers: it needs g++", "were cut to 8 tokens"):
+        assert run.stderr.count(sentence) == 1, run.stderr
+        for rank in range(2):
+            noted = [line["message"] for line in run.events(rank) if line["event"] == "warning"]
+            assert sum(sentence in message for message in noted) == 1

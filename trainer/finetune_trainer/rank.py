@@ -79,7 +79,7 @@ def run(
         Preempted: asked to stop; every rank leaves, at the same step once there are steps.
         TrainerError: the run cannot go on; its class says which exit code that means.
     """
-    agreement = Agreement(world)
+    agreement, warn_alike = Agreement(world), _warn_alike(telemetry, world)
     if config.control.scheduled_events_url is not None and world.local_rank == 0:
         log = partial(telemetry.log, "scheduled_events")
         watch_scheduled_events(config.control.scheduled_events_url, stop, log)
@@ -94,23 +94,23 @@ def run(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
     )
     plan = DataPlan.of(dataset, config)
-    _tell_data(config, telemetry, plan, dataset, held_out)
+    _tell_data(config, world, telemetry, plan, dataset, held_out)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
     if world.is_main:
         try_export(module.model, tokenizer, config)
     world.meet()  # the strategy's own collectives would not wait for rank 0
-    _tell_model(config, telemetry, dataset, held_out, module)
+    _tell_model(config, world, telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
     of_rows = _flops_of_rows(module, dataset)
-    strategy.prepare(module, telemetry.warn)
+    strategy.prepare(module, warn_alike)
     telemetry.collectives.begin()
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     _check_float8(config, module, strategy, world, first_batch)
     measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
-    settled = measured(config, module, strategy.evaluate, warn=telemetry.warn)
+    settled = measured(config, module, strategy.evaluate, warn=warn_alike)
     if settled is not config:
         config, plan = settled, DataPlan.of(dataset, settled)
-        _tell_data(config, telemetry, plan, dataset, held_out)
+        _tell_data(config, world, telemetry, plan, dataset, held_out)
     # Compiled kernels and a GPU want one length; a CPU saves the padding.
     pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
     # Not where rows hold one document: such a model may have no positions beyond its longest row.
@@ -157,7 +157,7 @@ def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainCon
     """Return the configuration with which this model is trained; this imports transformers."""
     config = pinned(config, world)
     with uncollected():
-        config = settle_family(config, telemetry.warn)
+        config = settle_family(config, _warn_alike(telemetry, world))
         # Where rows are not packed their length is known only once they are tokens.
         _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
     return config
@@ -203,8 +203,16 @@ def _tokenize(
     return dataset, held_out
 
 
+def _warn_alike(telemetry: Telemetry, world: World) -> Callable[[str], None]:
+    """Return how to warn of what every rank finds alike: rank 0 says it, the others note it."""
+    if world.is_main:
+        return telemetry.warn
+    return lambda sentence: telemetry.log("warning", message=sentence)
+
+
 def _tell_data(
     config: TrainConfig,
+    world: World,
     telemetry: Telemetry,
     plan: DataPlan,
     dataset: TokenDataset,
@@ -221,19 +229,21 @@ def _tell_data(
         emulation_warning(config, torch.cpu.get_capabilities()),
     )
     for sentence in (*of_rows, *filter(None, of_run)):
-        telemetry.warn(sentence)
+        _warn_alike(telemetry, world)(sentence)
 
 
 def _tell_model(
     config: TrainConfig,
+    world: World,
     telemetry: Telemetry,
     dataset: TokenDataset,
     held_out: TokenDataset | None,
     module: CausalLoss,
 ) -> None:
     """Say where the loss costs more memory, and where rows are longer than the base has seen."""
+    warn = _warn_alike(telemetry, world)
     if config.training.fused_head and not module.is_fused:
-        telemetry.warn(
+        warn(
             "the loss is not fused with the model's head (there are adapters, added tokens or "
             "quantised weights on it, or its forward is not known), so all logits of a "
             "micro-batch are held at once; keep lm_head out of "
@@ -242,7 +252,7 @@ def _tell_model(
     longest = max(int(rows.lengths.max()) for rows in (dataset, held_out) if rows is not None)
     sentence = refuse_long_rows(base_of(module.model), longest)
     if sentence is not None:
-        telemetry.warn(sentence)
+        warn(sentence)
 
 
 def _first_batch(
@@ -282,7 +292,7 @@ def _load(
     base = load_model(config, place, quantises=not is_loaded_once(config))
     torch.manual_seed(config.training.seed)  # adapters start alike on every rank
     model: nn.Module = choose_trained(base, config)
-    return prepare_model(model, config, world.device, telemetry.warn)
+    return prepare_model(model, config, world.device, _warn_alike(telemetry, world))
 
 
 def _store(
