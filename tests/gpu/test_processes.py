@@ -1,5 +1,6 @@
 """Runs by `python -m finetune_trainer` on the device: killed and resumed, sharded on one rank."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,18 @@ def test_a_killed_run_goes_on_with_the_same_bits(
 def test_sharding_on_one_rank_makes_the_losses_of_one_process(
     unbroken: Trained, inputs: Path, device: Device, tmp_path: Path
 ) -> None:
-    sharded = config_of(inputs, tmp_path / "job", device, strategy={"type": "fsdp"}).continued()
-    assert largest_difference(run_processes(sharded).losses, unbroken.losses) < 2e-2
+    config = config_of(
+        inputs,
+        tmp_path / "job",
+        device,
+        strategy={"type": "fsdp"},
+        telemetry={"sample_prompts": ["What is train number 3 plus 3?"]},
+    )
+    sharded = run_processes(config.continued())
+    assert largest_difference(sharded.losses, unbroken.losses) < 2e-2
+    progress = json.loads((sharded.folder / "run" / "progress.json").read_text())
+    (answered,) = progress["samples"]  # by a gathered copy: on a GPU, where there is one
+    assert {"before", "after"} <= answered.keys()  # words of an untrained model, perhaps none
 
 
 def test_two_ranks_make_the_losses_of_one(
