@@ -7,6 +7,7 @@ Nobody makes the operator look; see `live_world`.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import ClassVar
 
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
 from finetune_operator.testing.fake import FakeBackend
-from kernel_world import HAPPENINGS, Crash, happen
+from kernel_world import HAPPENINGS, START, Crash, happen
 from live_world import AWAY, SETTINGS, LiveWorld
 from virtual_time import run
 
@@ -152,7 +153,14 @@ def test_what_comes_while_a_new_job_is_refused_has_it_looked_at_again() -> None:
 
     async def work() -> None:
         settings = SETTINGS.model_copy(update={"backends": ()})
-        term = LeaderTerm(api, settings, backends={"late": backend}, listen=FollowedJobs)
+        loop = asyncio.get_running_loop()
+        term = LeaderTerm(
+            api,
+            settings,
+            backends={"late": backend},
+            listen=FollowedJobs,
+            now=lambda: START + timedelta(seconds=loop.time()),
+        )
 
         def come(verb: str, resource: Resource, name: str) -> None:
             if (verb, resource, backend.has_come) == ("patch", FINE_TUNE_JOBS, False):
