@@ -1,5 +1,6 @@
 """A small state, a store around it, and a stand-in for training that can be killed and resumed."""
 
+import faulthandler
 import gc
 import json
 import os
@@ -146,6 +147,7 @@ def run_processes(
             meeting_point,
             environ=dict(environ or {}),
             max_file_bytes=limits.get(rank),
+            timeout_seconds=timeout_seconds,
         )
         for rank in range(world_size)
     ]
@@ -179,7 +181,10 @@ def _enter(
     *,
     environ: dict[str, str],
     max_file_bytes: int | None,
+    timeout_seconds: float,
 ) -> None:
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(0.9 * timeout_seconds)  # before it is killed
     gc.freeze()  # else each collection looks through all that was imported before the fork
     os.environ.update(environ, RANK=str(rank))
     torch.set_num_threads(1)

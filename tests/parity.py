@@ -176,7 +176,7 @@ def train_cases(
         timeout_seconds=timeout,
         deepspeed=deepspeed,
     )
-    assert codes == [0] * world_size
+    assert codes == [0] * world_size, f"the ranks' exit codes: {codes}"
     outcomes = {}
     for case in cases:
         ranks = [torch.load(folder / f"{case.name}.{rank}.pt") for rank in range(world_size)]
