@@ -59,7 +59,15 @@ def scrape(url: str | None) -> Series:
 def page_processes(pid: int) -> list[psutil.Process]:
     """Return the processes below `pid` that serve a page."""
     below = psutil.Process(pid).children(recursive=True)
-    return [one for one in below if MODULE in one.cmdline()]
+    return [one for one in below if MODULE in _command(one)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Return its command; empty for one that has just ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def folder_of(process: psutil.Process) -> Path:

@@ -93,6 +93,7 @@ def test_page_names_the_files_that_need_a_right_and_no_others() -> None:
     assert asked == callers()
 
 
+@needs_helm
 @pytest.mark.parametrize("words", ["admissionPolicy.hostPaths", "rbac.profileReaders"])
 def test_page_speaks_of_values_that_there_are(words: str) -> None:
     section, name = words.split(".")
