@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import yaml
@@ -15,8 +16,20 @@ import yaml
 from aks_cases import profile
 from control_plane import PROGRAMS, ControlPlane
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION, revision, revision_of
-from finetune_operator.kube.errors import ForbiddenError, NotFoundError, UnavailableError
-from finetune_operator.kube.resources import CRDS, FINE_TUNE_PROFILES, NAMESPACES, Object, Resource
+from finetune_operator.kube.errors import (
+    ForbiddenError,
+    NotFoundError,
+    ThrottledError,
+    UnavailableError,
+)
+from finetune_operator.kube.resources import (
+    CRDS,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    NAMESPACES,
+    Object,
+    Resource,
+)
 from operators import ROOT, Api, wait_until
 
 HELM = shutil.which("helm")
@@ -79,7 +92,10 @@ class Releases:
             for one in self._api.run(client.list(kind)).items:
                 self._api.run(client.delete(kind, one["metadata"]["name"]))
         for one in self._api.run(client.list(CRDS)).items:
-            self._api.run(client.delete(CRDS, one["metadata"]["name"]))
+            name = one["metadata"]["name"]
+            # The API server cannot finish the deletion of a kind before its storage is ready.
+            wait_until(partial(is_served, self._api, name), 20)
+            self._api.run(client.delete(CRDS, name))
         wait_until(lambda: not self._api.run(client.list(CRDS)).items, 20)
 
 
@@ -92,6 +108,16 @@ def releases(plane: ControlPlane, api: Api) -> Iterator[Releases]:
 
 def has(api: Api, name: str) -> int:
     return revision_of(api.run(api.client.get(CRDS, name)))
+
+
+def is_served(api: Api, name: str) -> bool:
+    """Whether objects of a definition can be listed; its storage is made after it."""
+    kind = {JOBS: FINE_TUNE_JOBS, PROFILES: FINE_TUNE_PROFILES}[name]
+    try:
+        api.run(api.client.list(kind))
+    except (NotFoundError, ThrottledError, UnavailableError):
+        return False
+    return True
 
 
 def renumber(api: Api, name: str, number: int) -> None:
