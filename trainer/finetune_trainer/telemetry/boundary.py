@@ -14,13 +14,16 @@ from finetune_trainer.config import ContractModel
 from finetune_trainer.config.metrics import PHASE_SECONDS, TimedPhase
 from finetune_trainer.telemetry.slots import Block, Word, layout_of_node
 
-_SUMS = {
-    Word.BOUNDARY_DATA: TimedPhase.DATA_WAIT,
-    Word.BOUNDARY_CHECKPOINT: TimedPhase.CHECKPOINT_BLOCKING,
-    Word.BOUNDARY_APART: TimedPhase.EVAL,
-}
-_EXPOSED = layout_of_node().place(PHASE_SECONDS, TimedPhase.COMM_EXPOSED)
-
+_place = layout_of_node().place
+_EXPOSED = _place(PHASE_SECONDS, TimedPhase.COMM_EXPOSED)
+# Plain numbers, as members of an enum take their time.
+_SUMS = (
+    (int(Word.BOUNDARY_DATA), _place(PHASE_SECONDS, TimedPhase.DATA_WAIT)),
+    (int(Word.BOUNDARY_CHECKPOINT), _place(PHASE_SECONDS, TimedPhase.CHECKPOINT_BLOCKING)),
+    (int(Word.BOUNDARY_APART), _place(PHASE_SECONDS, TimedPhase.EVAL)),
+)
+_SEEN_AT, _AT, _WAITING = int(Word.SEEN_AT), int(Word.BOUNDARY_AT), int(Word.BOUNDARY_WAITING)
+_BEGUN, _WRITTEN = int(Word.BOUNDARIES_BEGUN), int(Word.BOUNDARIES_WRITTEN)
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -52,24 +55,21 @@ class StepBoundaries:
         """Go on where an earlier process of this rank ended."""
         self._numbers, self._clock = block.numbers, clock
         self._steps = self._numbers[Word.BOUNDARIES_WRITTEN]
-        place = layout_of_node().place
-        self._places = [(int(word), place(PHASE_SECONDS, phase)) for word, phase in _SUMS.items()]
 
     def mark(self, exposed_seconds: float | None) -> None:
-        """Note that a step has ended now.
+        """Note that a step has ended now, which is also a sign of life.
 
         `exposed_seconds` is for how long this rank could do nothing but wait in collectives, since
         its start; None where only the device knows, which the phases go by.
         """
         numbers = self._numbers
-        self._steps += 1
-        numbers[Word.BOUNDARIES_BEGUN] = self._steps
-        numbers[Word.BOUNDARY_AT] = self._clock()
-        known = numbers[_EXPOSED] if exposed_seconds is None else exposed_seconds
-        numbers[Word.BOUNDARY_WAITING] = known
-        for word, place in self._places:
+        self._steps = steps = self._steps + 1
+        numbers[_BEGUN] = steps
+        numbers[_AT] = numbers[_SEEN_AT] = self._clock()
+        numbers[_WAITING] = numbers[_EXPOSED] if exposed_seconds is None else exposed_seconds
+        for word, place in _SUMS:
             numbers[word] = numbers[place]
-        numbers[Word.BOUNDARIES_WRITTEN] = self._steps
+        numbers[_WRITTEN] = steps
 
 
 def read_boundary(numbers: Sequence[float]) -> Boundary | None:

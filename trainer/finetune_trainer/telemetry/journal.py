@@ -1,9 +1,12 @@
 """logs/rank-R.jsonl: everything a rank has to say, one JSON object a line, over all attempts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from pydantic_core import to_json
+
+Event = tuple[str, Mapping[str, object], float]
+"""Its name, its fields, and when it was, in seconds since the epoch."""
 
 
 class Journal:
@@ -24,23 +27,25 @@ class Journal:
         if needs_newline:
             self._file.write(b"\n")
 
-    def write(self, event: str, fields: Mapping[str, object], *, at: float | None = None) -> None:
-        """Append one event; after `close` it is dropped, as a late thread may still report.
+    def write(self, event: str, fields: Mapping[str, object]) -> None:
+        """Append one event, of now; after `close` it is dropped, as a late thread may report."""
+        self.write_all([(event, fields, self._clock())])
 
-        `at` is when it was, in seconds since the epoch; None is now.
-        """
-        if self._file.closed:
-            return
-        time = self._clock() if at is None else at
-        head = {"time": round(time, 3), "attempt": self._attempt, "rank": self._rank}
+    def write_all(self, events: Iterable[Event]) -> None:
+        """Append events by one write; after `close` they are dropped."""
+        if not self._file.closed:
+            self._file.write(b"".join([self._line(*event) for event in events]))
+            self._file.flush()
+
+    def _line(self, event: str, fields: Mapping[str, object], at: float) -> bytes:
+        head = {"time": round(at, 3), "attempt": self._attempt, "rank": self._rank}
         line = to_json(
             {**head, "event": event, **fields},
             exclude_none=True,
             inf_nan_mode="strings",  # JSON has no word for them
             serialize_unknown=True,
         )
-        self._file.write(line + b"\n")
-        self._file.flush()
+        return line + b"\n"
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import RLock
@@ -25,7 +26,7 @@ from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.collectives import Collectives
 from finetune_trainer.telemetry.flops import peak_flops
 from finetune_trainer.telemetry.gpu import Gpu
-from finetune_trainer.telemetry.journal import Journal
+from finetune_trainer.telemetry.journal import Event, Journal
 from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import GpuNumbers, Numbers, info_labels
 from finetune_trainer.telemetry.phases import PhaseClock
@@ -83,7 +84,7 @@ class Telemetry:
         )
         self._changes: dict[str, Any] = {}  # of the progress, since it was last put together
         self._total_steps: int | None = None
-        self._untold: list[tuple[StepReport, float]] = []
+        self._untold: deque[tuple[StepReport, float]] = deque()  # other threads tell them, too
         self._told_at = float("-inf")
         log_path = self._folder.log_of(rank)
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
@@ -198,11 +199,8 @@ class Telemetry:
         caches cold, and take ten times as long. What ranks are compared by is seen at once.
         """
         now = self._clock()
-        self._shared.seen()
-        self.collectives.stepped()
-        self._boundaries.mark(self.collectives.exposed_seconds)
-        with self._lock:  # other threads may report, too
-            self._untold.append((report, now))
+        self._boundaries.mark(self.collectives.stepped())
+        self._untold.append((report, now))
         is_last = report.step == self._total_steps
         if is_last or now - self._told_at >= _SECONDS_UNTOLD:
             self._tell_steps(now)
@@ -210,14 +208,16 @@ class Telemetry:
     def _tell_steps(self, now: float) -> None:
         """Let every outlet have the steps that it has not had yet."""
         with self._lock:
-            steps, self._untold = self._untold, []
-            if not steps:
+            untold = [self._untold.popleft() for _ in range(len(self._untold))]
+            if not untold:
                 return
             self._told_at = now
             changes: dict[str, Any] = {}
-            for one in steps:
-                self._tell_step(*one, changes)
-            newest = steps[-1][0].step
+            events: list[Event] = []
+            for one in untold:
+                self._tell_step(*one, changes, events)
+            self._folder.put(lambda: self._journal.write_all(events))
+            newest = untold[-1][0].step
             changes["eta_seconds"] = self._eta_seconds(newest)
             self._update(urgent="first_step_seconds" in changes, **changes)
             self._hear(now)
@@ -228,14 +228,16 @@ class Telemetry:
             if self._gpu is not None:
                 self._gpu.look(now)
 
-    def _tell_step(self, report: StepReport, at: float, changes: dict[str, Any]) -> None:
-        """Tell one step, and add to `changes` what of the progress it changes."""
+    def _tell_step(
+        self, report: StepReport, at: float, changes: dict[str, Any], events: list[Event]
+    ) -> None:
+        """Tell one step; add to `changes` those of the progress, and to `events` the journal's."""
         self._throughput.add(report.tokens, report.seconds)
         self._spent.step(report)
         tokens_per_second = self._throughput.tokens_per_second
         self._numbers.step(report, self._throughput, at)
         line = {**report._asdict(), "tokens_per_second": tokens_per_second}
-        self._folder.put(lambda: self._journal.write("step", line, at=at))
+        events.append(("step", line, at))
         changes |= {
             "step": report.step,
             "epoch": report.epoch,
@@ -247,12 +249,13 @@ class Telemetry:
         if report.grad_norm is not None:
             changes["grad_norm"] = report.grad_norm
             if not math.isfinite(report.grad_norm):
-                self.log("skipped", step=report.step, reason="a gradient was not finite")
+                reason = "a gradient was not finite"
+                events.append(("skipped", {"step": report.step, "reason": reason}, at))
                 known = changes.get("skipped_steps", self.progress.skipped_steps)
                 changes["skipped_steps"] = known + 1
         first = self._start_up.step(at)
         if first is not None:
-            self.log("first_step", seconds=first)
+            events.append(("first_step", {"seconds": first}, at))
             changes["first_step_seconds"] = first
         if self._board is not None:
             self._board.step(report, tokens_per_second, at)

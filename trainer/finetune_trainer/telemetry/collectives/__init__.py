@@ -67,16 +67,16 @@ class Collectives:
             self._recorder.read()
         self._tallies.is_counting = True
 
-    @property
-    def exposed_seconds(self) -> float | None:
-        """Time in which the rank could only wait for others, in steps; None where not known."""
-        return self._interception.waited_seconds if self._is_of_gloo else None
+    def stepped(self) -> float | None:
+        """Note that a step is over, from the thread that trains.
 
-    def stepped(self) -> None:
-        """Note that a step is over, from the thread that trains."""
+        Return the seconds in which the rank could only wait for others so far, in steps; None where
+        that is not known.
+        """
         self._interception.end_backward()
         if self._recorder is not None:
             self._recorder.read()
+        return self._interception.waited_seconds if self._is_of_gloo else None
 
     def read(self) -> None:
         """Count what came to light since the last call: now and then, by the same thread."""

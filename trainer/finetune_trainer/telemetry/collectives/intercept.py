@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _COMPUTED = frozenset((TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER))
 """Phases of a step whose waits are of `comm_exposed`; what else waits goes on being what it is."""
+_WORTH_MOVING = 0.01
+"""Seconds from one phase to another, as it takes 20 µs to move them."""
 _MOST_UNREAD = 1000  # an evaluation may have any number of collectives, and reports no step
 
 
@@ -53,10 +55,9 @@ class _Bucket:
 
     __slots__ = ("_sequence", "ended", "launched", "num_bytes", "number", "started")
 
-    def __init__(self, num_bytes: int, sequence: Sequence) -> None:
-        self.num_bytes, self._sequence, self.number = num_bytes, sequence, sequence.begin()
-        self.launched = self.ended = 0.0
-        self.started = time.perf_counter()
+    def __init__(self, sequence: Sequence, number: int, started: float) -> None:
+        self._sequence, self.number, self.started = sequence, number, started
+        self.num_bytes, self.launched, self.ended = 0, 0.0, 0.0
 
     def end(self, _: object) -> None:
         """Note the end, from a thread of gloo's."""
@@ -82,6 +83,7 @@ class Interception:
     ) -> None:
         """Prepare for DDP or another strategy; `phases` is told when the rank waits."""
         self.waited_seconds = 0.0
+        self._unmoved_seconds = 0.0
         self._block = block
         self._tallies = tallies
         self._names = names
@@ -103,10 +105,9 @@ class Interception:
         from torch.distributed import ProcessGroup, Work
 
         for name, (op, size) in METHODS.items():
-            original = getattr(ProcessGroup, name)
-            if self._is_ddp and name == "allreduce":
-                original = _past_the_dispatcher(original)
-            self._replace(ProcessGroup, name, self._begin_with(original, op, size))
+            is_seen_below = self._is_ddp and name == "allreduce"
+            ours = self._begin_with(getattr(ProcessGroup, name), op, size, is_seen_below)
+            self._replace(ProcessGroup, name, ours)
         self._replace(Work, "wait", self._wait_with(Work.wait))
         if self._is_ddp:
             library = torch.library.Library("c10d", "IMPL")
@@ -129,14 +130,27 @@ class Interception:
         if self._buckets:
             self._backwards.append(self._buckets)
             self._buckets = []
-        while self._backwards and all(bucket.ended for bucket in self._backwards[0]):
-            buckets = self._backwards.pop(0)
+        while self._backwards:
+            buckets, ended = self._backwards[0], 0.0
+            for bucket in buckets:
+                if not bucket.ended:
+                    return
+                ended = max(ended, bucket.ended)
+            del self._backwards[0]
             self._reduced_buckets.append(buckets)
-            waited = max(bucket.ended for bucket in buckets) - buckets[-1].launched
+            waited = ended - buckets[-1].launched
             if waited > 0:
                 self.waited_seconds += waited
-                if self._phases is not None:
-                    self._phases.move(TimedPhase.BACKWARD, TimedPhase.COMM_EXPOSED, waited)
+                self._unmoved_seconds += waited
+                if self._unmoved_seconds > _WORTH_MOVING:
+                    self._move()
+
+    def _move(self) -> None:
+        """Have the phases know what DDP has waited for within their backwards."""
+        if self._phases is not None:
+            moved = self._unmoved_seconds
+            self._phases.move(TimedPhase.BACKWARD, TimedPhase.COMM_EXPOSED, moved)
+        self._unmoved_seconds = 0.0
 
     def read(self) -> None:
         """Count what came to light since the last call, from the thread that trains."""
@@ -148,6 +162,8 @@ class Interception:
         for _ in range(len(self._over)):
             self._count(*self._over.popleft())
         self.end_backward()
+        if self._unmoved_seconds > 0:
+            self._move()
         for buckets in self._reduced_buckets:
             self._count_backward(buckets)
         self._reduced_buckets.clear()
@@ -177,7 +193,11 @@ class Interception:
         setattr(owner, name, ours)
         self._undo.append(lambda: setattr(owner, name, original))
 
-    def _begin_with(self, original: Callable[..., Any], op: str, size: Size) -> Callable[..., Any]:
+    def _begin_with(
+        self, original: Callable[..., Any], op: str, size: Size, is_seen_below: bool = False
+    ) -> Callable[..., Any]:
+        if is_seen_below:
+            original = _past_the_dispatcher(original)
         kinds: dict[ProcessGroup, _Kind | None] = {}
         clock, flying = time.perf_counter, self._flying
 
@@ -207,23 +227,24 @@ class Interception:
             begun = flying.pop(id(work), None)
             if begun is None:
                 return original(work, *args, **options)
-            was_over = work.is_completed()
-            is_held_up = this_thread() == self._thread  # else no training waits for it
-            before = None
-            if phases is not None and is_held_up and phases.phase in _COMPUTED:
-                before = phases.enter(TimedPhase.COMM_EXPOSED)
-            asked = clock()
-            answer = original(work, *args, **options)
-            now = clock()
-            if phases is not None and before is not None:
-                phases.enter(before)
             _, kind, number, started, num_bytes, is_waited_for_at_once = begun
+            is_held_up = this_thread() == self._thread  # else no training waits for it
+            if not is_waited_for_at_once and work.is_completed():
+                answer = original(work, *args, **options)
+                seconds, exposed = None, 0.0  # nobody knows when it ended, and nobody waits
+            else:
+                before = None
+                if phases is not None and is_held_up and phases.phase in _COMPUTED:
+                    before = phases.enter(TimedPhase.COMM_EXPOSED)
+                asked = clock()
+                answer = original(work, *args, **options)
+                now = clock()
+                if before is not None and phases is not None:
+                    phases.enter(before)
+                seconds, exposed = now - started, now - asked
+                if is_held_up and kind.group != CHECKPOINT:
+                    self.waited_seconds += exposed
             kind.sequence.end(number)
-            # Of one that ended unobserved nobody knows when, unless this call began it, too.
-            is_known = is_waited_for_at_once or not was_over
-            seconds, exposed = now - started if is_known else None, now - asked
-            if is_held_up and kind.group != CHECKPOINT:
-                self.waited_seconds += exposed
             over.append((kind, num_bytes, seconds, exposed if is_held_up else None))
             if is_held_up and len(over) > _MOST_UNREAD:
                 self.read()
@@ -235,17 +256,21 @@ class Interception:
         import torch
         from torch.distributed import ProcessGroup, Work
 
-        below = torch._C._after_autograd_keyset
+        clock, unbox = time.perf_counter, Work.unbox
+        kind: _Kind | None = None
+        below: Any = None
 
         def reduce(keys: Any, tensors: "list[torch.Tensor]", boxed: Any, *rest: Any) -> Any:
-            if self._reduced is None:  # DDP is the only one that calls here, and has one group
-                self._reduced = self._kind("all_reduce", ProcessGroup.unbox(boxed))
-            if self._reduced is None:
-                return redispatch(keys & below, tensors, boxed, *rest)
-            bucket = _Bucket(tensors[0].nbytes, self._reduced.sequence)
-            result = redispatch(keys & below, tensors, boxed, *rest)
-            Work.unbox(result[1]).get_future().add_done_callback(bucket.end)
-            bucket.launched = time.perf_counter()
+            nonlocal kind, below
+            if below is None:  # DDP is the only one that calls here; it has one group and device
+                below = keys & torch._C._after_autograd_keyset
+                kind = self._reduced = self._kind("all_reduce", ProcessGroup.unbox(boxed))
+            if kind is None:
+                return redispatch(below, tensors, boxed, *rest)
+            bucket = _Bucket(kind.sequence, kind.sequence.begin(), clock())
+            result = redispatch(below, tensors, boxed, *rest)
+            unbox(result[1]).get_future().add_done_callback(bucket.end)
+            bucket.num_bytes, bucket.launched = tensors[0].nbytes, clock()
             self._buckets.append(bucket)
             return result
 
