@@ -125,7 +125,7 @@ def stopped(inputs: Path, folder: Path, moment: float) -> int | None:
     with started([*command, str(path)]) as container:
         time.sleep(moment)
         os.kill(container.pid, signal.SIGTERM)
-        code = container.end(timeout=30)
+        code = container.end(timeout=120)  # its imports, beside other tests
     said = Path(config.termination_path)
     if code == 75:
         assert Termination.read(said).exit_code == 75
@@ -135,7 +135,7 @@ def stopped(inputs: Path, folder: Path, moment: float) -> int | None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_stop_is_heard_at_any_moment(inputs: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:
         codes = list(threads.map(partial(stopped, inputs, tmp_path), reversed(MOMENTS)))
@@ -166,9 +166,11 @@ def below(shell: Sequence[str], *command: str) -> list[str]:
     [("exit 0", 0), ("exit 75", 75), ("kill -KILL $$", 137), ("kill -TERM $$", 143)],
 )
 def test_the_init_returns_what_its_command_ended_with(
-    shell: Sequence[str], ends: str, code: int
+    shell: Sequence[str], ends: str, code: int, tmp_path: Path
 ) -> None:
-    with started(below(shell, f"sleep 0.1; {ends}")) as container:
+    seen = tmp_path / "seen"  # it ends only then: what has ended before is nobody's first process
+    with started(below(shell, f"until [ -e {seen} ]; do sleep 0.02; done; {ends}")) as container:
+        seen.touch()
         assert container.end(30) == code
 
 
