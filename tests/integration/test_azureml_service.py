@@ -220,7 +220,7 @@ def test_a_cancel_ends_a_job_and_is_refused_once_it_finalizes(
     ml.jobs.begin_cancel("never-gone", polling=False)
     assert ml.jobs.get("never-gone").status == "CancelRequested"
     service.settings(stuck=set())
-    until(lambda: service.job("never-gone").state == "Canceled", timeout=10)
+    until(lambda: service.job("never-gone").state == "Canceled", timeout=30)
 
     submit("ending")
     service.set_state("ending", "Finalizing")
@@ -384,7 +384,7 @@ def test_what_is_delayed_is_carried_out_after_the_client_has_given_up(
     with pytest.raises(ResourceNotFoundError):
         ml.jobs.get("late")
     service.clear_faults()
-    until(lambda: "late" in {one.name for one in service.jobs()}, timeout=10)
+    until(lambda: "late" in {one.name for one in service.jobs()}, timeout=30)
 
 
 SCRIPT = """
@@ -500,7 +500,7 @@ def test_a_job_stays_in_its_states_as_long_as_a_test_says(
 ) -> None:
     service.settings(stuck={"Preparing"}, stays={"Queued": 0.2})
     runs.start("slow", "0")
-    until(lambda: service.job("slow").state == "Preparing", timeout=10)
+    until(lambda: service.job("slow").state == "Preparing", timeout=30)
     service.settings(stuck={"Finalizing"})
     until(lambda: service.job("slow").state == "Finalizing", timeout=30)
     service.settings(stuck=set(), stays={})
@@ -512,7 +512,7 @@ def test_a_token_is_good_as_long_as_it_says(
 ) -> None:
     service.tokens(lifetime=1)
     submit("short")
-    until(lambda: bool(ml.jobs.get("short")) and len(service.requests("token")) > 1, timeout=10)
+    until(lambda: bool(ml.jobs.get("short")) and len(service.requests("token")) > 1, timeout=30)
     assert {one.status for one in service.requests()} <= {200, 201}
 
 
@@ -534,9 +534,9 @@ def test_processes_of_jobs_end_with_the_service(tmp_path: Path) -> None:
         command = f"sleep 600 & echo $! > {folder}/child; echo $$ > {folder}/main; sleep 600"
         Plane(service).put("left", JOB | {"command": command})
         until((folder / "main").exists, timeout=30)
-        until(lambda: bool((folder / "main").read_text()), timeout=10)
+        until(lambda: bool((folder / "main").read_text()), timeout=30)
     pids = [int((folder / name).read_text()) for name in ("child", "main")]
-    assert not any(is_alive(pid) for pid in [*pids, service.pid])
+    until(lambda: not any(is_alive(pid) for pid in [*pids, service.pid]), timeout=30)
 
 
 WITH_MLFLOW = Path(__file__).parents[2] / ".venv-mlflow" / "bin" / "python"
