@@ -190,7 +190,7 @@ def test_a_gang_is_created_once_by_as_many_writes_as_it_has_objects(
         ("create", "services", 201): 1,
         ("create", "jobs", 201): 1,
     }
-    pods = wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 10)
+    pods = wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 30)
     assert {one["metadata"]["ownerReferences"][0]["uid"] for one in pods} == {handles[0].uid}
     # Nothing writes endpoints of a Service without a selector, which is what makes it cheap.
     assert api.run(api.client.list(ENDPOINT_SLICES, namespace)).items == []
@@ -214,7 +214,7 @@ def gang_of_two(api: Api, harness: AksHarness, namespace: str) -> tuple[AksBacke
     owned = given_to(harness.backend.render(plan, Attempt(1)), harness.own("uid-2"))
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     handle = api.run(backend.submit(owned))
-    wait_until(lambda: len(api.run(api.client.list(PODS, namespace)).items) == 2, 10)
+    wait_until(lambda: len(api.run(api.client.list(PODS, namespace)).items) == 2, 30)
     return backend, handle
 
 
@@ -293,13 +293,13 @@ def test_jobs_of_one_name_in_three_namespaces_know_nothing_of_each_other(api: Ap
             plan = planned(**harness.overrides)
             request = given_to(harness.backend.render(plan, Attempt(1)), harness.own("uid-1"))
             handles[namespace] = api.run(backend.submit(request))
-            wait_until(partial(pods_of, api, namespace), 10)
+            wait_until(partial(pods_of, api, namespace), 30)
         api.run(backend.cancel(ref_to(handles[b]), after(1.0)))
         wait_until(lambda: api.run(backend.observe(ref_to(handles[b]))).all_gone, 20)
         seen = [api.run(backend.observe(ref_to(handles[one]))).phase.value for one in (a, b, c)]
         assert seen == ["Pending", "Failed", "Pending"]
         # A pod that is on its way out waits for its controller to have counted it.
-        wait_until(lambda: not pods_of(api, b), 10)
+        wait_until(lambda: not pods_of(api, b), 30)
         assert [len(pods_of(api, one)) for one in (a, c)] == [1, 1]
 
 
@@ -330,7 +330,7 @@ def test_the_longest_name_a_job_may_have_is_short_enough_for_its_pods(
     request = harness.backend.render(plan, Attempt(9999))
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     handle = api.run(backend.submit(given_to(request, harness.own("uid-2"))))
-    wait_until(lambda: len(pods_of(api, namespace)) == 2, 10)
+    wait_until(lambda: len(pods_of(api, namespace)) == 2, 30)
     hosts = sorted(one["spec"]["hostname"] for one in pods_of(api, namespace))
     assert hosts == [f"{longest}-9999-0", f"{longest}-9999-1"]
     assert not api.run(backend.observe(ref_to(handle))).all_gone
@@ -378,7 +378,7 @@ def test_pods_that_the_namespace_forbids_are_told_from_events(
 ) -> None:
     api.run(api.client.create(kind, {"metadata": {"name": "none"}, "spec": spec}, namespace))
     if kind.kind == "ResourceQuota":
-        wait_until(lambda: api.run(api.client.get(kind, "none", namespace)).get("status"), 10)
+        wait_until(lambda: api.run(api.client.get(kind, "none", namespace)).get("status"), 30)
     backend = AksBackend(BackendContext(Path(), cluster=Cluster(api.client, caches())))
     owned = given_to(
         harness.backend.render(planned(**harness.overrides), Attempt(1)), harness.own("uid-2")
@@ -389,7 +389,7 @@ def test_pods_that_the_namespace_forbids_are_told_from_events(
         seen = api.run(backend.observe(ref_to(handle)))
         return seen if seen.obstacle else None
 
-    seen = wait_until(told, 10)
+    seen = wait_until(told, 30)
     assert seen is not None
     assert seen.obstacle is not None
     assert seen.obstacle.reason == "PodsNotCreated"
@@ -409,7 +409,7 @@ def resume(api: Api, namespace: str, name: str) -> None:
     probe["metadata"] = {"name": f"probe-{uuid4().hex[:8]}", "namespace": namespace}
     api.run(api.client.create(JOBS, probe, namespace))
     made = str(probe["metadata"]["name"])
-    wait_until(lambda: api.run(api.client.get(JOBS, made, namespace))["status"].get("active"), 10)
+    wait_until(lambda: api.run(api.client.get(JOBS, made, namespace))["status"].get("active"), 30)
     api.run(api.client.delete(JOBS, made, namespace))
 
 
@@ -447,7 +447,7 @@ def test_a_suspended_attempt_that_is_given_up_never_makes_a_pod_again(
     handle = api.run(backend.submit(backend.render(plan, Attempt(1))))
     if runs:
         patch(api, namespace, "tiny-1", suspend=False)
-        wait_until(lambda: pods_of(api, namespace), 10)
+        wait_until(lambda: pods_of(api, namespace), 30)
     patch(api, namespace, "tiny-1", suspend=True)
     wait_until(lambda: not pods_of(api, namespace), 20)
     assert not api.run(backend.observe(ref_to(handle))).all_gone
@@ -473,7 +473,7 @@ def test_the_next_attempt_waits_until_the_one_before_has_failed_for_good(
             api.run(backend.submit(second))
         return str(raised.value)
 
-    wait_until(lambda: "tiny-1 has not ended yet" in refusal(), 10)
+    wait_until(lambda: "tiny-1 has not ended yet" in refusal(), 30)
     wait_until(lambda: ended_as(api, namespace, "tiny-1")[0], 20)
     api.run(backend.submit(second))
     resume(api, namespace, "tiny-1")
@@ -490,7 +490,7 @@ def test_a_queued_attempt_that_is_cancelled_never_starts(
     assert waiting.obstacle is not None
     assert (waiting.obstacle.reason, waiting.all_gone) == ("Queued", False)
     api.run(backend.cancel(ref_to(handle), after(30.0)))
-    wait_until(lambda: api.run(backend.observe(ref_to(handle))).all_gone, 10)
+    wait_until(lambda: api.run(backend.observe(ref_to(handle))).all_gone, 30)
     assert api.run(backend.observe(ref_to(handle))).phase is AttemptPhase.FAILED
     resume(api, namespace, "tiny-1")
     assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
@@ -541,7 +541,7 @@ def test_the_log_tail_of_the_root_cause_outlives_its_pod(
 ) -> None:
     backend = harness.backend
     handle = api.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
-    (pod,) = wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 10)
+    (pod,) = wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 30)
     name = pod["metadata"]["name"]
     said = Termination(
         failure_class=FailureClass.DATA_ERROR, exit_code=ExitCode.DATA, message="row 3 is empty"
@@ -558,7 +558,7 @@ def test_the_log_tail_of_the_root_cause_outlives_its_pod(
     assert (seen.phase, seen.all_gone) == (AttemptPhase.FAILED, True)
     assert seen.termination == said
     api.run(api.client.delete(PODS, name, namespace))
-    wait_until(lambda: api.run(api.client.list(PODS, namespace)).items == [], 10)
+    wait_until(lambda: api.run(api.client.list(PODS, namespace)).items == [], 30)
 
     async def lines() -> list[str]:
         return [line async for line in backend.logs(ref_to(handle), 0)]
@@ -576,7 +576,7 @@ def test_pods_keep_to_the_restricted_pod_security_standard_but_for_infiniband(
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     api.run(api.client.patch(NAMESPACES, namespace, None, {"metadata": {"labels": labels}}))
     accounts = Resource("", "v1", "serviceaccounts", "ServiceAccount")
-    wait_until(lambda: api.get(accounts, namespace, "default"), 10)
+    wait_until(lambda: api.get(accounts, namespace, "default"), 30)
 
     def create_pod(name: str) -> None:
         template = CASES[name].request().objects[-1]["spec"]["template"]

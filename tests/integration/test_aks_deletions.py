@@ -203,7 +203,7 @@ def test_deleted_after_each_of_the_operators_writes_a_job_leaves_nothing(
         with suppress(AssertionError):
             wait_until(lambda: left(api, namespace) == names, 150)
         assert left(api, namespace) == names
-        wait_until(lambda: operator.health()["queue"] == 0, 10)
+        wait_until(lambda: operator.health()["queue"] == 0, 30)
         before = operator.calls(*WRITES)
         time.sleep(QUIET_SECONDS)
         assert operator.calls(*WRITES) == before

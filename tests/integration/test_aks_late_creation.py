@@ -49,9 +49,9 @@ def test_a_batch_job_that_is_created_after_its_job_was_suspended_is_stopped(api:
         operator.wait_for("synced")
         ration(api, namespace)
         api.apply(namespace, **{**JOB, "backend": {"type": "aks", "aks": {"profile": namespace}}})
-        wait_until(lambda: condition(api.job(namespace), "Stalled")["status"] == "True", 10)
+        wait_until(lambda: condition(api.job(namespace), "Stalled")["status"] == "True", 30)
         api.change(namespace, suspend=True)
-        wait_until(lambda: api.phase(namespace) == "Suspended", 10)
+        wait_until(lambda: api.phase(namespace) == "Suspended", 30)
         api.run(api.client.delete(QUOTAS, "none", namespace))
         create_late(api, namespace)
 

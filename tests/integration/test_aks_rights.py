@@ -43,7 +43,7 @@ def test_a_right_that_is_missing_is_told_in_the_conditions_and_missed_no_more_on
             found = condition(job, "ResourcesReady")
             return found if condition(job, "Stalled")["status"] == "True" else None
 
-        found = wait_until(told, 5, "it is told")
+        found = wait_until(told, 25, "it is told")
         assert found is not None
         assert (found["status"], found["reason"]) == ("False", "CreationFailed")
         account_name = f"system:serviceaccount:{namespace}:operator"
@@ -56,4 +56,4 @@ def test_a_right_that_is_missing_is_told_in_the_conditions_and_missed_no_more_on
         start = time.monotonic()
         wait_until(lambda: api.get(JOBS, namespace, "tiny-1"), MENDED_WITHIN_SECONDS, "it starts")
         print(f"{time.monotonic() - start:.1f} s after the right was given")
-        wait_until(lambda: condition(api.job(namespace), "Stalled")["status"] == "False", 5)
+        wait_until(lambda: condition(api.job(namespace), "Stalled")["status"] == "False", 25)

@@ -57,7 +57,7 @@ def test_what_is_stored_survives_a_process_that_is_killed(tmp_path: Path) -> Non
     with serving(tmp_path) as api:
         api.run(api.client.create(FINE_TUNE_JOBS, manifest(name="soon"), "default"))
         state = tmp_path / "state.json"
-        wait_until(lambda: state.exists() and '"soon"' in state.read_text(), 10)
+        wait_until(lambda: state.exists() and '"soon"' in state.read_text(), 30)
         assert stat.S_IMODE(state.stat().st_mode) == 0o600
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
@@ -78,17 +78,17 @@ def test_a_file_that_cannot_be_written_for_a_while_stops_nothing_else(
         api = Api(cluster.kubeconfig)
         owner = api.run(api.client.create(SECRETS, {"metadata": {"name": "owner"}}, "default"))
         state = place / "state.json"
-        wait_until(lambda: state.exists() and '"owner"' in state.read_text(), 10)
+        wait_until(lambda: state.exists() and '"owner"' in state.read_text(), 30)
         place.rename(away)
         uid = owner["metadata"]["uid"]
         reference = {"apiVersion": "v1", "kind": "Secret", "name": "owner", "uid": uid}
         owned = {"metadata": {"name": "owned", "ownerReferences": [reference]}}
         api.run(api.client.create(SECRETS, owned, "default"))
-        wait_until(lambda: "objects not saved" in caplog.text, 10)
+        wait_until(lambda: "objects not saved" in caplog.text, 30)
         api.run(api.client.delete(SECRETS, "owner", "default"))
-        wait_until(lambda: api.get(SECRETS, "default", "owned") is None, 10)
+        wait_until(lambda: api.get(SECRETS, "default", "owned") is None, 30)
         away.rename(place)
-        wait_until(lambda: '"owner"' not in state.read_text(), 10)
+        wait_until(lambda: '"owner"' not in state.read_text(), 30)
         api.close()
 
 

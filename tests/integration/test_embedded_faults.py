@@ -81,20 +81,20 @@ def test_what_happened_while_versions_expired_is_seen_deletions_included(world: 
     api, namespace = world.api, world.namespace
     for name in ("stays", "goes"):
         api.apply(namespace, name)
-    wait_until(lambda: world.is_open("stays", "goes"), 10)
+    wait_until(lambda: world.is_open("stays", "goes"), 30)
     world.faults.add(Fault(503, verbs={"watch"}))
     world.faults.drop_watches()
     api.delete(namespace, "goes")
     api.apply(namespace, "comes")
     api.play(namespace, "stays-1", phase="Running", ready="1", step="1")
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "goes-1") is None, 5)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "goes-1") is None, 30)
     world.faults.expire_versions()
     world.faults.clear()
     wait_until(lambda: api.phase(namespace, "stays") == "Running", 15)
     wait_until(lambda: world.is_open("comes"), 15)
     assert "goes-1" not in api.attempts(namespace)
     again = api.apply(namespace, "goes")
-    wait_until(lambda: world.is_open("goes"), 10)
+    wait_until(lambda: world.is_open("goes"), 30)
     owners = (api.get(CONFIG_MAPS, namespace, "goes-1") or {})["metadata"]["ownerReferences"]
     assert owners[0]["uid"] == again["metadata"]["uid"]
 

@@ -154,7 +154,7 @@ def test_a_right_that_is_taken_away_is_missed_and_named_alone(
             else:
                 account.grant(without(HERE, resource, verb))
             wanted = f"{namespace}:operator may not {verb} {resource}"
-            wait_until(partial(is_all, operator, wanted), 10, wanted)
+            wait_until(partial(is_all, operator, wanted), 30, wanted)
             account.grant(HERE)
             account.grant_everywhere(CLUSTER_WIDE)
             wait_until(lambda: is_ready(operator), 20, f"{verb} {resource} is back")
@@ -211,7 +211,7 @@ def test_what_is_missing_stands_where_kubectl_describes_the_pod(
         own = {"pod_name": pod["name"], "pod_uid": pod["uid"]}
         with OperatorProcess(account.kubeconfig, namespace, **own) as operator:
             (said,) = unable(operator)
-            wait_until(lambda: own_api.events(namespace, "replica") == ["NotReady"], 10)
+            wait_until(lambda: own_api.events(namespace, "replica") == ["NotReady"], 30)
             shown = run(plane, f"kubectl describe pod replica --namespace {namespace}")
             assert said in shown
             assert own_api.run(own_api.client.list(EVENTS, namespace)).items[0]["type"] == "Warning"
@@ -248,7 +248,7 @@ def test_a_leader_whose_crd_becomes_older_writes_nothing_until_that_is_mended(
             f"operator (version {__version__}) needs revision {revision(JOBS_CRD)}; mend it with: "
             "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
         )
-        wait_until(lambda: not operator.health()["leading"], 10, "it gives the Lease up")
+        wait_until(lambda: not operator.health()["leading"], 30, "it gives the Lease up")
         own_api.apply(namespace, "waits")
         rounds = len(operator.said("released the lease"))
         assert rounds == 1
@@ -261,7 +261,7 @@ def test_a_replica_that_finds_no_crd_waits_for_it_and_then_works(
     plane: ControlPlane, own_api: Api
 ) -> None:
     own_api.run(own_api.client.delete(CRDS, JOBS_CRD))
-    wait_until(lambda: own_api.get(CRDS, "", JOBS_CRD) is None, 20, "it is gone")
+    wait_until(lambda: own_api.get(CRDS, "", JOBS_CRD) is None, 60, "it is gone")
     with (
         own_api.namespace("nothing") as namespace,
         OperatorProcess(own_api.kubeconfig, namespace) as operator,

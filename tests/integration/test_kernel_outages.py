@@ -264,7 +264,7 @@ def test_jobs_are_watched_again_within_seconds_of_the_return_of_their_kind(
         operator.wait_for("synced")
         attempted(own_api, namespace, "before")
         own_api.run(own_api.client.delete(CRDS, kind))
-        wait_until(lambda: kind in operator.health()["absent"], 10, "it is told")
+        wait_until(lambda: kind in operator.health()["absent"], 60, "it is told")
         assert operator.health()["code"] == 503
         assert operator.health("healthz")["code"] == 200  # a restart would not bring it back
         own_api.run(own_api.client.delete(CONFIG_MAPS, "before-1", namespace))
@@ -275,7 +275,7 @@ def test_jobs_are_watched_again_within_seconds_of_the_return_of_their_kind(
         later = (f"later-{number}" for number in range(20))
         assert any(comes_without_a_list(own_api, operator, namespace, name) for name in later)
         # The definition is asked for again some seconds later.
-        wait_until(lambda: operator.health()["code"] == 200, 10, "it is ready again")
+        wait_until(lambda: operator.health()["code"] == 200, 30, "it is ready again")
         health = operator.health("healthz")
         assert (health["absent"], health["complaints"]) == ({}, [])
         assert operator.said("kopf ended; it starts again") != []

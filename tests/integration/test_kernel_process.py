@@ -77,7 +77,7 @@ def test_a_failed_attempt_is_followed_by_the_next_once_it_is_gone(
 ) -> None:
     _, namespace = shared
     api.apply(namespace, "again")
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "again-1"), 10)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "again-1"), PROMPT_SECONDS)
     api.play(namespace, "again-1", phase="Failed", code="137")
     wait_until(lambda: api.phase(namespace, "again") == "Restarting", PROMPT_SECONDS)
     assert api.get(CONFIG_MAPS, namespace, "again-2") is None
@@ -93,7 +93,7 @@ def test_what_keeps_an_attempt_waiting_is_told_at_once(
 ) -> None:
     _, namespace = shared
     api.apply(namespace, "waits")
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "waits-1"), 10)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "waits-1"), PROMPT_SECONDS)
     api.play(namespace, "waits-1", reason="Unschedulable", message="no node has 8 GPUs")
     ready = wait_until(
         lambda: [
@@ -101,7 +101,7 @@ def test_what_keeps_an_attempt_waiting_is_told_at_once(
             for one in [condition(api.job(namespace, "waits"), "ResourcesReady")]
             if one.get("reason") == "Unschedulable"
         ],
-        5,
+        PROMPT_SECONDS,
     )[0]
     assert (ready["status"], ready["message"]) == ("False", "no node has 8 GPUs")
 
@@ -111,12 +111,12 @@ def test_suspend_stops_the_attempt_and_resume_opens_the_next(
 ) -> None:
     _, namespace = shared
     api.apply(namespace, "pause")
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "pause-1"), 10)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "pause-1"), PROMPT_SECONDS)
     api.play(namespace, "pause-1", phase="Running", ready="1", step="3")
     api.change(namespace, "pause", suspend=True)
-    wait_until(lambda: api.phase(namespace, "pause") == "Suspended", 10)
+    wait_until(lambda: api.phase(namespace, "pause") == "Suspended", PROMPT_SECONDS)
     api.change(namespace, "pause", suspend=False)
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "pause-2"), 10)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "pause-2"), PROMPT_SECONDS)
 
 
 def test_a_spec_the_backend_refuses_is_told_and_recovers_when_mended(
@@ -185,7 +185,7 @@ def test_a_job_that_another_controller_manages_is_left_alone(
     _, namespace = shared
     theirs = api.apply(namespace, "theirs", managedBy="example.com/other")
     api.apply(namespace, "ours")
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "ours-1"), 10)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "ours-1"), PROMPT_SECONDS)
     assert api.job(namespace, "theirs") == theirs
     assert "theirs-1" not in api.attempts(namespace)
 
@@ -197,7 +197,7 @@ def test_a_job_of_another_namespace_is_left_alone(
     with api.namespace("elsewhere") as elsewhere:
         there = api.apply(elsewhere, "far")
         api.apply(namespace, "near")
-        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "near-1"), 10)
+        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "near-1"), PROMPT_SECONDS)
         assert api.job(elsewhere, "far") == there
 
 
@@ -220,7 +220,7 @@ def test_a_user_without_a_name_hears_of_new_jobs_as_any_other(api: Api) -> None:
     ):
         operator.wait_for("synced")
         api.apply(namespace, "late")  # only kopf tells of it
-        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "late-1"), 10)
+        wait_until(lambda: api.get(CONFIG_MAPS, namespace, "late-1"), PROMPT_SECONDS)
         assert operator.said("kopf failed") == []
 
 
@@ -236,10 +236,14 @@ def test_of_several_namespaces_each_is_served_and_no_other(api: Api) -> None:
         for namespace in (one, two):
             api.apply(namespace, "near")
         served = (one, two)
-        wait_until(lambda: all(api.get(CONFIG_MAPS, each, "near-1") for each in served), 10)
+        wait_until(
+            lambda: all(api.get(CONFIG_MAPS, each, "near-1") for each in served), PROMPT_SECONDS
+        )
         for namespace in served:
             api.play(namespace, "near-1", phase="Running", ready="1", step="1")
-        wait_until(lambda: all(api.phase(each, "near") == "Running" for each in served), 10)
+        wait_until(
+            lambda: all(api.phase(each, "near") == "Running" for each in served), PROMPT_SECONDS
+        )
         assert api.job(three, "far") == there
 
 
@@ -248,7 +252,7 @@ def test_deleting_a_running_job_leaves_nothing_behind(
 ) -> None:
     operator, namespace = shared
     api.apply(namespace, "short")
-    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "short-1"), 10)
+    wait_until(lambda: api.get(CONFIG_MAPS, namespace, "short-1"), PROMPT_SECONDS)
     api.delete(namespace, "short")
     wait_until(lambda: api.get(CONFIG_MAPS, namespace, "short-1") is None, 30)
     assert api.job(namespace, "short") is None
@@ -260,12 +264,14 @@ def test_a_job_whose_attempt_is_outside_the_cluster_waits_for_its_end(
 ) -> None:
     _, namespace = shared
     api.apply(namespace, "outside", backend={"type": "fake"})
-    wait_until(lambda: (api.job(namespace, "outside") or {})["status"].get("backendRef"), 10)
+    wait_until(
+        lambda: (api.job(namespace, "outside") or {})["status"].get("backendRef"), PROMPT_SECONDS
+    )
     job = api.job(namespace, "outside")
     assert job is not None
     assert job["metadata"]["finalizers"] == ["finetune.dev/backend"]
     api.delete(namespace, "outside")
-    wait_until(lambda: api.job(namespace, "outside") is None, 10)
+    wait_until(lambda: api.job(namespace, "outside") is None, PROMPT_SECONDS)
 
 
 @pytest.mark.full

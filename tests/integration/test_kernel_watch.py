@@ -150,19 +150,19 @@ def test_a_token_that_is_refused_is_followed_by_the_one_that_took_its_place(
         ):
             operator.wait_for("synced", 60)
             api.apply(namespace, "before")
-            wait_until(lambda: "before-1" in api.attempts(namespace), 10)
+            wait_until(lambda: "before-1" in api.attempts(namespace), 30)
             new = token_bound_to(api, namespace, "two")
             api.run(api.client.delete(SECRETS, "one", namespace))
             wait_until(lambda: was_refused(operator), 30, "the old token is refused")
             gate.shut()  # every watch begins anew, as it does within minutes anyway
             gate.open()
             # ... and a second time after its login, as the file still holds the old token.
-            wait_until(lambda: num_refused(proxy, "kopf/") > 1, 10, "kopf is refused, too")
+            wait_until(lambda: num_refused(proxy, "kopf/") > 1, 30, "kopf is refused, too")
             file.write_text(new)
             api.apply(namespace, "after")
             wait_until(lambda: "after-1" in api.attempts(namespace), 20)
             api.play(namespace, "after-1", phase="Running", ready="1", step="1")
-            wait_until(lambda: api.phase(namespace, "after") == "Running", 10)
+            wait_until(lambda: api.phase(namespace, "after") == "Running", 25)
             # The outage may still owe a list, or a few, and those would tell of a job as well.
             later = (f"later-{number}" for number in range(5))
             assert any(comes_without_a_list(api, operator, namespace, name) for name in later)

@@ -94,9 +94,9 @@ class Releases:
         for one in self._api.run(client.list(CRDS)).items:
             name = one["metadata"]["name"]
             # The API server cannot finish the deletion of a kind before its storage is ready.
-            wait_until(partial(is_served, self._api, name), 20)
+            wait_until(partial(is_served, self._api, name), 60)
             self._api.run(client.delete(CRDS, name))
-        wait_until(lambda: not self._api.run(client.list(CRDS)).items, 20)
+        wait_until(lambda: not self._api.run(client.list(CRDS)).items, 60)
 
 
 @pytest.fixture
