@@ -213,6 +213,13 @@ def _submit_two_nodes(folder: Path, steps: int) -> Handle:
     return wait_for(backend.submit(request))
 
 
+def test_nodes_meet_at_a_port_that_the_kernel_gives_nobody(folder: Path) -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    _submit_two_nodes(folder, steps=1)
+    record = json.loads((folder / "runs/default/tiny/attempts/1/attempt.json").read_text())
+    assert int(record["rendezvous"].partition(":")[2]) < lowest
+
+
 def test_an_orphan_that_ended_unseen_is_known_by_its_last_words(folder: Path) -> None:
     assert not run_and_kill(lambda: _submit_two_nodes(folder, steps=1), 10_000)
     words = folder / "runs/default/tiny/attempts/1"

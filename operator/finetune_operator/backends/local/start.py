@@ -5,8 +5,10 @@ lock is taken before its process exists and is held by that process until it die
 a node is exactly one of: not started, alive, ended.
 """
 
+import errno
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -23,6 +25,8 @@ from finetune_operator.errors import AlreadyOwnedError, BackendError, TransientE
 from finetune_trainer.config import ENV_RDZV_ENDPOINT
 
 LAUNCHER = "finetune_operator.backends.local.launch"
+# Below those of the kernel, which begin at 32768 (ip_local_port_range in ip(7)).
+_FIRST_PORT, _NUM_PORTS = 10_000, 10_000
 
 
 def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str]) -> str:
@@ -117,7 +121,17 @@ def _streams(log: Path) -> list[tuple[Any, ...]]:
 
 
 def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+    """Return a port that nobody listens on now, nor is given by the kernel to whoever asks for any.
+
+    Node 0 binds it only once its process has begun, and whatever opens a socket meanwhile may get
+    one of the kernel's.
+    """
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
