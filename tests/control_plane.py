@@ -7,7 +7,6 @@ starts them, and that folder has them: else nothing collects what a deleted obje
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import threading
@@ -20,6 +19,7 @@ from typing import Self
 import yaml
 
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
+from node_pages import free_ports
 from operators import Api, wait_until
 
 PROGRAMS = os.environ.get("KUBEBUILDER_ASSETS")
@@ -213,8 +213,6 @@ class ControlPlane:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Return ports that nobody else is given until a program of seconds from now binds them."""
+    first = free_ports(count)
+    return list(range(first, first + count))
