@@ -7,8 +7,9 @@ packed into one of its variables.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,16 @@ def backend(spec: FineTuneProfileSpec | None = None, name: str = "default") -> A
 
 
 def backend_with(
-    environ: Mapping[str, str], spec: FineTuneProfileSpec | None = None, name: str = "default"
+    environ: Mapping[str, str],
+    spec: FineTuneProfileSpec | None = None,
+    name: str = "default",
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> AzureMLBackend:
     """Return the backend as `ftctl` makes it in that environment, with one profile known."""
     made = FineTuneProfile.model_validate(
         {"metadata": {"name": name}, "spec": (spec or profile()).model_dump(by_alias=True)}
     )
-    return AzureMLBackend(BackendContext(Path(), environ, profiles={name: made}))
+    return AzureMLBackend(BackendContext(Path(), environ, profiles={name: made}, now=now))
 
 
 def config_of(request: Request) -> TrainConfig:

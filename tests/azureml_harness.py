@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar, TypeVarTuple
 
 from azureml_cases import JOB, backend_with
@@ -84,12 +85,16 @@ class AzureMLHarness(ServiceHarness):
 
     Args:
         service: Where jobs are, also those of other tests.
+
+    Attributes:
+        ahead: How far the backends' clock is ahead of this machine's.
     """
 
     retry_after = 7.0
 
     def __init__(self, service: ServiceClient) -> None:
         self.service = service
+        self.ahead = timedelta()
         folders = "azureml://datastores/rows/paths"
         self.job = job(
             name=f"tiny-{len(service.jobs())}",
@@ -101,7 +106,8 @@ class AzureMLHarness(ServiceHarness):
     @asynccontextmanager
     async def process(self) -> AsyncIterator[Backend]:
         """Yield the backend of a new process."""
-        yield backend_with({**os.environ, REQUESTS_PER_SECOND: "100"})
+        environ = {**os.environ, REQUESTS_PER_SECOND: "100"}
+        yield backend_with(environ, now=lambda: datetime.now(UTC) + self.ahead)
 
     async def state(self) -> Any:
         """Return what there is."""
