@@ -168,3 +168,10 @@ class HastyBackend(HttpBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context, poll_seconds=HASTY_POLL_SECONDS, request_seconds=1.0)
+
+
+class PatientBackend(HttpBackend):
+    """... that waits for each answer, so that what is asked can be counted."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context, poll_seconds=HASTY_POLL_SECONDS, request_seconds=60.0)

@@ -37,6 +37,7 @@ class ProcessWorld(RemoteWorld):
         namespace: Of the jobs.
         service: Who runs their attempts.
         url: Of the service.
+        backend: Class of `remote_http`.
     """
 
     def __init__(
@@ -46,19 +47,23 @@ class ProcessWorld(RemoteWorld):
         namespace: str,
         service: RemoteService,
         url: str,
+        backend: str,
     ) -> None:
         super().__init__(client, namespace, service)
         self._kubeconfig = kubeconfig
         self._url = url
+        self._backend = backend
         self._operator = self._start()
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, api: Api, namespace: str) -> AsyncIterator[Self]:
+    async def start(
+        cls, api: Api, namespace: str, backend: str = "HastyBackend"
+    ) -> AsyncIterator[Self]:
         """Have service and operator at work."""
         service = RemoteService()
         async with await HttpClient.connect(api.kubeconfig) as client, served(service) as url:
-            world = cls(client, api.kubeconfig, namespace, service, url)
+            world = cls(client, api.kubeconfig, namespace, service, url, backend)
             try:
                 yield world
             finally:
@@ -89,7 +94,7 @@ class ProcessWorld(RemoteWorld):
         return OperatorProcess(
             self._kubeconfig,
             self._namespace,
-            backends="remote=remote_http:HastyBackend",
+            backends=f"remote=remote_http:{self._backend}",
             environ={ENV_URL: self._url},
             max_retry_seconds=1,
         )
@@ -127,7 +132,7 @@ def test_a_submit_costs_two_requests_and_an_operator_that_has_ended_asks_for_not
     api: Api, namespace: str
 ) -> None:
     async def work() -> None:
-        async with ProcessWorld.start(api, namespace) as world:
+        async with ProcessWorld.start(api, namespace, "PatientBackend") as world:
             service, names = world.service, [f"job-{number}" for number in range(20)]
             for name in names:
                 await world.apply(name)
