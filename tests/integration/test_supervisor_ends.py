@@ -14,7 +14,7 @@ from finetune_trainer.config import Termination
 from launches import Launch, clean_environment, is_alive, train_config, until
 
 # Generous against a busy machine, and far below the 3 s a hung rank has, plus torch's 30 s.
-PROMPTLY_SECONDS = 10
+PROMPTLY_SECONDS = 20
 
 
 @pytest.fixture
