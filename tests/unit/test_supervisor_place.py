@@ -1,5 +1,6 @@
 """Where a node and a rank find out about their place, and about the memory killer."""
 
+import re
 import socket
 import threading
 from contextlib import suppress
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune_trainer import rendezvous
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.launch.oom import count_oom_kills
 from finetune_trainer.launch.ranks import Node, read_node
@@ -64,6 +66,31 @@ def test_a_rank_0_that_never_answers_is_an_error_that_names_the_address(host: st
         port = server.getsockname()[1]
     with pytest.raises(TrainerError, match=f"rank 0 does not answer at {host}:{port}"):
         wait_for_rank_zero(host, port, lambda: False, timeout_seconds=0)
+
+
+def test_a_rank_that_waits_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(TrainerError):
+        wait_for_rank_zero("127.0.0.1", port, lambda: False, timeout_seconds=0.3)
+    told = f"waits for rank 0, which does not answer at 127.0.0.1:{port} ("
+    assert told in capfd.readouterr().err
+
+    twelve = {"nnodes": 1, "nproc_per_node": 12}
+    config = train_config(tmp_path, world=twelve, training={"global_batch_size": 12})
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "12", "MASTER_ADDR": "127.0.0.1"}
+    missing = "11 of 12 have not come (1, 2, 3, 4, 5, 6, 7, 8 and 3 more)"
+    with (
+        pytest.raises(TrainerError, match=re.escape(f"{missing} within 0:00:01")),
+        open_world(
+            config, {**place, "MASTER_PORT": str(port)}, rendezvous_timeout=timedelta(seconds=1)
+        ),
+    ):
+        pass
+    assert f"waits for the other ranks: {missing}, for " in capfd.readouterr().err
 
 
 def test_a_rank_told_to_stop_waits_no_longer() -> None:

@@ -1,13 +1,16 @@
 """How the ranks of an attempt find rank 0, and agree that all have come or that none begins.
 
 Called by `world`, before there are process groups. They meet in a key-value store that rank 0 or
-torchrun's agent serves; a rank that waits for it hears a signal to stop meanwhile.
+torchrun's agent serves; a rank that waits for it hears a signal to stop meanwhile, and tells in its
+log what it waits for.
 """
 
 import hashlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,6 +26,8 @@ ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0
 # Of one try to reach a store that was there a moment ago, as the library hears no signal meanwhile.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
+_QUIET_SECONDS = 15.0  # before a rank first tells what it waits for; each time twice as long
+_MOST_NAMED = 8
 
 
 def open_store(
@@ -97,12 +102,14 @@ def wait_for_rank_zero(
         TrainerError: nobody answered in time.
         Preempted: `should_stop`.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline, log = time.monotonic() + timeout_seconds, _Log()
     while True:
         try:
             socket.create_connection((address, port), timeout=2).close()
             return
         except OSError as error:
+            if log.is_due:
+                log.tell(f"waits for rank 0, which does not answer at {address}:{port} ({error})")
             if time.monotonic() >= deadline:
                 raise TrainerError(
                     f"rank 0 does not answer at {address}:{port} after {timeout_seconds:.0f} s "
@@ -115,7 +122,11 @@ def wait_for_rank_zero(
 
 
 def meet(
-    store: "Store", world_size: int, should_stop: Callable[[], bool], timeout: timedelta
+    store: "Store",
+    rank: int,
+    world_size: int,
+    should_stop: Callable[[], bool],
+    timeout: timedelta,
 ) -> None:
     """Wait until every rank has come, or agree that none begins: the first write decides.
 
@@ -123,20 +134,51 @@ def meet(
         Preempted: `should_stop` of a rank before all had come.
         TrainerError: one did not come within `timeout`.
     """
+    store.set(f"arrived/{rank}", "")
     if store.add("arrived", 1) == world_size:
         store.compare_set("start", "", "go")
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, log = time.monotonic() + timeout.total_seconds(), _Log()
     while not store.check(["start"]):
         if should_stop():
             store.compare_set("start", "", "stop")
+        if log.is_due:
+            log.tell(f"waits for the other ranks: {_missing(store, world_size)}")
         if time.monotonic() >= deadline:
             raise TrainerError(
-                f"{store.add('arrived', 0)} of {world_size} ranks came up within "
-                f"{timeout}; see the logs of the others"
+                f"{_missing(store, world_size)} within {timeout}; see the logs of those ranks, "
+                "and whether their nodes were started"
             )
         time.sleep(_POLL_SECONDS)
     if store.get("start") != b"go":
         raise _stopped()
+
+
+def _missing(store: "Store", world_size: int) -> str:
+    """Say which ranks have not come; at most the first few by number."""
+    missing = [rank for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
+    names = ", ".join(map(str, missing[:_MOST_NAMED]))
+    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+    return f"{len(missing)} of {world_size} have not come ({names}{more})"
+
+
+class _Log:
+    """When a rank that waits tells so on stderr, so that a log is not silent for minutes."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._quiet_seconds = _QUIET_SECONDS
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing was told for long."""
+        return time.monotonic() - self._began >= self._quiet_seconds
+
+    def tell(self, what: str) -> None:
+        """Tell what this rank does, and for how long it has."""
+        self._quiet_seconds *= 2
+        with suppress(OSError):  # a full disk or a lost reader is no reason to end
+            seconds = time.monotonic() - self._began
+            print(f"{what}, for {seconds:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def _stopped() -> Preempted:

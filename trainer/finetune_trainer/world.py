@@ -128,7 +128,7 @@ def open_world(
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     store = open_store(config, place, environ, should_stop, rendezvous_timeout)
-    meet(store, place.world_size, should_stop, rendezvous_timeout)
+    meet(store, place.rank, place.world_size, should_stop, rendezvous_timeout)
     timeout = timedelta(seconds=config.control.collective_timeout_seconds)
     dist.init_process_group(
         backend,
