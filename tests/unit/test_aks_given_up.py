@@ -321,7 +321,9 @@ def ended(code: int, *, is_deleted: bool) -> Object:
     metadata: Object = {"name": "tiny-1-0", "uid": "p"}
     if is_deleted:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    state = {"terminated": {"exitCode": code, "message": "", "reason": "x"}}
+    done = Termination(failure_class=FailureClass.COMPLETED, exit_code=0, message="done")
+    words = "" if code else done.to_json()
+    state = {"terminated": {"exitCode": code, "message": words, "reason": "x"}}
     status = {
         "phase": "Failed" if code else "Succeeded",
         "containerStatuses": [{"name": "trainer", "state": state}],

@@ -769,6 +769,26 @@ SEEN: list[Any] = [
         batch_job("Complete"), [ended(1, 0, DONE)], ("Succeeded", True, 0, 0), id="complete"
     ),
     pytest.param(
+        batch_job("Complete"), [ended(0, 0, DATA), ended(1, 0, DATA)], ("Failed", True, 0, 65),
+        id="a shell between hides from the controller that all failed",
+    ),
+    pytest.param(
+        batch_job("Complete"), [ended(0, 0, PREEMPTED), ended(1, 0, PREEMPTED)],
+        ("Failed", True, 0, 75), id="a shell between hides that all were preempted",
+    ),
+    pytest.param(
+        batch_job("Complete"), [ended(0, 0), ended(1, 0)], ("Failed", True, 0, 78),
+        id="what ran on node 0 was no trainer",
+    ),
+    pytest.param(
+        batch_job("Complete"), [ended(0, 0, DONE), ended(1, 0)], ("Succeeded", True, 0, 0),
+        id="a node without rank 0 has nothing to say under another launcher",
+    ),
+    pytest.param(
+        batch_job("Complete"), [ended(0, 1), ended(0, 0, DONE), ended(1, 0, DONE)],
+        ("Succeeded", True, 0, 0), id="a pod that failed was replaced, by a limit somebody raised",
+    ),
+    pytest.param(
         batch_job(), [ended(0, 65, DATA), running(1)], ("Failed", False, 1, 65), id="one failed"
     ),
     pytest.param(
@@ -815,6 +835,15 @@ def test_objects_of_the_cluster_become_an_observation(
 ENDS: list[Any] = [
     pytest.param(ended(0, 65, DATA), 65, "DataError", "row 3 has no messages", id="its words"),
     pytest.param(ended(0, 1, DONE), 1, "Error", "exit code 1 after it said: said", id="two words"),
+    pytest.param(
+        ended(0, 0, DATA), 65, "DataError",
+        "row 3 has no messages (pod tiny-1-0-x ended with exit code 0 all the same)", id="hidden",
+    ),
+    pytest.param(
+        ended(0, 0, reason="Completed"), 78, "ConfigError",
+        "let spec.image and spec.command of the job's FineTuneProfile run the trainer",
+        id="no trainer",
+    ),
     pytest.param(
         ended(0, 137, "", reason="OOMKilled"), 137, "OutOfMemory", "reached its memory limit",
         id="out of memory",

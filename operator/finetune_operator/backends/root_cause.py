@@ -43,9 +43,16 @@ def ended_silently(node: str, exit_code: int, *, reason: str = "", more: str = "
 
 
 def with_seen_exit_code(node: str, said: Termination, exit_code: int) -> Termination:
-    """Return a node's own termination message with the exit code that was seen from outside."""
+    """Return a node's own termination message with the exit code that was seen from outside.
+
+    A 0 from outside proves nothing where the trainer says that it failed: a shell between them, as
+    in `trainer | tee log`, ends with the code of its last command.
+    """
     if said.exit_code == exit_code:
         return said
+    if exit_code == ExitCode.DONE:
+        hidden = f"{said.message} ({node} ended with exit code 0 all the same)"
+        return said.model_copy(update={"message": hidden})
     is_completed = said.failure_class is FailureClass.COMPLETED
     changed = {
         "exit_code": exit_code,

@@ -40,9 +40,13 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
     all_gone = not alive and makes_no_more(batch_job, pods, wanted)
-    # A batch Job that somebody made smaller is Complete without having done its work.
+    # A batch Job that somebody made smaller is Complete without having done its work, and all are
+    # done up to seconds before it says so.
     is_complete = has(batch_job, "Complete") and size == wanted
-    if is_complete or _all_done(ends, wanted):
+    done = {end.index for end in ends if end.termination.exit_code == ExitCode.DONE}
+    # Exit codes of 0 complete a batch Job whatever its trainers say (with_seen_exit_code).
+    contradicted = any(end.index not in done for end in ends)
+    if len(done) == wanted or (is_complete and not contradicted):
         return _succeeded(ends, all_gone=all_gone)
     has_failed = any(end.termination.exit_code != ExitCode.DONE for end in ends)
     if has_failed or _is_ending(batch_job):
@@ -74,15 +78,10 @@ def _order(end: PodTermination) -> tuple[int, int]:
 
 def _succeeded(ends: Sequence[PodTermination], *, all_gone: bool) -> Observation:
     """Rank 0's termination counts: it exports."""
-    first = min(ends, key=lambda one: one.index, default=None)
+    done = [end for end in ends if end.termination.exit_code == ExitCode.DONE]
+    first = min(done, key=lambda one: one.index, default=None)
     termination = first.termination if first else None
     return Observation(AttemptPhase.SUCCEEDED, all_gone=all_gone, termination=termination)
-
-
-def _all_done(ends: Sequence[PodTermination], wanted: int) -> bool:
-    """Say whether every pod is done; the batch Job says so up to seconds later."""
-    done = {end.index for end in ends if end.termination.exit_code == ExitCode.DONE}
-    return len(done) == wanted
 
 
 def _is_ending(batch_job: Object) -> bool:

@@ -78,10 +78,11 @@ def termination_of(pod: Object) -> PodTermination:
         termination = _termination(ExitCode.PREEMPTED, FailureClass.PREEMPTED, text)
         order = root_cause_order(ExitCode.KILLED, is_victim=False)
         return PodTermination(index_of(pod), termination, node, order)
-    termination = _from_container(name, ended) if ended else _from_status(name, pod)
+    index = index_of(pod)
+    termination = _from_container(name, index, ended) if ended else _from_status(name, pod)
     is_victim = "deletionTimestamp" in pod["metadata"] and not disruption
     order = root_cause_order(termination.exit_code, is_victim=is_victim)
-    return PodTermination(index_of(pod), termination, node, order)
+    return PodTermination(index, termination, node, order)
 
 
 def _disruption(pod: Object) -> str:
@@ -95,16 +96,20 @@ def _disruption(pod: Object) -> str:
     return str(target.get("message") or target.get("reason") or "DisruptionTarget")
 
 
-def _from_container(name: str, ended: Any) -> Termination:
+def _from_container(name: str, index: int, ended: Any) -> Termination:
     """Combine the trainer's termination message with the exit code from the kubelet."""
     code, message = int(ended["exitCode"]), ended.get("message", "")
     said = _parse(message)
     if said is None:
-        return _without_message(name, code, str(ended.get("reason", "")), message)
+        return _without_message(name, index, code, str(ended.get("reason", "")), message)
     return with_seen_exit_code(f"pod {name}", said, code)
 
 
-def _without_message(name: str, code: int, reason: str, tail: str) -> Termination:
+def _without_message(name: str, index: int, code: int, reason: str, tail: str) -> Termination:
+    """Return how a pod without the trainer's message ended.
+
+    Node 0 has one whichever launcher starts the ranks, as rank 0 runs there; others need not.
+    """
     last = tail.strip()[-_LONGEST_TAIL:]
     if reason == "OOMKilled":
         text = (
@@ -116,6 +121,13 @@ def _without_message(name: str, code: int, reason: str, tail: str) -> Terminatio
         text = (
             f"the image of pod {name} {fault} ({last}); name one that `make images` has built for "
             "the nodes in spec.image of the job's FineTuneProfile"
+        )
+        return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
+    if code == ExitCode.DONE and index == 0 and not last:
+        text = (
+            f"pod {name} ended with exit code 0 and without a word of the trainer, which "
+            "writes how it ended, so nothing shows that it trained; see its log, and let "
+            "spec.image and spec.command of the job's FineTuneProfile run the trainer"
         )
         return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
     said = f" ({reason})" if reason not in ("", "Error", "Completed") else ""
