@@ -9,7 +9,15 @@ from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.status import BackendRef
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.reconcile.decide import Action, Cancel, Decision, Seen, Submit, decide
+from finetune_operator.reconcile.decide import (
+    Action,
+    Cancel,
+    Decision,
+    Rejection,
+    Seen,
+    Submit,
+    decide,
+)
 from finetune_trainer.config import Phase, Progress
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -36,6 +44,7 @@ class Life:
         self.job: FineTuneJob = job(**overrides)
         self.now = START
         self.requeue: float | None = None
+        self.rejection: Rejection | None = None
 
     @property
     def status(self) -> Any:
@@ -63,7 +72,7 @@ class Life:
 
     def decide(self, seen: Seen = None) -> Decision:
         """Decide without saving."""
-        return decide(self.job, seen, self.now, make_plan(self.job))
+        return decide(self.job, seen, self.now, self.rejection or make_plan(self.job))
 
     def see(self, seen: Seen = None) -> tuple[Action, ...]:
         """Decide, save the status, hand out a handle for what is submitted."""

@@ -8,7 +8,7 @@ from decisions import PENDING, START, Life, lives, running
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.reconcile.conditions import rfc3339
-from finetune_operator.reconcile.decide import Collect, Submit
+from finetune_operator.reconcile.decide import Collect, Rejection, Submit
 from finetune_operator.testing.fake import PREEMPTED, ended
 from finetune_trainer.config import CheckpointRef, FailureClass, Phase
 
@@ -346,6 +346,27 @@ def test_a_suspended_new_job_starts_nothing() -> None:
     assert life.see() == ()
     assert life.status.phase is JobPhase.SUSPENDED
     assert life.status.attempt == 0
+
+
+def test_a_job_that_is_resumed_and_refused_is_not_told_to_resume_it() -> None:
+    life = started()
+    life.see(running(3))
+    life.suspend(True)
+    life.see(running(3))
+    life.see(PREEMPTED)
+    life.rejection = Rejection("InvalidSpec", "spec.topology.nodes 9 is more than 4; lower it")
+    life.suspend(False)
+    assert life.see() == ()
+    text = "resumed, but the job cannot go on yet: spec.topology.nodes 9 is more than 4; lower it"
+    assert life.said("Suspended") == text
+    assert life.condition("Stalled") == ("True", "InvalidSpec")
+    life.suspend(True)
+    life.see()
+    assert life.said("Suspended") == "suspended by spec.suspend; set it to false to go on"
+    life.rejection = None
+    life.suspend(False)
+    assert life.see() == (Submit(2),)
+    assert life.condition("Suspended") == ("False", "Resumed")
 
 
 def test_the_active_deadline_stops_the_job_and_fails_it_when_it_is_gone() -> None:

@@ -203,6 +203,7 @@ class Situation:
         exists: Whether the attempt was seen: unless `reason` is Queued, no queue keeps it.
         meanwhile: What happens until then, which Ready and Reconciling say besides.
         obstacle: What is in the way; one that stalls the job says so whatever its stage.
+        suspended: What a job that stays suspended says of that, where its stage does not.
     """
 
     stage: Stage
@@ -211,6 +212,7 @@ class Situation:
     exists: bool = False
     meanwhile: str = ""
     obstacle: Obstacle | None = None
+    suspended: str = ""
 
     def has(self, effect: Effect) -> bool:
         """Say whether what is in the way has this effect."""
@@ -357,6 +359,8 @@ def describe(
         one = situation.obstacle if situation.has(Effect.STALLED) else None
         about = one or situation
         say(ConditionType.STALLED, one is not None, about.reason, about.message)
+    if situation.suspended:
+        say(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, situation.suspended)
     was_suspended = find(status, ConditionType.SUSPENDED) is not None
     if was_suspended and situation.stage in _GOES_ON:
         say(ConditionType.SUSPENDED, False, Reason.RESUMED, "spec.suspend is false")

@@ -7,7 +7,7 @@ and `Collect` are decided again until they have had their effect. What a living 
 stands in `during`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 
@@ -229,18 +229,16 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     """
     status = status.model_copy(update={"nodes": _without_nodes(status)})
     if isinstance(view.plan, Rejection):
-        situation = Situation(Stage.REFUSED, view.plan.reason, view.plan.message)
+        refused = view.plan
+        situation = Situation(Stage.REFUSED, refused.reason, refused.message)
+        if is_true(status, ConditionType.SUSPENDED):
+            text = f"resumed, but the job cannot go on yet: {refused.message}"
+            text = _why_suspended(view, status) if view.spec.suspend else text
+            situation = replace(situation, suspended=text)
         return view.conclude(status, situation, requeue=RECHECK_SECONDS)
     status = attempts.with_plan(status, view.plan)
     if view.spec.suspend:
-        text = "suspended by spec.suspend; set it to false to go on"
-        if view.spec.checkpoint.enabled is False:
-            text = (
-                "suspended by spec.suspend without a checkpoint, as spec.checkpoint.enabled is "
-                "false; set spec.suspend to false to begin anew"
-            )
-        if (last := status.checkpoint.last) is not None:
-            text = f"suspended at step {last.step} by spec.suspend; set it to false to go on"
+        text = _why_suspended(view, status)
         return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
     limit = during.active_deadline(view.spec.deadlines, status)
     # A suspended job has no running deadline: opening an attempt starts a new one.
@@ -254,6 +252,17 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         return view.conclude(status, situation, requeue=view.seconds_until(start))
     status = attempts.open_next(status, view.now)
     return view.conclude(status, starting(status.attempt), Submit(status.attempt))
+
+
+def _why_suspended(view: _View, status: FineTuneJobStatus) -> str:
+    if (last := status.checkpoint.last) is not None:
+        return f"suspended at step {last.step} by spec.suspend; set it to false to go on"
+    if view.spec.checkpoint.enabled is False:
+        return (
+            "suspended by spec.suspend without a checkpoint, as spec.checkpoint.enabled is false; "
+            "set spec.suspend to false to begin anew"
+        )
+    return "suspended by spec.suspend; set it to false to go on"
 
 
 def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:
