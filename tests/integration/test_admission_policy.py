@@ -214,5 +214,9 @@ def test_objects_of_others_are_neither_changed_nor_deleted(api: Api, thief: Thie
 def test_the_jobs_of_users_are_theirs_to_change_and_to_delete(thief: Thief) -> None:
     with pytest.raises(ForbiddenError, match="changes no spec of a FineTuneJob"):
         thief.patch(FINE_TUNE_JOBS, thief.job, {"spec": {"suspend": True}})
+    # Of an owner that does not exist, Kubernetes deletes the dependent.
+    nobody = {**thief.reference, "name": "nobody", "uid": "11111111-1111-1111-1111-111111111111"}
+    with pytest.raises(ForbiddenError, match="changes no owner of a FineTuneJob"):
+        thief.patch(FINE_TUNE_JOBS, thief.job, {"metadata": {"ownerReferences": [nobody]}})
     with pytest.raises(ForbiddenError, match="only FineTuneJobs that set ttlSecondsAfterFinished"):
         thief.delete(FINE_TUNE_JOBS, thief.job)

@@ -23,6 +23,7 @@ RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 DEFINED = (".coreos.com/v1", "finetune.dev/v1alpha1")
 """Ends of the API versions that only a definition makes known."""
+LIMITED = ("--set", "admissionPolicy.create=true")
 TENANT = "tenant"
 DEFAULTS = ("--values", str(VALUES["defaults"]))
 ADMINISTRATORS = tuple(
@@ -179,6 +180,13 @@ def test_a_namespace_of_its_own_may_be_made_with_the_release_and_no_other(
     assert server.send("GET", f"{NAMESPACES}/{fresh}").status == 404
 
 
+def test_a_name_that_no_namespace_can_have_is_not_to_be_made(namespace: str) -> None:
+    answer = install(namespace, "--set", "settings.namespaces={team_A}")
+
+    assert "settings.namespaces holds team_A, which is no name of a namespace" in answer.stderr
+    assert "create namespace" not in answer.stderr
+
+
 def test_user_of_one_namespace_installs_beside_what_an_administrator_applied(
     server: PlainApi, namespace: str
 ) -> None:
@@ -198,7 +206,13 @@ def test_user_of_one_namespace_installs_beside_what_an_administrator_applied(
     assert f'User "{TENANT}" cannot list resource "clusterrolebindings"' in refused.stderr
     assert made_in(server, namespace) == set()
 
-    answer = install(namespace, "--set", "rbac.create=false", user=TENANT)
+    without_roles = ("--set", "rbac.create=false")
+    limited = install(namespace, *without_roles, *LIMITED, user=TENANT)
+    assert f'User "{TENANT}" cannot list resource "validatingadmissionpolicies"' in limited.stderr
+    assert "--show-only templates/admissionpolicy.yaml | kubectl apply" in limited.stderr
+    assert made_in(server, namespace) == set()
+
+    answer = install(namespace, *without_roles, user=TENANT)
 
     assert answer.returncode == 0, answer.stderr
     assert f"deployments/{namespace}-finetune-operator" in made_in(server, namespace)

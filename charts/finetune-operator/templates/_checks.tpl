@@ -94,7 +94,7 @@ monitoring.dashboards.namespace is {{ . }}, which is no name of a namespace; wri
 {{- /* helm template asks no cluster, and finds none of them. The release's own may be made with it. */ -}}
 {{- if and $served .Values.rbac.create (lookup "v1" "Namespace" "" "default") -}}
 {{- range without $served .Release.Namespace | uniq }}
-{{- if not (lookup "v1" "Namespace" "" .) }}
+{{- if and (regexMatch $label .) (not (lookup "v1" "Namespace" "" .)) }}
 settings.namespaces holds {{ . }}, which is not in the cluster; make it: kubectl create namespace {{ . }}
 {{- end }}
 {{- end }}

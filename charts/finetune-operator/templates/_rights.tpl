@@ -11,4 +11,9 @@ catch a refusal, but helm shows the name of the one that was refused; so the nam
 {{- $_ := lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "finetunejobs.finetune.dev" -}}
 {{- end -}}
 {{- end -}}
+{{- block "admissionPolicy.create needs rights in the whole cluster; an administrator first runs: helm template RELEASE charts/finetune-operator --namespace NAMESPACE --set image.repository=IMAGE --kube-version 1.30.0 --set admissionPolicy.create=true --show-only templates/admissionpolicy.yaml | kubectl apply --server-side --force-conflicts -f - and then you install with --set admissionPolicy.create=false" . -}}
+{{- if .Values.admissionPolicy.create -}}
+{{- $_ := lookup "admissionregistration.k8s.io/v1" "ValidatingAdmissionPolicy" "" "" -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
