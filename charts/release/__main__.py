@@ -33,14 +33,15 @@ def main() -> int:
     parser.add_argument("registry", nargs="?", default="", help="such as ghcr.io/OWNER")
     parser.add_argument("architecture", nargs="?", default="", help="such as amd64")
     given = parser.parse_args()
+    registry = given.registry.lower()  # names of images are; those of owners on GitHub need not be
     try:
         version = agreed_version(ROOT)
         check_tag(given.tag, version)
         notes = changelog((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
         if given.step == "images":
-            push_images(version, given.registry, given.architecture)
+            push_images(version, registry, given.architecture)
         elif given.step == "publish":
-            publish(version, given.registry, notes)
+            publish(version, registry, notes)
     except ReleaseError as error:
         print(error, file=sys.stderr)
         return 1

@@ -225,6 +225,16 @@ def test_a_program_that_fails_ends_the_release(checkout: Checkout) -> None:
     assert done.stderr == "skopeo copy ended with 1; see above\n"
 
 
+def test_an_owner_with_capitals_has_images_without(checkout: Checkout) -> None:
+    done = checkout.release("images", "v0.1.0", "ghcr.io/Some-Org", "amd64")
+
+    assert done.returncode == 0, done.stderr
+    targets = [call.rpartition("docker://")[2] for call in checkout.calls("skopeo")]
+    assert targets == [
+        f"ghcr.io/some-org/finetune-{one}:0.1.0-amd64" for one in ("operator", "trainer")
+    ]
+
+
 def test_the_digests_of_an_architecture_are_kept_for_the_job_that_publishes(
     checkout: Checkout,
 ) -> None:
