@@ -20,6 +20,7 @@ from every_family import (
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.families import ENCODERS, settle_family
 from finetune_trainer.model.isolation import settle_isolation
+from finetune_trainer.model.load import load_model
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from launches import train_config
 from model_families import isolate, joined, pack, sequences
@@ -72,3 +73,15 @@ def test_a_family_learns_as_alone_or_is_refused_by_its_configuration(
         loss.backward()
         assert loss.item() == pytest.approx(expected[0], rel=1e-5)
         assert (gradient(model) - expected[1]).norm() / expected[1].norm() <= 1e-4
+
+
+# What their classes for text alone do not load is of a larger model.
+NOT_BY_ITSELF = {"emu3", "mllama"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in REFUSED | NOT_BY_ITSELF])
+def test_what_a_family_saves_is_not_refused_as_incomplete(name: str, tmp_path: Path) -> None:
+    tiny_model(tiny_settings(name)).save_pretrained(tmp_path)
+    config = train_config(tmp_path, model={"path": str(tmp_path)}, data={"max_seq_len": 32})
+    assert load_model(config, CPU).get_input_embeddings() is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from every_family import tiny_model as tiny_family
@@ -48,7 +48,11 @@ def config(folder: Path, *, method="lora", precision="fp32", dropout=None) -> Tr
         job=JobRef(name="tiny", uid="u"),
         model=ModelConfig(path=str(folder)),
         data=DataConfig(train=DatasetSource(path="x"), cache_dir="x"),
-        method=MethodConfig(type=method, lora=LoraSettings() if method == "lora" else None),
+        method=MethodConfig(
+            type=method,
+            lora=None if method == "full" else LoraSettings(),
+            quantization="nf4" if method == "qlora" else "none",
+        ),
         training=TrainingConfig(
             global_batch_size=1,
             max_steps=1,
@@ -219,6 +223,47 @@ def test_a_damaged_model_is_a_mistake_in_the_configuration(
         f"spec.model.source: the {part} of {damaged} cannot be loaded ({reason}); check the name, "
         "the revision, that its files are whole and, for a gated model, the token"
     )
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_a_weight_that_no_file_holds_is_refused_instead_of_left_to_chance(folder, tmp_path, method):
+    damaged = shutil.copytree(folder, tmp_path / "model")
+    weights = load_file(damaged / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    told = r"lack 1 of the model's \d+ weights \(model\.layers\.1\.mlp\.up_proj\.weight\), which"
+    with pytest.raises(ConfigError, match=rf"^spec\.model\.source: the files of \S+ {told}"):
+        load_model(config(damaged, method=method), CPU)
+
+
+def test_a_model_whose_head_was_not_saved_is_refused_and_a_tied_head_is_none(folder, tmp_path):
+    damaged = shutil.copytree(folder, tmp_path / "model")
+    settings = json.loads((damaged / "config.json").read_text())
+    weights = load_file(damaged / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    for tied in (True, False):
+        changed = {**settings, "tie_word_embeddings": tied}
+        (damaged / "config.json").write_text(json.dumps(changed))
+        if tied:
+            model = load_model(config(damaged), CPU)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+        else:
+            with pytest.raises(ConfigError, match=r"weights \(lm_head\.weight\), which would be"):
+                load_model(config(damaged), CPU)
+
+
+def test_the_configuration_of_another_model_is_refused_with_what_differs(folder, tmp_path):
+    damaged = shutil.copytree(folder, tmp_path / "model")
+    settings = json.loads((damaged / "config.json").read_text())
+    changed = {**settings, "intermediate_size": settings["intermediate_size"] * 2}
+    (damaged / "config.json").write_text(json.dumps(changed))
+    hidden, there = settings["hidden_size"], settings["intermediate_size"]
+    with pytest.raises(ConfigError) as caught:
+        load_model(config(damaged), CPU)
+    first = f"model.layers.0.mlp.down_proj.weight is {hidden} x {there}, and {hidden} x {2 * there}"
+    assert f"are not those of its config.json ({first} by config.json; " in str(caught.value)
+    assert str(caught.value).endswith("; 3 more); take both from one model")
 
 
 def test_want_of_memory_while_loading_is_told_as_such(folder, tmp_path):

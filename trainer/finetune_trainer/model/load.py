@@ -13,6 +13,7 @@ from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.model.completeness import refuse_random_weights
 from finetune_trainer.model.quantize import leave_to_quantise, quantization_config, settle
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ def load_model(
     they are quantised where they are moved to.
 
     Raises:
-        ConfigError: the model cannot be found or read, `training.dropout` has no effect on it, or
-            it cannot be quantised as asked.
+        ConfigError: the model cannot be found or read, its files lack a weight, `training.dropout`
+            has no effect on it, or it cannot be quantised as asked.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -128,7 +129,7 @@ def load_model(
         if device.type == "meta":
             model = _without_weights(settings, dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 revision=source.revision or "main",
                 config=settings,
@@ -137,7 +138,10 @@ def load_model(
                 device_map={"": device},
                 trust_remote_code=False,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # told with their names, by the next line
+                output_loading_info=True,
             )
+            refuse_random_weights(model, found, source.path)
         if quantization is not None and (device.type == "meta" or not quantises):
             leave_to_quantise(model, quantization)
     settle(model)
