@@ -46,6 +46,7 @@ from finetune_trainer.model.load import is_loaded_once, load_device, load_model,
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
+from finetune_trainer.model.vocabulary import refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.resuming import notes_of, resume
 from finetune_trainer.schedule import warmup_warning
@@ -93,6 +94,7 @@ def run(
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
     )
+    refuse_unknown_tokens(config.model, tokenizer, dataset, held_out)
     plan = DataPlan.of(dataset, config)
     _tell_data(config, world, telemetry, plan, dataset, held_out)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))

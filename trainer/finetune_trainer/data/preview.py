@@ -24,6 +24,7 @@ from finetune_trainer.data.special import common_length
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.launch.unused import hide_torch
 from finetune_trainer.model.load import load_tokenizer
+from finetune_trainer.model.vocabulary import refuse_unknown_tokens
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,6 +79,7 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
         }
     dataset = prepare(data, data.sources, tokenizer, name="train")
     held_out = prepare(data, (data.eval,), tokenizer, name="eval") if data.eval else None
+    refuse_unknown_tokens(config.model, tokenizer, dataset, held_out)
     plan = DataPlan.of(dataset, config)
     summary: dict[str, Any] = {
         "report": plan.report(dataset.report).model_dump(mode="json", by_alias=True),

@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ CACHE_VERSION = 5  # raise it whenever the same rows would give other arrays
 FEW_ROWS_WITHOUT_LABELS = 0.01
 # What is tokenised in this time needs no processes, which take as long to start.
 SECONDS_ALONE = 1.0
+_TOKENS_AT_ONCE = 1 << 22
 # One process reads the rows, for so many at most; each takes 150 MB.
 MAX_PROCESSES = 16
 
@@ -83,6 +84,19 @@ class TokenDataset:
         source = int(np.searchsorted(self._first, index, side="right")) - 1
         field = f"spec.dataset.also[{source - 1}].source" if source else "spec.dataset.source"
         return f"row {self._rows[index]} of {field}"
+
+    def find(self, tokens: Collection[int]) -> tuple[int, int] | None:
+        """Return the first sequence that has one of these tokens, and the token; None without."""
+        wanted = np.fromiter(tokens, np.int64, len(tokens))
+        for arrays, begin in zip(self._arrays, self._begins, strict=True):
+            for start in range(0, len(arrays["tokens"]), _TOKENS_AT_ONCE):
+                piece = arrays["tokens"][start : start + _TOKENS_AT_ONCE]
+                places = np.flatnonzero(np.isin(piece, wanted))
+                if len(places):
+                    place = int(begin) + start + int(places[0])
+                    index = int(np.searchsorted(self._ends, place, side="right"))
+                    return index, int(piece[places[0]])
+        return None
 
     def _join(self, name: str) -> npt.NDArray[Any]:
         return np.concatenate([arrays[name] for arrays in self._arrays])

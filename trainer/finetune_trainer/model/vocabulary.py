@@ -1,0 +1,49 @@
+"""Whether the model has a row of its embedding for each token of the data.
+
+A tokenizer that was given tokens without its model, or is another model's, numbers them beyond the
+last row: an IndexError on a CPU, and on a GPU an assertion in a kernel that names nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from finetune_trainer.config import ModelConfig
+from finetune_trainer.data.sequences import TokenDataset
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.load import load_settings, new_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def refuse_unknown_tokens(
+    config: ModelConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    train: TokenDataset,
+    held_out: TokenDataset | None,
+) -> None:
+    """Refuse data with a token that is neither the model's nor in `addTokens`.
+
+    The data is read only where the tokenizer has such a token: many have some that no text gives.
+
+    Raises:
+        ConfigError: a row has one.
+    """
+    size = getattr(load_settings(config).get_text_config(), "vocab_size", None)
+    if not isinstance(size, int):
+        return
+    added = new_token_ids(config)
+    beyond = {number for number in tokenizer.get_vocab().values() if number >= size} - {*added}
+    if not beyond:
+        return
+    for dataset, field in ((train, ""), (held_out, "spec.dataset.evalSource")):
+        found = dataset.find(beyond) if dataset is not None else None
+        if dataset is not None and found is not None:
+            index, token = found
+            where = f"a row of {field}" if field else dataset.origin(index)
+            raise ConfigError(
+                f"spec.model.source {config.path}: {where} has the token "
+                f"{tokenizer.convert_ids_to_tokens(token)!r} with number {token}, and those of "
+                f"the model end at {size - 1}; take the tokenizer that belongs to the model and "
+                "name new tokens in spec.model.addTokens, or save the model with embeddings for "
+                "them (resize_token_embeddings)"
+            )
