@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.config import ExitCode, FailureClass, TrainConfig
 from forked_ranks import Ranks, attempt, events, tensors
@@ -42,3 +44,16 @@ def test_a_loss_that_is_not_a_number_names_its_step_and_rows(tmp_path: Path) -> 
     assert {1, 2} <= committed.keys() <= {1, 2, 3}, "and 3 where there was time to write it"
     for folder in committed.values():
         assert all(tensor.isfinite().all() for tensor in tensors(folder).values())
+
+
+def test_a_base_model_that_is_none_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    file = write_inputs(tmp_path) / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"] *= float("nan")
+    save_file(weights, file, {"format": "pt"})
+    ranks = Ranks(run_config(tmp_path, 2, 1e-3))
+    assert ranks.codes() == [ExitCode.DO_NOT_RESTART] * 2
+    message = ranks.termination().message
+    assert message.startswith("the loss of step 1 is nan (rank 0, a pack of row ")
+    assert "look for weights of spec.model.source that are no numbers" in message
+    assert "learningRate" not in message

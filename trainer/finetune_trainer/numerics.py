@@ -39,6 +39,16 @@ class _InFlight:
     marks: Marks
 
 
+def _remedy(step: int) -> str:
+    """Return what to do about a loss that is not a number; before the first update less can be."""
+    if step > 1:
+        return "check these rows, lower spec.training.learningRate or use another precision"
+    return (
+        "no weight has changed yet, so look for weights of spec.model.source that are no numbers, "
+        "check these rows, or use spec.training.precision bf16 or fp32"
+    )
+
+
 class LateNumbers:
     """Completes a step's report once its numbers have arrived; nothing ever waits for them."""
 
@@ -90,8 +100,7 @@ class LateNumbers:
             self._telemetry.loss_was_not_finite(step.report.step)
             raise NonFiniteLossError(
                 f"the loss of step {step.report.step} is {loss} ({self._origin(step, own)}); "
-                "nothing was updated with it; check these rows, lower "
-                "spec.training.learningRate or use another precision"
+                f"nothing was updated with it; {_remedy(step.report.step)}"
             )
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
         if self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
