@@ -266,6 +266,30 @@ def test_the_configuration_of_another_model_is_refused_with_what_differs(folder,
     assert str(caught.value).endswith("; 3 more); take both from one model")
 
 
+@pytest.mark.parametrize(
+    ("left", "added", "remedy"),
+    [
+        pytest.param("", "pytorch_model.bin", "pytorch_model.bin is a pickle, which", id="pickle"),
+        pytest.param("", "adapter_config.json", "it holds an adapter and no model", id="adapter"),
+        pytest.param("", "notes.txt", "it has no model.safetensors; copy", id="no weights"),
+        pytest.param("tokenizer_config.json", "notes.txt", "; check the name", id="a part is left"),
+        pytest.param("no tokenizer", "notes.txt", "it has no tokenizer.json; save", id="none"),
+    ],
+)
+def test_a_folder_that_lacks_a_part_is_told_what_to_do_about_it(
+    folder, tmp_path, left, added, remedy
+):
+    damaged = shutil.copytree(folder, tmp_path / "model")
+    (damaged / added).write_text("{}")
+    gone = [damaged / "model.safetensors"] if not left else damaged.glob("tokenizer*")
+    for file in gone:
+        if file.name != left:
+            file.unlink()
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(config(damaged).model) if left else load_model(config(damaged), CPU)
+    assert remedy in str(caught.value)
+
+
 def test_want_of_memory_while_loading_is_told_as_such(folder, tmp_path):
     huge = shutil.copytree(folder, tmp_path / "model")
     settings = json.loads((huge / "config.json").read_text())

@@ -4,8 +4,9 @@ Called by `rank`. Knows nothing of strategies: it returns an unwrapped model on 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.completeness import refuse_random_weights
+from finetune_trainer.model.folder_advice import about_tokenizer, about_weights
 from finetune_trainer.model.quantize import leave_to_quantise, quantization_config, settle
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
 
     if Path(config.path).is_absolute() and not Path(config.path).is_dir():  # no name on the hub
         raise ConfigError(f"spec.model.source {config.path} is not a folder; check the path")
-    with explained(f"spec.model.source: the tokenizer of {config.path}"):
+    advice = partial(about_tokenizer, config.path)
+    with explained(f"spec.model.source: the tokenizer of {config.path}", advice):
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
         )
@@ -124,7 +127,8 @@ def load_model(
     source, dtype = config.model, _base_dtype(config)
     quantization = quantization_config(config, dtype)
     settings = load_settings(source)
-    with explained(f"spec.model.source: the model of {source.path}"):
+    advice = partial(about_weights, source.path)
+    with explained(f"spec.model.source: the model of {source.path}", advice):
         _set_dropout(settings, config.training.dropout)
         if device.type == "meta":
             model = _without_weights(settings, dtype)
@@ -262,11 +266,12 @@ def _set_dropout(settings: object, dropout: float | None) -> None:
 
 
 @contextmanager
-def explained(subject: str) -> Iterator[None]:
+def explained(subject: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
     """Turn whatever a library raises while it reads `subject` into a sentence.
 
     A damaged file shows as an error of any kind (of safetensors, a missing key, a wrong type), and
-    the next attempt would meet it again. Running out of memory is reported as such.
+    the next attempt would meet it again. Running out of memory is reported as such. `advice` is
+    what to do, where it knows better than the general words.
     """
     try:
         yield
@@ -279,7 +284,8 @@ def explained(subject: str) -> Iterator[None]:
         reason = lines[0] if lines else type(error).__name__
         if lines and not isinstance(error, (OSError, ValueError)):
             reason = f"{type(error).__name__}: {reason}"  # a missing key says no more than its name
-        raise ConfigError(
-            f"{subject} cannot be loaded ({reason}); check "
-            "the name, the revision, that its files are whole and, for a gated model, the token"
-        ) from error
+        remedy = (advice() if advice is not None else "") or (
+            "check the name, the revision, that its files are whole and, for a gated model, the "
+            "token"
+        )
+        raise ConfigError(f"{subject} cannot be loaded ({reason}); {remedy}") from error
