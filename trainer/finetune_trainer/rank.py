@@ -81,9 +81,8 @@ def run(
         TrainerError: the run cannot go on; its class says which exit code that means.
     """
     agreement, warn_alike = Agreement(world), _warn_alike(telemetry, world)
-    if config.control.scheduled_events_url is not None and world.local_rank == 0:
-        log = partial(telemetry.log, "scheduled_events")
-        watch_scheduled_events(config.control.scheduled_events_url, stop, log)
+    if world.local_rank == 0:
+        _watch_scheduled_events(config, telemetry, stop)
     if world.rank == 0:
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
@@ -94,7 +93,6 @@ def run(
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
     )
-    refuse_unknown_tokens(config.model, tokenizer, dataset, held_out)
     plan = DataPlan.of(dataset, config)
     _tell_data(config, world, telemetry, plan, dataset, held_out)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
@@ -146,6 +144,13 @@ def run(
         flops_of_rows=of_rows,
     )
     return _train_and_export(run, tokenizer)
+
+
+def _watch_scheduled_events(config: TrainConfig, telemetry: Telemetry, stop: StopSignal) -> None:
+    """Hear from the machine itself that it is about to be taken away; once a node is enough."""
+    if config.control.scheduled_events_url is not None:
+        log = partial(telemetry.log, "scheduled_events")
+        watch_scheduled_events(config.control.scheduled_events_url, stop, log)
 
 
 def _check_memory(config: TrainConfig, world: World, row_tokens: int) -> None:
@@ -202,6 +207,7 @@ def _tokenize(
     held_out = None
     if config.data.eval is not None:
         held_out = prepare(config.data, (config.data.eval,), tokenizer, name="eval")
+    refuse_unknown_tokens(config.model, tokenizer, dataset, held_out)
     return dataset, held_out
 
 
