@@ -9,10 +9,15 @@ from typing import Any
 
 
 class Service:
-    """A metadata service of the machine `node-1`."""
+    """A metadata service of the machine `node-1`.
+
+    Attributes:
+        is_cut_off: whether its answers end before they should.
+    """
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
+        self.is_cut_off = False
         self.asked = threading.Event()
         outer = self
 
@@ -24,9 +29,10 @@ class Service:
                 is_name = self.path.startswith("/metadata/instance/compute/name?")
                 if not is_name:
                     outer.asked.set()
-                self.send_response(200)
-                self.end_headers()
                 text = "node-1" if is_name else json.dumps({"Events": outer.events})
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(text) + outer.is_cut_off))
+                self.end_headers()
                 self.wfile.write(text.encode())
 
             def log_message(self, format: str, *args: object) -> None:

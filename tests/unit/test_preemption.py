@@ -45,6 +45,19 @@ def test_other_events_and_other_machines_stop_nothing(service: Service) -> None:
     assert stop.seconds_left(grace_seconds=600) > 500
 
 
+def test_answers_that_are_cut_off_are_told_of_once_and_asked_for_again(service: Service) -> None:
+    service.is_cut_off = True
+    service.events = [event("Preempt", "node-1")]
+    stop, told = StopSignal(), list[str]()
+    watch_scheduled_events(service.url, stop, lambda message: told.append(message))
+    until(lambda: bool(told))
+    assert told[0].startswith(f"Scheduled Events cannot be read from {service.url} (")
+    assert not stop.requested
+    service.is_cut_off = False
+    until(lambda: stop.requested)
+    assert len(told) == 1
+
+
 def test_a_service_that_is_not_there_is_told_of_once_and_asked_on() -> None:
     port, stop, told = free_port(), StopSignal(), list[str]()
     url = f"http://127.0.0.1:{port}/metadata/scheduledevents?api-version=2020-07-01"

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urljoin
 from urllib.request import ProxyHandler, Request, build_opener
@@ -24,7 +25,7 @@ _LEAVES = ("Preempt", "Terminate")
 def watch_scheduled_events(url: str, stop: StopSignal, log: Callable[..., None]) -> None:
     """Ask `url` every second from a thread; an event that takes this machine requests a stop.
 
-    `log` receives a `message`, once, when the service cannot be asked.
+    `log` receives a `message`, once, when the service cannot be asked or its answer is cut off.
     """
     arguments = (url, stop, log)
     threading.Thread(target=_watch, args=arguments, name="scheduled-events", daemon=True).start()
@@ -38,7 +39,7 @@ def _watch(url: str, stop: StopSignal, log: Callable[..., None]) -> None:
             for event in json.loads(_get(url))["Events"]:
                 if event["EventType"] in _LEAVES and machine in event["Resources"]:
                     stop.request(f"an Azure {event['EventType']} event", _notice_seconds(event))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             if not is_told:
                 log(message=f"Scheduled Events cannot be read from {url} ({error}); asking on")
             is_told = True
