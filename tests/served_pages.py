@@ -9,15 +9,18 @@ Page = Callable[[], str]
 
 
 @contextmanager
-def served(pages: Mapping[str, Page]) -> Iterator[str]:
-    """Serve each page at its path until the end of the block; yield host and port."""
+def served(pages: Mapping[str, Page], *, missing: int = 0) -> Iterator[str]:
+    """Serve each page at its path until the end of the block; yield host and port.
+
+    An answer ends `missing` bytes before the length that it names.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = pages[self.path]().encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(body) + missing))
             self.end_headers()
             self.wfile.write(body)
 

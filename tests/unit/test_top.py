@@ -1,17 +1,34 @@
 """What `ftctl top` makes of pages, statuses and progress; older and strange ones included."""
 
 import io
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from builders import manifest
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.local import proc, records
+from finetune_operator.backends.local.layout import attempt_folder
+from finetune_operator.backends.local.records import AttemptRecord, NodeRecord
+from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.app import app
 from finetune_operator.cli.top_cluster import row_of
 from finetune_operator.cli.top_ranks import PageLook, ranks_of, read_page
-from finetune_operator.cli.top_rows import JobRow, RankRow, Screen, SuspectRow, suspects_in
+from finetune_operator.cli.top_rows import (
+    JobRow,
+    RankRow,
+    Screen,
+    SuspectRow,
+    progress_in,
+    suspects_in,
+)
 from finetune_operator.cli.top_table import tables
+from served_pages import served
 
 
 def page(node: str = "a", **ranks: str) -> PageLook:
@@ -140,6 +157,56 @@ def test_a_status_of_another_version_is_shown_as_far_as_it_can_be(
     status: dict[str, Any] | None, row: JobRow
 ) -> None:
     assert row_of({"metadata": {"namespace": "n", "name": "j"}, "status": status}) == row
+
+
+def run_of_this_process(folder: Path, port: int) -> None:
+    """Make a run directory in which this process is the one node of a job, with two ranks."""
+    made = manifest(observability__metrics_port=port)
+    attempt = attempt_folder(folder, 1)
+    attempt.node(0).parent.mkdir(parents=True)
+    RunFolder(folder).save(FineTuneJob.model_validate(made))
+    whose = AttemptRecord(uid="u", attempt=1, nodes=1, processes_per_node=2, output_dir="x")
+    records.write(attempt.attempt, whose)
+    process = proc.look_up(os.getpid())
+    assert process is not None
+    node = NodeRecord(
+        pid=process.pid, start_time=process.start_time, boot_id=process.boot_id, uid=os.getuid()
+    )
+    records.write(attempt.node(0), node)
+
+
+AGES = "".join(f'finetune_train_last_seen_age_seconds{{rank="{rank}"}} 1\n' for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [(AGES, 1), (AGES[: len(AGES) // 2 + 20], 0), ("{}", 0)],
+    ids=["cut off", "cut off where it counts itself", "of something else"],
+)
+def test_a_page_that_cannot_be_read_leaves_its_ranks_without_numbers(
+    tmp_path: Path, text: str, missing: int
+) -> None:
+    progress = json.dumps({"phase": "Training", "step": 7})
+    pages = {"/metrics": lambda: text, "/progress": lambda: progress}
+    with served(pages, missing=missing) as address:
+        run_of_this_process(tmp_path, int(address.rpartition(":")[2]))
+        (tmp_path / "progress.json").write_text(progress)
+        done = CliRunner().invoke(app, ["top", str(tmp_path), "--once", "-o", "json"])
+    assert (done.exit_code, done.exception) == (0, None)
+    told = json.loads(done.stdout)
+    assert [(one["rank"], one["node"], one["ageSeconds"]) for one in told["ranks"]] == [
+        (0, "node-0", None),
+        (1, "node-0", None),
+    ]
+    assert (told["job"]["phase"], told["job"]["step"]) == ("Training", 7)
+    (note,) = told["notes"]
+    assert note.startswith("the page of node-0 cannot be read (")
+
+
+def test_a_step_that_is_no_number_is_not_known() -> None:
+    (rank,) = ranks_of([], [page(r0=phases(1, 2, 3, ";train_global_step Inf"))], ["a"], 1)
+    assert rank.step is None
+    assert progress_in({"step": float("nan"), "loss": float("inf")})["step"] is None
 
 
 def shown(screen: Screen) -> list[list[str]]:

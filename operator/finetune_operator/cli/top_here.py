@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
@@ -94,17 +94,31 @@ async def row_of(here: JobHere) -> JobRow:
     )
 
 
-async def pages_of(here: JobHere) -> list[PageLook]:
-    """Return the pages of a job's nodes that answer."""
-    asked = [one for one in here.nodes if one.url is not None]
-    texts = await asyncio.gather(*(_get(f"{one.url}/metrics") for one in asked))
-    return [read_page(one.name, text) for one, text in zip(asked, texts, strict=True) if text]
+async def pages_of(here: JobHere) -> tuple[list[PageLook], list[str]]:
+    """Return the pages of a job's nodes that answer, and what is wrong with an answer."""
+    notes: list[str] = []
+    pages = await asyncio.gather(*(_page(one, notes) for one in here.nodes))
+    return [one for one in pages if one is not None], notes
+
+
+async def _page(node: Node, notes: list[str]) -> PageLook | None:
+    if node.url is None:
+        return None
+    try:
+        text = await _get(f"{node.url}/metrics")
+        return read_page(node.name, text) if text is not None else None
+    except (HTTPException, ValueError) as error:
+        notes.append(f"the page of {node.name} cannot be read ({error})")
+        return None
 
 
 async def _progress(here: JobHere) -> Any:
     """Return the progress of rank 0's page, and of the run directory where there is none."""
     url = here.nodes[0].url if here.nodes else None
-    text = await _get(f"{url}/progress") if url is not None else None
+    try:
+        text = await _get(f"{url}/progress") if url is not None else None
+    except (HTTPException, ValueError):
+        text = None  # cut off; the file says as much
     try:
         return json.loads(text or (here.run_dir / "progress.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -112,12 +126,19 @@ async def _progress(here: JobHere) -> Any:
 
 
 async def _get(url: str) -> str | None:
+    """Return the text of a page; None where nothing answers.
+
+    Raises:
+        HTTPException: the answer is cut off, or is no HTTP.
+        ValueError: it is no text.
+    """
+
     def get() -> str | None:
         try:
             with _ask.open(url, timeout=_SECONDS) as answer:
                 text: str = answer.read().decode()
                 return text
-        except (URLError, OSError, ValueError):
+        except OSError:
             return None  # it has just ended, or has not begun
 
     return await asyncio.to_thread(get)

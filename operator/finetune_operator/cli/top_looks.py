@@ -54,8 +54,8 @@ async def job_here(run_dir: Path) -> AsyncIterator[Look]:
         nonlocal before
         here = top_here.job_in(run_dir)
         row = await top_here.row_of(here)
-        before, ranks = await _ranks_here(here, before, row.suspects)
-        return Screen(jobs=(row,), ranks=ranks)
+        before, ranks, notes = await _ranks_here(here, before, row.suspects)
+        return Screen(jobs=(row,), ranks=ranks, notes=notes)
 
     yield look
 
@@ -87,8 +87,8 @@ async def job_in_cluster(job: Key) -> AsyncIterator[Look]:
             if (run_dir := _folder_on_this_machine(made)) is not None:
                 here = top_here.job_in(run_dir)
                 row = row.model_copy(update={"suspects": (await top_here.row_of(here)).suspects})
-                before, ranks = await _ranks_here(here, before, row.suspects)
-                return Screen(jobs=(row,), ranks=ranks)
+                before, ranks, notes = await _ranks_here(here, before, row.suspects)
+                return Screen(jobs=(row,), ranks=ranks, notes=notes)
             pods = await top_cluster.read_pods(client, made)
             row = row.model_copy(update={"suspects": pods.suspects or row.suspects})
             ranks = ranks_of(before, pods.pages, pods.nodes, pods.ranks_per_node, row.suspects)
@@ -100,10 +100,10 @@ async def job_in_cluster(job: Key) -> AsyncIterator[Look]:
 
 async def _ranks_here(
     here: JobHere, before: Sequence[PageLook], suspects: Sequence[SuspectRow]
-) -> tuple[list[PageLook], tuple[RankRow, ...]]:
-    pages = await top_here.pages_of(here)
+) -> tuple[list[PageLook], tuple[RankRow, ...], tuple[str, ...]]:
+    pages, notes = await top_here.pages_of(here)
     names = [one.name for one in here.nodes]
-    return pages, ranks_of(before, pages, names, here.ranks_per_node, suspects)
+    return pages, ranks_of(before, pages, names, here.ranks_per_node, suspects), tuple(notes)
 
 
 def _folder_on_this_machine(job: Object) -> Path | None:

@@ -3,6 +3,7 @@
 A look that lacks a metric, as of an older trainer, leaves the columns empty that need it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,7 @@ def _state(page: PageLook, rank: int) -> dict[str, Any]:
     step, gpu = page.value(metrics.GLOBAL_STEP.name, rank), _gpu(page, rank)
     used = page.samples.get(gpu_metrics.UTILIZATION.name, ())
     return {
-        "step": None if step is None else int(step),
+        "step": int(step) if step is not None and math.isfinite(step) else None,
         "step_seconds": page.value(metrics.STEP_DURATION_EWMA.name, rank),
         "memory_bytes": {
             labels.get("kind", ""): value

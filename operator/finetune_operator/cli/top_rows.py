@@ -3,6 +3,7 @@
 None means that it is not known, which a table shows as `-`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,9 +100,14 @@ def told_in(value: Any, *path: str) -> Any:
 
 
 def number_in(value: Any, *path: str) -> float | None:
-    """Return the number at a path of a JSON value, None where there is none."""
+    """Return the number at a path of a JSON value, None where there is none.
+
+    Python's reader of JSON takes `NaN` and `Infinity`, too, which are none.
+    """
     found = told_in(value, *path)
-    return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def count_in(value: Any, *path: str) -> int | None:
