@@ -11,6 +11,7 @@ from finetune_operator.kernel.health import Health, HealthServer
 from finetune_operator.metrics.page import Snapshot
 from helm_chart import CHART
 from loop_thread import loop_thread
+from served_pages import served as served_pages
 
 SCRIPT = (CHART / "files" / "ask.py").read_text(encoding="utf-8")
 STANDBY = Health(is_ready=True)
@@ -84,3 +85,12 @@ def test_service_without_replicas_is_no_traceback() -> None:
 
     assert (answer.returncode, answer.stderr) == (1, "")
     assert f"{address} does not answer" in answer.stdout
+
+
+def test_answer_that_is_cut_off_is_no_traceback() -> None:
+    """As of a replica that is replaced while it answers."""
+    with served_pages({"/readyz": lambda: '{"leading": true}'}, missing=1) as address:
+        answer = ask(f"http://{address}", "0")
+
+    assert (answer.returncode, answer.stderr) == (1, "")
+    assert "does not answer (IncompleteRead" in answer.stdout

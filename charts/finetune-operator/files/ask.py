@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from urllib.error import HTTPError, URLError
+from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 SECONDS = 60  # a new leader is there as soon as the old one's Lease has expired
@@ -27,13 +28,12 @@ def main(address: str, seconds: float = SECONDS) -> int:
 def look(address: str) -> str:
     """Return a sentence about one replica, which begins with `works` where all is well."""
     try:
-        with urlopen(f"{address}/readyz", timeout=5) as answer:
-            state = json.load(answer)
-        with urlopen(f"{address}/metrics", timeout=5) as answer:
-            metrics = answer.read().decode()
-    except HTTPError as error:
-        return f"a replica is not Ready: {error.read().decode(errors='replace')}"
-    except (URLError, OSError, ValueError) as error:
+        is_ready, text = ask(f"{address}/readyz")
+        if not is_ready:
+            return f"a replica is not Ready: {text}"
+        state = json.loads(text)
+        _, metrics = ask(f"{address}/metrics")
+    except (OSError, HTTPException, ValueError) as error:
         return (
             f"{address} does not answer ({error}); why no replica is Ready: kubectl describe pods"
         )
@@ -42,6 +42,15 @@ def look(address: str) -> str:
     if "# TYPE finetune_" not in metrics:
         return "a replica is Ready and leads, but its metrics are not the operator's"
     return f"works: a replica is Ready and leads, and {state['queue']} jobs are in its queue"
+
+
+def ask(url: str) -> tuple[bool, str]:
+    """Return whether the answer is no refusal, and its text."""
+    try:
+        with urlopen(url, timeout=5) as answer:
+            return True, answer.read().decode()
+    except HTTPError as refusal:
+        return False, refusal.read().decode(errors="replace")
 
 
 if __name__ == "__main__":
