@@ -230,6 +230,17 @@ def test_what_checkpoints_cost_is_counted(tmp_path: Path) -> None:
     assert value(metrics.CHECKPOINT_INTERVAL) == 60
 
 
+def test_the_interval_that_is_told_is_the_one_that_has_begun(tmp_path: Path) -> None:
+    numbers = Block.private()
+    store = open_store(tmp_path, costs=CheckpointCosts(numbers))
+    first = store.cadence.interval_seconds
+    store.save(1, make_state(1))
+    store.wait()
+
+    told = numbers.numbers[layout_of_node().place(metrics.CHECKPOINT_INTERVAL)]
+    assert told == store.cadence.interval_seconds != first
+
+
 def test_a_failure_that_poll_has_seen_is_still_told_by_wait(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     failed = threading.Event()

@@ -257,7 +257,7 @@ def test_what_a_rank_reports_is_on_the_page_of_its_node(tmp_path: Path, node: No
     costs = telemetry.checkpoint_costs
     costs.loaded(3)
     costs.blocked(0.5, 600)
-    costs.committed(7, 4096)
+    costs.committed(7, 4096, 600)
     costs.failed()
     telemetry.close()
     page = node.series()

@@ -333,7 +333,8 @@ class CheckpointStore:
             self._costs.failed()
             return
         self.cadence.save_seconds = seconds
-        self._costs.committed(max(0.0, seconds - self._blocked_seconds), size)
+        beside = max(0.0, seconds - self._blocked_seconds)
+        self._costs.committed(beside, size, self.cadence.interval_seconds)
         self.last = self._unreported = ref
         self.best = best([ref, self.best] if self.best else [ref])
         if complaint is not None:

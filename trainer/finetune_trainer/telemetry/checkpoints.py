@@ -19,13 +19,16 @@ class CheckpointCosts:
     def blocked(self, seconds: float, interval_seconds: float | None) -> None:
         """Count a save that training waited for so long, and say when the next is due by time."""
         self._blocking.observe(seconds)
-        if interval_seconds is not None:
-            self._interval.set(interval_seconds)
+        self._due_every(interval_seconds)
 
-    def committed(self, seconds: float, size_bytes: int) -> None:
-        """Count a save that was committed, so many seconds after training went on."""
+    def committed(self, seconds: float, size_bytes: int, interval_seconds: float | None) -> None:
+        """Count a save that was committed, so many seconds after training went on.
+
+        Where the interval follows from what a save takes, it is another one now.
+        """
         self._async.observe(seconds)
         self._bytes.add(size_bytes)
+        self._due_every(interval_seconds)
 
     def failed(self) -> None:
         """Count a save that was not committed."""
@@ -34,3 +37,7 @@ class CheckpointCosts:
     def loaded(self, seconds: float) -> None:
         """Count a checkpoint that was read."""
         self._load.observe(seconds)
+
+    def _due_every(self, interval_seconds: float | None) -> None:
+        if interval_seconds is not None:
+            self._interval.set(interval_seconds)
