@@ -160,6 +160,18 @@ def open_world(
     _take_leave(world)
 
 
+def limit_waits(config: TrainConfig, *groups: "ProcessGroup") -> None:
+    """Give groups that a library has made the time-out of ours.
+
+    Torch gives them 10 minutes on NCCL, which then aborts the process: before the watchdog's limit,
+    at which every rank writes its stacks and says that it hangs.
+    """
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in groups:
+        _set_pg_timeout(timedelta(seconds=config.control.collective_timeout_seconds), group)
+
+
 def _waiting(store: "Store", place: Launch, timeout: timedelta) -> Waiting:
     """Give the ranks a place to wait, on a connection of its own: torch may wait in another."""
     silent_seconds = min(SILENT_SECONDS, timeout.total_seconds())

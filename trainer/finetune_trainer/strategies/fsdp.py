@@ -40,7 +40,7 @@ from finetune_trainer.strategies.fsdp_room import (
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.rounding import rounding_warning
 from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.world import World, gather_objects
+from finetune_trainer.world import World, gather_objects, limit_waits
 
 
 class FsdpStrategy(NativeStrategy):
@@ -268,4 +268,6 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))
     shape, names = (replicas, size // replicas), ("replica", "shard")
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    limit_waits(config, *(mesh[name].get_group() for name in names))
+    return mesh

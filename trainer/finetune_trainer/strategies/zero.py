@@ -25,7 +25,7 @@ from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies import zero_state
 from finetune_trainer.strategies.optimizer import make_adamw
 from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.world import World
+from finetune_trainer.world import World, limit_waits
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,6 +72,7 @@ class ZeroStrategy:
 
         # DeepSpeed divides over the default process group and takes no mesh of ours.
         self._engine = parallelize(module, None, self._config, shard, warn)
+        limit_waits(self._config, self._engine.data_parallel_group)
         self._assert_built_as_asked()
         if self._engine.fp16_enabled():  # the loop ends a run whose steps are all skipped
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
