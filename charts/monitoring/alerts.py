@@ -22,6 +22,11 @@ def _silent(windows: Windows) -> str:
     return f"({age} > clamp_min(10 * {step}, {windows.silence:g}))"
 
 
+def _counted(events: str) -> str:
+    """Return how often something happened; `increase` gives 3.1 for 3, as it goes to the edges."""
+    return f"round(sum by ({JOB}) (increase({events})))"
+
+
 def _on_ranks(windows: Windows) -> tuple[Alert, ...]:
     return (
         # Who waits for rows that never come is suspected for its data, and is as stuck.
@@ -91,16 +96,17 @@ def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
         f'on ({JOB}) finetunejob_rank:phase:ratio{{phase=~"eval|checkpoint_blocking|other"}} > 0.9'
     )
     return (
-        # Later than the ranks' own verdict, which says more; here are the hangs that have none.
+        # Later than the ranks' own verdict, which says more; here are the hangs that have none. One
+        # that was slow before the hang is still suspected for that.
         Alert(
             "FineTuneJobHung",
             f"{_silent(windows)} and on ({JOB}) ({RUNS})"
-            f" unless on ({JOB}) finetune_job_suspect unless {pauses}",
+            f' unless on ({JOB}) finetune_job_suspect{{cause=~"stuck|data"}} unless {pauses}',
             windows.lasting,
             Severity.CRITICAL,
             f"{JOB_AT_FIRST} makes no steps.",
-            "The newest step is {{ $value | humanizeDuration }} old. No rank stands out, and it is"
-            " neither an evaluation nor a checkpoint, start or export.",
+            "The newest step is {{ $value | humanizeDuration }} old. No rank is known to be stuck,"
+            " and it is neither an evaluation nor a checkpoint, start or export.",
             Worst("finetune_train_last_seen_age_seconds", "", "Silent for longest is"),
         ),
         Alert(
@@ -113,8 +119,7 @@ def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
         ),
         Alert(
             "FineTuneRestartStorm",
-            f"sum by ({JOB}) (increase(finetune_job_restarts_total[{duration(windows.share)}]))"
-            " > 3",
+            _counted(f"finetune_job_restarts_total[{duration(windows.share)}]") + " > 3",
             0,
             Severity.CRITICAL,
             f"{JOB_AT_FIRST} starts again and again.",
@@ -125,20 +130,23 @@ def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
 
 def _on_state(windows: Windows) -> tuple[Alert, ...]:
     rate, share = duration(windows.rate), duration(windows.share)
-    since = "time() - finetune_train_checkpoint_last_success_timestamp_seconds"
+    # By the newest step, as while a job evaluates or exports no checkpoint is due.
+    step = f"max by ({JOB}) (finetune_train_last_step_timestamp_seconds)"
+    saved = f"max by ({JOB}) (finetune_train_checkpoint_last_success_timestamp_seconds)"
+    interval = f"max by ({JOB}) (finetune_train_checkpoint_interval_seconds)"
     return (
         Alert(
             "FineTuneCheckpointStale",
-            f"max by ({JOB}) ({since} > 3 * finetune_train_checkpoint_interval_seconds)",
+            f"{step} - {saved} > 3 * {interval}",
             windows.lasting,
             Severity.WARNING,
             f"{JOB_AT_FIRST} has no recent checkpoint.",
-            "The newest is {{ $value | humanizeDuration }} old, more than three times what was"
-            " asked for; so much would be lost.",
+            "The newest step was made {{ $value | humanizeDuration }} later, more than three times"
+            " what was asked for; so much would be lost.",
         ),
         Alert(
             "FineTuneCheckpointFailed",
-            f"sum by ({JOB}) (increase(finetune_train_checkpoint_failures_total[{share}])) > 0",
+            _counted(f"finetune_train_checkpoint_failures_total[{share}]") + " > 0",
             0,
             Severity.WARNING,
             f"A checkpoint of {THE_JOB} could not be written.",

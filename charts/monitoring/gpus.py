@@ -84,9 +84,10 @@ def gpu_alerts(windows: Windows) -> tuple[Alert, ...]:
             f"{the_gpu}, which reported the error XID {{{{ $labels.xid }}}}.",
             "That was {{ $value | humanizeDuration }} ago.",
         ),
+        # Of one reason, as several are there at the same time.
         Alert(
             "FineTuneGpuThrottled",
-            "(sum by (gpu, node) (rate(finetune_gpu_throttle_seconds_total"
+            "(max by (gpu, node) (rate(finetune_gpu_throttle_seconds_total"
             f'{{reason=~"sw_thermal|hw_thermal|hw_power_brake"}}[{rate}])) > 0.05) {_BY_RANK}',
             windows.lasting,
             Severity.WARNING,
@@ -96,8 +97,8 @@ def gpu_alerts(windows: Windows) -> tuple[Alert, ...]:
         ),
         Alert(
             "FineTuneGpuMemoryErrors",
-            '(increase(finetune_gpu_ecc_errors_total{type="uncorrected"}'
-            f"[{share}]) > 0) {_BY_RANK}",
+            '(round(increase(finetune_gpu_ecc_errors_total{type="uncorrected"}'
+            f"[{share}])) > 0) {_BY_RANK}",
             0,
             Severity.CRITICAL,
             f"{the_gpu}, whose memory has errors.",
