@@ -33,7 +33,13 @@ def _jobs() -> Row:
                 "Jobs by phase",
                 "As their status says.",
                 "none",
-                (Query(f"sum by (phase) (finetune_job_status_phase{{{_OF}}}) > 0", "{{phase}}"),),
+                (
+                    Query(
+                        f"sum by (phase) (max by ({JOB}, phase)"
+                        f" (finetune_job_status_phase{{{_OF}}})) > 0",
+                        "{{phase}}",
+                    ),
+                ),
                 Kind.STACK,
                 width=12,
             ),

@@ -128,7 +128,7 @@ def _training() -> Row:
 
 def _time() -> Row:
     saves = f"finetune_train_checkpoint_duration_seconds_%s{{{_OF}}}"
-    blocking = f'finetune_train_checkpoint_duration_seconds_count{{{_OF},kind="save_blocking"}}'
+    committed = f'finetune_train_checkpoint_duration_seconds_count{{{_OF},kind="save_async"}}'
     return Row(
         "Where the time goes",
         (
@@ -176,7 +176,7 @@ def _time() -> Row:
                 (
                     Query(
                         f"sum(rate(finetune_train_checkpoint_bytes_total{{{_OF}}}[{_RATE}]))"
-                        f" / (sum(rate({blocking}[{_RATE}])) > 0)",
+                        f" / (sum(rate({committed}[{_RATE}])) > 0)",
                         "size",
                     ),
                 ),
@@ -230,7 +230,7 @@ def _ranks() -> Row:
                 (
                     Query(
                         f"sum by ({RANK}) (rate({busy}[{_RATE}]))"
-                        f" / sum by ({RANK}) (rate({steps}[{_RATE}]))",
+                        f" / (sum by ({RANK}) (rate({steps}[{_RATE}])) > 0)",
                         _BY_RANK,
                     ),
                 ),
@@ -262,7 +262,9 @@ def _ranks() -> Row:
 
 def _collectives() -> Row:
     def rate(name: str, by: str) -> str:
-        return f"sum by ({by}) (rate(finetune_comm_{name}_total{{{_OF}}}[{_RATE}]))"
+        """Return what a rank has of it: each of its ranks counts a collective, and all of it."""
+        of_rank = f"sum by ({RANK}, {by}) (rate(finetune_comm_{name}_total{{{_OF}}}[{_RATE}]))"
+        return f"avg by ({by}) ({of_rank})"
 
     newest = f"finetune_comm_last_enqueued_seq{{{_OF}}}"
     return Row(
@@ -280,14 +282,14 @@ def _collectives() -> Row:
             ),
             Panel(
                 "Data",
-                "A second, of all ranks.",
+                "A second, of a rank on average; of each collective the whole tensor.",
                 "Bps",
                 (Query(rate("bytes", "op, group"), "{{op}} in {{group}}"),),
                 Kind.STACK,
             ),
             Panel(
                 "Calls",
-                "A second, of all ranks, by size of the message.",
+                "A second, of a rank on average, by size of the message.",
                 "ops",
                 (Query(rate("collectives", "op, size"), "{{op}}, {{size}}"),),
             ),
@@ -344,8 +346,8 @@ def _gpus() -> Row:
                 "none",
                 (
                     Query(
-                        f"finetunejob:tokens:rate{{{_OF}}} / on ({JOB}) sum by ({JOB})"
-                        f" (rate(finetune_gpu_energy_joules_total{{{_OF}}}[{_RATE}]))",
+                        f"finetunejob:tokens:rate{{{_OF}}} / on ({JOB}) (sum by ({JOB})"
+                        f" (rate(finetune_gpu_energy_joules_total{{{_OF}}}[{_RATE}])) > 0)",
                         "tokens",
                     ),
                 ),

@@ -95,7 +95,7 @@ def _gpus() -> Row:
                 "Share of the time at a reduced clock, by reason; `sw_power_cap` is usual under"
                 " load.",
                 "percentunit",
-                "sum by (gpu, reason) (rate(finetune_gpu_throttle_seconds_total"
+                "max by (gpu, reason) (rate(finetune_gpu_throttle_seconds_total"
                 f"{{{_OF}}}[{_RATE}]))",
                 "{{gpu}}: {{reason}}",
             ),
@@ -105,7 +105,8 @@ def _gpus() -> Row:
 
 def _faults() -> Row:
     def rate(name: str, by: str) -> str:
-        return f"sum by (gpu, {by}) (rate(finetune_gpu_{name}_total{{{_OF}}}[{_RATE}]))"
+        """Return one of those that tell of a GPU: pages of two jobs may see the same."""
+        return f"max by (gpu, {by}) (rate(finetune_gpu_{name}_total{{{_OF}}}[{_RATE}]))"
 
     return Row(
         "Links and faults",

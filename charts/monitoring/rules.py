@@ -43,11 +43,10 @@ def job_rules(windows: Windows) -> tuple[Rule, ...]:
 
 
 def _phases(window: str) -> str:
-    """Return the share of its wall time that a rank spends in each phase."""
+    """Return the share of its wall time that a rank spends in each phase, while it lives."""
     seconds = f"rate(finetune_train_phase_seconds_total[{window}])"
-    return (
-        f"sum by ({RANK}, phase) ({seconds}) / on ({RANK}) group_left sum by ({RANK}) ({seconds})"
-    )
+    whole = f"(sum by ({RANK}) ({seconds}) > 0)"
+    return f"sum by ({RANK}, phase) ({seconds}) / on ({RANK}) group_left () {whole}"
 
 
 def _collectives(window: str) -> tuple[Rule, ...]:

@@ -1,47 +1,12 @@
 """Alerts where a little more or less decides: which of two or three jobs light one."""
 
-import shutil
-import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 
-from monitoring.generate import FILES
+from played_series import Series, check, needs_promtool, of
 
-PROMTOOL = shutil.which("promtool")
-pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on the PATH")
-
-Series = Mapping[str, str]
-"""By metric and labels, values a minute apart in promtool's notation."""
-
-
-def check(folder: Path, series: Series, at: str, expr: str, expected: Mapping[str, float]) -> None:
-    """Check what an expression says at a time, by job, with the chart's rules."""
-    samples = [
-        {"labels": f'{{finetunejob="{job}"}}', "value": value} for job, value in expected.items()
-    ]
-    case = {
-        "interval": "1m",
-        "input_series": [
-            {"series": name, "values": values}
-            for name, values in {"finetune_operator_leader": "1x90", **series}.items()
-        ],
-        "promql_expr_test": [{"expr": expr, "eval_time": at, "exp_samples": samples}],
-    }
-    file = folder / "edge.yaml"
-    rules = {"rule_files": [str(FILES / "rules.yaml")], "evaluation_interval": "30s"}
-    file.write_text(yaml.safe_dump({**rules, "tests": [case]}))
-    assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, "test", "rules", file], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def of(job: str, **labels: str) -> str:
-    """Return the labels of a series of rank 0 of a job."""
-    inside = {"namespace": "team", "finetunejob": job, "node": f"n-{job}", "rank": "0", **labels}
-    return "{" + ",".join(f'{name}="{value}"' for name, value in inside.items()) + "}"
+pytestmark = needs_promtool
 
 
 def restarted(job: str, times: int) -> Series:
@@ -127,4 +92,4 @@ def test_an_alert_is_lit_by_these_jobs(
 ) -> None:
     lit = f'count by (finetunejob) (ALERTS{{alertname="{alert}",alertstate="firing"}})'
 
-    check(tmp_path, series, at, lit, dict.fromkeys(fire, 1))
+    check(tmp_path, series, at, lit, {f'{{finetunejob="{job}"}}': 1 for job in fire})
