@@ -193,6 +193,14 @@ def _raise(error: BaseException) -> Callable[[], None]:
     return act
 
 
+def _abort_as_nccl_does() -> None:
+    """Be ended by the watchdog of NCCL, which no CPU has; it reaches no Python."""
+    words = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78)"
+    os.write(2, b"terminate called after throwing an instance of 'c10::DistBackendError'\n")
+    os.write(2, f"  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] {words}\n".encode())
+    os.abort()
+
+
 _ACTS: dict[str, Callable[[], None]] = {
     "data": _raise(DataError("data.train x.jsonl has no rows; add some")),
     "config": _raise(ConfigError("model.path x has no config.json; name a model folder")),
@@ -202,5 +210,6 @@ _ACTS: dict[str, Callable[[], None]] = {
     "torch-memory": _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
     "exit-3": lambda: os._exit(3),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "nccl-timeout": _abort_as_nccl_does,
     "sigsegv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }

@@ -51,6 +51,7 @@ def test_ranks_that_finish_exit_with_0_and_rank_0_has_the_last_word(
         pytest.param("world", 93, "DoNotRestart", marks=pytest.mark.full),
         pytest.param("bug", 1, "Error", marks=pytest.mark.full),
         ("sigkill", 137, "WorkerLost"),
+        ("nccl-timeout", 1, "Hung"),
     ],
 )
 def test_one_failing_rank_decides_and_ends_the_others(

@@ -3,11 +3,15 @@
 They cannot be made here without GPUs. Beside each stands the issue on GitHub that it is from.
 """
 
+import signal
+
 import pytest
 from torch.distributed import DistBackendError
 
 from finetune_trainer.config import FailureClass
 from finetune_trainer.control import judge
+from finetune_trainer.launch.last_words import report_of_abort
+from finetune_trainer.launch.termination_message import RankExit, agree
 
 # NVIDIA/nccl#2076
 REMOTE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process \
@@ -116,3 +120,76 @@ def test_the_sentence_says_what_nccl_adds() -> None:
     assert "/dev/shm/nccl-EoOvZr (size 7340384)" in judge(DistBackendError(SHARED_MEMORY)).message
     assert "No route to host" in judge(DistBackendError(NO_ROUTE)).message
     assert judge(DistBackendError(SYSTEM)).message.endswith("2.25.1; see that rank's log")
+
+
+# What a process says before its watchdog, a thread of C++, ends it with SIGABRT.
+# open-r1 (huggingface/open-r1#620) and instructlab/training#520
+TIMED_OUT = """[rank3]:[E502 15:22:50.260494728 ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught \
+collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, \
+Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with \
+exception: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, \
+OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 1800011 milliseconds before \
+timing out.
+Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:632\
+ (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f83f296c1b6 in libc10.so)
+"""
+
+# om-ai-lab/VLM-R1#257: the watchdog itself did not get on
+STUCK = """[rank6]:[E429 13:55:49.384620373 ProcessGroupNCCL.cpp:1533] [PG ID 0 PG GUID \
+0(default_pg) Rank 6] ProcessGroupNCCL preparing to dump debug info. Include stack trace: 1
+[rank6]:[F429 14:03:49.385461578 ProcessGroupNCCL.cpp:1554] [PG ID 0 PG GUID 0(default_pg) Rank 6] \
+[PG ID 0 PG GUID 0(default_pg) Rank 6] Terminating the process after attempting to dump debug \
+info, due to ProcessGroupNCCL watchdog hang.
+"""
+
+# pytorch/pytorch#150916
+PEER_GONE = """terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with \
+exception: NCCL error: remote process exited or there was a network error, NCCL version 2.21.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting \
+prematurely.
+Last error:
+socketProgress: Connection closed by remote peer ip-172-31-36-217.eu-north-1.compute.internal<59116>
+Exception raised from checkForNCCLErrorsInternal at \
+/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2363 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7861000c31b6 in libc10.so)
+"""
+
+# InternLM/lmdeploy#3258
+ILLEGAL = """terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 2] Process group watchdog thread terminated with \
+exception: CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace \
+below might be incorrect.
+
+Exception raised from c10_cuda_check_implementation at ../c10/cuda/CUDAException.cpp:43 (most \
+recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f4c560b9446 in libc10.so)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "failure_class", "said"),
+    [
+        pytest.param(TIMED_OUT, "Hung", "ran for 1800011 milliseconds before", id="timed out"),
+        pytest.param(STUCK, "Hung", "due to ProcessGroupNCCL watchdog hang)", id="watchdog stuck"),
+        pytest.param(PEER_GONE, "WorkerLost", "Connection closed by remote peer", id="peer gone"),
+        pytest.param(ILLEGAL, "Error", "(CUDA error: an illegal memory access was", id="CUDA"),
+    ],
+)
+def test_what_is_said_before_an_abort_has_its_class(
+    text: str, failure_class: str, said: str
+) -> None:
+    report = report_of_abort(3, 1.0, f"a line before\n{text}a line after\n")
+    aborted = RankExit(rank=3, code=-signal.SIGABRT, time=1.0, report=report)
+    termination = agree([aborted], stop_reason=None, is_out_of_memory=False)
+    assert (termination.exit_code, termination.failure_class) == (1, failure_class)
+    assert said in termination.message
+    assert termination.rank == (None if failure_class == "WorkerLost" else 3)
+
+
+def test_an_abort_without_words_says_nothing() -> None:
+    assert report_of_abort(0, 1.0, "a warning of some library\n") is None

@@ -64,6 +64,8 @@ def start_ranks(
 ) -> dict[int, "subprocess.Popen[bytes]"]:
     """Start the processes of this node's ranks, each the leader of a process group of its own.
 
+    Their stderr is a pipe that the caller must read.
+
     Node 0 binds the port of the store here and hands the socket to rank 0: nobody else can take
     the port meanwhile, and ranks that are faster than rank 0 queue up instead of being refused.
     `arguments` are the Python interpreter's; `restart` says how often ranks were started before.
@@ -93,6 +95,7 @@ def start_ranks(
                 [sys.executable, "-P", *arguments],  # nothing is imported from this folder
                 env={**environ, **place},
                 pass_fds=inherited,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
             )
     return processes

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from finetune_trainer.config import ExitCode
 from finetune_trainer.control import StopSignal
-from finetune_trainer.launch.report import read_report
+from finetune_trainer.launch.last_words import LastWords, report_of_abort
+from finetune_trainer.launch.report import RankReport, read_report
 from finetune_trainer.launch.stacks import TimerTraces
 from finetune_trainer.launch.termination_message import EndedBy, RankExit
 
@@ -44,10 +45,16 @@ class Watch:
         self._told_to_stop = False
         self._deadline = float("inf")
         self._deadline_is_for = EndedBy.ITSELF
+        self._words: dict[int, LastWords] = {}
 
     def until_all_ended(self, processes: Processes) -> None:
-        """Return when no process is left."""
+        """Return when no process is left; what they write to a pipe of stderr is passed on."""
         running = dict(processes)
+        self._words = {
+            rank: LastWords(process.stderr)
+            for rank, process in processes.items()
+            if process.stderr is not None
+        }
         while True:
             now = time.monotonic()
             self._collect(running)
@@ -63,6 +70,8 @@ class Watch:
                 _signal_all(running, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
         _kill_what_ranks_left_behind(processes)
+        for words in self._words.values():
+            words.text()  # the last of it comes before what the supervisor says
 
     @property
     def _has_left(self) -> bool:
@@ -90,10 +99,17 @@ class Watch:
                     code=code,
                     time=time.time(),
                     ended_by=self._deadline_is_for if was_killed else EndedBy.ITSELF,
-                    report=read_report(self._reports, rank),
+                    report=self._report(rank, code),
                     stacks=self._traces.path_if_ended(rank) if code == ExitCode.ERROR else None,
                 )
             )
+
+    def _report(self, rank: int, code: int) -> RankReport | None:
+        """Return what a rank has reported, or C++ in its place."""
+        report = read_report(self._reports, rank)
+        if report is not None or code != -signal.SIGABRT or rank not in self._words:
+            return report
+        return report_of_abort(rank, time.time(), self._words[rank].text())
 
 
 def _signal_all(running: Processes, number: signal.Signals) -> None:
