@@ -278,6 +278,25 @@ def test_two_operators_of_one_namespace_and_none_of_another_are_told(
     assert command == f"kubectl -n {HOME} set env deployment/one {served}"
 
 
+def test_two_operators_that_wait_for_one_lease_are_told(
+    doctor: Doctor, api: Api, put: Callable[..., None]
+) -> None:
+    put_namespace(api, HOME)
+    put_lease(put, "one-a", age_seconds=0)
+    put_operator(put, "one", "one", ready=2, NAMESPACES="team-a")
+    put_operator(put, "two", "two", ready=2, NAMESPACES="team-b", LEASE_NAME="finetune-operator")
+    report = doctor("-n", "team-b")
+    assert report.of(f"Lease {HOME}/finetune-operator")["state"] == "ok"
+    fault = report.of(f"Lease of {HOME}/two")
+    assert fault["detail"] == f"is that of {HOME}/one, too, so that only one of both works"
+    upgrade = f"helm upgrade two charts/finetune-operator -n {HOME} --reset-then-reuse-values"
+    assert fault["command"] == f"{upgrade} --set settings.leaseName=two"
+    of_helm = {"metadata": {"annotations": {"meta.helm.sh/release-name": None}}}
+    api.run(api.client.patch(DEPLOYMENTS, "two", HOME, of_helm))
+    command = doctor("-n", "team-b").of(f"Lease of {HOME}/two")["command"]
+    assert command == (f"kubectl -n {HOME} set env deployment/two FINETUNE_OPERATOR_LEASE_NAME=two")
+
+
 @pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the PATH")
 def test_an_operator_without_rights_in_a_namespace_that_it_serves_is_told(
     doctor: Doctor, api: Api, put: Callable[..., None], mend: Callable[[dict[str, str]], None]

@@ -78,16 +78,17 @@ class Releases:
         )
         return done.stderr if done.returncode else ""
 
-    def put(self, namespace: str, **values: object) -> str:
-        """Install or upgrade release ft of a namespace; return what helm refuses."""
+    def put(self, namespace: str, name: str = "ft", **values: object) -> str:
+        """Install or upgrade a release of a namespace; return what helm refuses."""
         given = {"image": {"repository": "registry.test/x"}, **values}
-        place = ("--install", "ft", str(CHART), "--namespace", namespace)
+        place = ("--install", name, str(CHART), "--namespace", namespace)
         return self.run("upgrade", *place, "--values", "-", stdin=json.dumps(given))
 
     def clear(self) -> None:
         client = self._api.client
         for namespace in ("one", "two"):
-            self.run("uninstall", "ft", "--namespace", namespace, "--ignore-not-found")
+            for name in ("ft", "other"):
+                self.run("uninstall", name, "--namespace", namespace, "--ignore-not-found")
         for kind in (_BINDINGS, _POLICIES):
             for one in self._api.run(client.list(kind)).items:
                 self._api.run(client.delete(kind, one["metadata"]["name"]))
@@ -300,6 +301,18 @@ def test_two_releases_that_serve_one_namespace_are_refused(
     assert f"release ft of namespace one serves {both} already" in said
     assert said.rstrip().endswith("helm uninstall ft --namespace one")
     assert releases.put("one", crds=none, settings={"namespaces": first}, replicas=1) == ""
+
+
+def test_two_releases_of_one_namespace_do_not_wait_for_one_lease(releases: Releases) -> None:
+    none = {"install": False}
+    assert releases.put("one", crds=none, settings={"namespaces": ["team-a"]}) == ""
+    given = {"namespaces": ["team-b"]}
+    said = releases.put("one", "other", crds=none, settings=given)
+    assert "the Lease of release ft in this namespace, so that only one of both would work" in said
+    option, _, value = said.rstrip().rpartition("--set ")[2].partition("=")
+    assert option == "settings.leaseName"
+    assert releases.put("one", "other", crds=none, settings={**given, "leaseName": value}) == ""
+    assert releases.put("one", crds=none, settings={"namespaces": ["team-a"]}, replicas=1) == ""
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on the PATH")

@@ -55,3 +55,28 @@ some namespaces
 {{- join ", " $both -}}
 {{- end -}}
 {{- end -}}
+
+{{/* No Lease that the operator of another release in this namespace waits for: only one of them would ever work. */}}
+{{- define "finetune-operator.check.ownLease" -}}
+{{- if .Values.settings.leaderElection -}}
+{{- $root := . -}}
+{{- $own := .Values.settings.leaseName -}}
+{{- $name := include "finetune-operator.name" . -}}
+{{- $other := eq $name $own | ternary (printf "%s-2" $name) $name -}}
+{{- range dig "items" list (lookup "apps/v1" "Deployment" .Release.Namespace "") -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $isOperator := eq (get $labels "app.kubernetes.io/name") "finetune-operator" -}}
+{{- $instance := get $labels "app.kubernetes.io/instance" -}}
+{{- if and $isOperator (ne $instance $root.Release.Name) -}}
+{{- $settings := dict -}}
+{{- range (first .spec.template.spec.containers).env -}}
+{{- $_ := set $settings .name (.value | default "") -}}
+{{- end -}}
+{{- $elects := get $settings "FINETUNE_OPERATOR_LEADER_ELECTION" | default "true" | lower | eq "true" -}}
+{{- if and $elects (eq $own (get $settings "FINETUNE_OPERATOR_LEASE_NAME" | default "finetune-operator")) }}
+settings.leaseName is {{ $own }}, the Lease of release {{ $instance }} in this namespace, so that only one of both would work; write --set settings.leaseName={{ $other }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -55,6 +55,13 @@ class Deployed:
         """Say whether jobs of a namespace are its own."""
         return not self.namespaces or namespace in self.namespaces
 
+    def shuts_out(self, other: "Deployed") -> bool:
+        """Say whether another one for other namespaces waits for the Lease that this one holds."""
+        if not (self.lease and self.namespaces and other.namespaces):
+            return False
+        is_same = (self.namespace, self.lease) == (other.namespace, other.lease)
+        return is_same and set(self.namespaces).isdisjoint(other.namespaces)
+
 
 async def check_operator(asking: Asking) -> None:
     """Note each Deployment's replicas and Lease, and whether exactly one serves the namespace."""
@@ -65,9 +72,12 @@ async def check_operator(asking: Asking) -> None:
     if not operators:
         asking.wrong(_TOPIC, "Deployment", "no operator is in the cluster", INSTALL)
         return
-    for one, deployment in zip(operators, found, strict=True):
+    for number, (one, deployment) in enumerate(zip(operators, found, strict=True)):
         first = await _check_replicas(asking, one, deployment)
-        if one.lease:
+        if before := next((other for other in operators[:number] if other.shuts_out(one)), None):
+            text = f"is that of {before.title}, too, so that only one of both works"
+            asking.wrong(_TOPIC, f"Lease of {one.title}", text, _lease_of_its_own(one))
+        elif one.lease:
             await _check_lease(asking, one, first)
     _check_served(asking, operators)
     for one in operators:
@@ -202,6 +212,17 @@ def _serving_as_well(one: Deployed, namespace: str) -> str:
             f"--reset-then-reuse-values --set 'settings.namespaces={{{listed}}}'"
         )
     variable = f"FINETUNE_OPERATOR_NAMESPACES={listed}"
+    return f"kubectl -n {one.namespace} set env deployment/{one.name} {variable}"
+
+
+def _lease_of_its_own(one: Deployed) -> str:
+    name = f"{one.name}-2" if one.name == one.lease else one.name
+    if one.release:
+        return (
+            f"helm upgrade {one.release} {CHART} -n {one.namespace} "
+            f"--reset-then-reuse-values --set settings.leaseName={name}"
+        )
+    variable = f"FINETUNE_OPERATOR_LEASE_NAME={name}"
     return f"kubectl -n {one.namespace} set env deployment/{one.name} {variable}"
 
 
