@@ -5,6 +5,7 @@ container is killed at its cgroup's limit, without a word, long before the node 
 """
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GIB = 2**30
+_EXACT = "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1"
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -45,13 +47,28 @@ def pinned_size(state: dict[str, Any], device: str = "cuda") -> int:
 
     Only those on `device` are: what is in host memory is copied into ordinary memory.
     """
+    import torch
     from torch.distributed.tensor import DTensor
 
+    settings = torch._C._accelerator_getAllocatorSettings()
     total = 0
     for tensor in _tensors_in(state):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        total += local.numel() * local.element_size() * (local.device.type == device)
+        if local.device.type == device:
+            total += pinned_nbytes(local.numel() * local.element_size(), settings)
     return total
+
+
+def pinned_nbytes(nbytes: int, settings: str = "") -> int:
+    """Return the bytes that torch pins for one tensor: a power of two, up to twice what is asked.
+
+    `settings` are those of its allocator; `pinned_max_round_threshold_mb` there ends it above so
+    many MiB.
+    """
+    found = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
+    if nbytes == 0 or (found and nbytes > int(found[1]) * 2**20):
+        return nbytes
+    return 1 << (nbytes - 1).bit_length()
 
 
 def refuse_pinning(size: int, ranks_on_node: int, free: int, what: str) -> None:
@@ -69,8 +86,9 @@ def refuse_pinning(size: int, ranks_on_node: int, free: int, what: str) -> None:
     raise ConfigError(
         f"spec.resources: {what} takes {_gib(wanted)} of pinned host memory on each node "
         f"({ranks_on_node} ranks x {_gib(size)}), of which {_gib(free)} are free within the limit "
-        f"of the container; use nodes or limits with more memory, more nodes with a strategy that "
-        f"shards, or {helps}"
+        f"of the container. torch pins a power of two for each tensor, which {_EXACT} in the "
+        "environment ends for large ones; use nodes or limits with more memory, more nodes with a "
+        f"strategy that shards, or {helps}"
     )
 
 

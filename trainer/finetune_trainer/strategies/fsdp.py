@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
-from finetune_trainer.memory.host import free_host_memory, refuse_pinning
+from finetune_trainer.memory.host import free_host_memory, pinned_nbytes, refuse_pinning
 from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
@@ -146,10 +146,12 @@ class FsdpStrategy(NativeStrategy):
 
     def _refuse_to_pin(self, module: CausalLoss) -> None:
         """Refuse offloaded parameters and gradients that the host has no room to pin."""
-        size = sum(
-            p.numel() * p.element_size() * (1 + p.requires_grad) for p in module.parameters()
-        )
-        size //= self._mesh["shard"].size()
+        shards, settings = self._mesh["shard"].size(), torch._C._accelerator_getAllocatorSettings()
+        size = 0
+        for p in module.parameters():
+            rows = -(-p.shape[0] // shards)
+            nbytes = p.element_size() * rows * (p.numel() // p.shape[0])
+            size += pinned_nbytes(nbytes, settings) * (1 + p.requires_grad)
         ranks = self._config.world.nproc_per_node
         refuse_pinning(size, ranks, free_host_memory(), "spec.strategy.offload cpu")
 
