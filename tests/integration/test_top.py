@@ -100,6 +100,7 @@ def test_a_job_of_this_machine_is_shown_with_the_ranks_of_all_its_nodes(running:
     assert told["notes"] == []
     (job,) = top(running)["jobs"]
     assert (job["name"], job["phase"]) == ("tiny", "Training")
+    assert job["runDirectory"] == "runs/default/tiny"
     assert job["step"] >= told["job"]["step"]
 
 

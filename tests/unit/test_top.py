@@ -273,6 +273,18 @@ def test_what_is_known_is_in_the_units_that_people_use() -> None:
     assert " ".join(row) == "1 a forward 3 51 ms 26 % 1.23 compute 1.50 GiB 75 % 0s ago"
 
 
+def test_runs_of_one_job_are_told_apart_by_their_folders() -> None:
+    one = JobRow(namespace="n", name="j", phase="Running", run_directory="runs/n/j")
+    old = one.model_copy(update={"phase": "Succeeded", "run_directory": "runs/n/j.1"})
+    other = one.model_copy(update={"name": "k", "run_directory": "runs/n/k"})
+    _, *rows = shown(Screen(jobs=(one, old, other)))
+    assert [" ".join(row[:4]) for row in rows] == [
+        "n/j in runs/n/j Running",
+        "n/j in runs/n/j.1 Succeeded",
+        "n/k Running - -",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

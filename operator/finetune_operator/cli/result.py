@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune_operator.cli.run_directories import shown_path
 from finetune_trainer.config import Progress, SampleAnswer
 
 
@@ -55,8 +56,8 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         console.print()
         console.print(_answers(sample))
     console.print("\nLoad it with:\n")
-    base = _shown(outcome.base) if outcome.base else None
-    for line in loading_lines(_shown(outcome.model), base):
+    base = shown_path(outcome.base) if outcome.base else None
+    for line in loading_lines(shown_path(outcome.model), base):
         # Neither wrapped nor indented, so that it can be copied.
         console.print(Text(line), soft_wrap=True)
 
@@ -77,7 +78,7 @@ def _figures(outcome: Outcome) -> list[tuple[str, str]]:
         rows.append(("steps", f"{progress.step} of {progress.total_steps}"))
     if progress.tokens_per_second is not None:
         rows.append(("tokens/s", f"{progress.tokens_per_second:,.0f}"))
-    rows.append(("adapter" if outcome.is_adapter else "model", _shown(outcome.model)))
+    rows.append(("adapter" if outcome.is_adapter else "model", shown_path(outcome.model)))
     return rows
 
 
@@ -95,9 +96,3 @@ def _answers(sample: SampleAnswer) -> Table:
     table.add_row("before", Text(sample.before or "-"))
     table.add_row("after", Text(sample.after or "-", style="green"))
     return table
-
-
-def _shown(path: Path) -> str:
-    """Return the path relative to the current folder where it is below that."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -9,6 +9,12 @@ from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.errors import FineTuneError
 
 
+def shown_path(path: Path) -> str:
+    """Return the path relative to the current folder where it is below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def run_directories(name: str = "*") -> list[Path]:
     """Return those of this folder and the folders in it, of all jobs or of those of a name."""
     patterns = (f"runs/*/{name}/job.json", f"*/runs/*/{name}/job.json")

@@ -19,6 +19,7 @@ from finetune_operator.backends.local.layout import AttemptFolder, attempt_folde
 from finetune_operator.backends.local.listening import ports_below
 from finetune_operator.backends.local.records import AttemptRecord, NodeRecord
 from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
+from finetune_operator.cli.run_directories import shown_path
 from finetune_operator.cli.top_ranks import PageLook, read_page
 from finetune_operator.cli.top_rows import JobRow, progress_in, suspects_in, told_in
 
@@ -86,6 +87,7 @@ async def row_of(here: JobHere) -> JobRow:
     return JobRow(
         namespace=here.job.metadata.namespace,
         name=here.job.metadata.name,
+        run_directory=shown_path(here.run_dir),
         phase=str((here.is_running and told_in(told, "phase")) or status.phase.value),
         attempt=status.attempt,
         restarts=status.restarts.counted,

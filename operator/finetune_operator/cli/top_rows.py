@@ -25,6 +25,7 @@ class JobRow(ContractModel):
 
     namespace: str
     name: str
+    run_directory: str | None = Field(None, description="Of a job of this machine.")
     phase: str = Field(description="The trainer's while it works, if known; else the job's.")
     attempt: int = 0
     restarts: int = 0

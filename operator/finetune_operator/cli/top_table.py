@@ -1,5 +1,6 @@
 """The tables of `ftctl top`."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
@@ -18,7 +19,9 @@ _LEFT_ALIGNED = {"job", "phase", "held back by", "node"}
 
 def tables(screen: Screen) -> RenderableType:
     """Return all that a screen shows."""
-    parts: list[RenderableType] = [_table(_JOBS, [_job(one) for one in screen.jobs])]
+    times = Counter(one.key for one in screen.jobs)
+    jobs = [_job(one, is_told_apart=times[one.key] == 1) for one in screen.jobs]
+    parts: list[RenderableType] = [_table(_JOBS, jobs)]
     if screen.ranks is not None:
         parts += ["", _table(_RANKS, [_rank(one) for one in screen.ranks])]
     parts += [Text(f"! {one}", style="yellow") for one in screen.notes]
@@ -38,10 +41,12 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _job(row: JobRow) -> list[str]:
+def _job(row: JobRow, *, is_told_apart: bool) -> list[str]:
+    """Return the cells of a job; runs of one that were moved aside are told by their folders."""
     total = f"/{row.total_steps}" if row.total_steps else ""
+    folder = "" if is_told_apart or row.run_directory is None else f" in {row.run_directory}"
     return [
-        row.key,
+        f"{row.key}{folder}",
         row.phase,
         _UNKNOWN if row.step is None else f"{row.step}{total}",
         _number(row.loss, "{:.3f}"),
