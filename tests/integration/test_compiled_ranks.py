@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 CASES = [
     Case("ddp", {"type": "ddp"}, steps=6),
+    # A layer of more than one of DDP's buckets, by which torch would divide its graph.
+    Case("ddp-wide", {"type": "ddp"}, hidden_size=256, steps=6),
     Case("fsdp", {"type": "fsdp"}, steps=6),
     Case(
         "fsdp-lora-full",
@@ -33,7 +35,14 @@ CASES = [
 
 def _train(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]) -> None:
     """Train with compiled layers; inductor would build a CPU's kernels for minutes."""
+    from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.utils import counters
+
+    given: list[Any] = []
+
+    def backend(graph: Any, *args: Any, **options: Any) -> Any:
+        given.append(graph)
+        return aot_eager(graph, *args, **options)
 
     made = parity.case_config
 
@@ -43,14 +52,16 @@ def _train(group: "ProcessGroup | None", folder: Path, cases: Sequence[Case]) ->
         return config.model_copy(update={"training": training})
 
     parity.case_config = compiled
-    vars(parallelize)["compile_layers"] = partial(compile_layers, backend="aot_eager")
+    vars(parallelize)["compile_layers"] = partial(compile_layers, backend=backend)
     world = parity.world_of(group)
     for case in cases:
         torch._dynamo.reset()
         counters.clear()
+        given.clear()
         outcome = parity.train_case(case, folder, world)
         found = vars(outcome) | {
             "graphs": counters["stats"]["unique_graphs"],
+            "given": len(given),
             "breaks": dict(counters["graph_break"]),
         }
         torch.save(found, folder / f"{case.name}.{world.rank}.pt")
@@ -65,6 +76,7 @@ def test_compiled_layers_learn_under_ddp_and_fsdp_what_a_plain_loop_learns(tmp_p
         for found in ranks:
             assert found.pop("breaks") == {}
             assert found.pop("graphs") == 2, "the first layer's input may need no gradient"
+            assert found.pop("given") == 2, "each is compiled in one piece"
         within_fp32(Outcome(**ranks[0]), reference(case))
 
 
