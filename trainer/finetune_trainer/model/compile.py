@@ -47,8 +47,8 @@ def compile_layers(
         cpu_varlen.register()
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
-    # Torch would divide a graph by DDP's buckets, of 1 and 25 MiB, for gradients to travel while the
-    # rest of it computes. A layer's do so while the layer before it does.
+    # Torch would divide a graph by DDP's buckets, of 1 and 25 MiB, for gradients to travel while
+    # the rest of it computes. A layer's do so while the layer before it does.
     torch._dynamo.config.optimize_ddp = False
     compile_backward_at_once()
     name, shapes = type(base).__name__, _Shapes()
