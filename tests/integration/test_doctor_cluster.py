@@ -160,7 +160,8 @@ def put_operator(
     container = {"name": "operator", "image": "x", "env": env}
     pod = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
     spec = {"replicas": 2, "selector": {"matchLabels": labels}, "template": pod}
-    status = {"replicas": 2, "readyReplicas": ready, "availableReplicas": ready}
+    counts = dict.fromkeys(("readyReplicas", "updatedReplicas", "availableReplicas"), ready)
+    status = {"replicas": 2, **counts}
     metadata = {"labels": labels, "annotations": annotations}
     put(DEPLOYMENTS, name, HOME, metadata=metadata, spec=spec, status=status)
 
@@ -181,13 +182,16 @@ def test_an_empty_cluster_lacks_everything_and_each_fault_has_a_command(doctor: 
         "profiles",
     }
     assert all(one["command"] for one in missing)
+    assert report.of("finetunejobs.finetune.dev")["command"] == report.of("Deployment")["command"]
     assert report.of("finetunejobs.finetune.dev")["detail"] == "is not in the cluster"
     assert report.code == 1
 
 
 def test_crds_are_installed_by_the_command_that_is_shown(
-    doctor: Doctor, api: Api, mend: Callable[[dict[str, str]], None]
+    doctor: Doctor, api: Api, put: Callable[..., None], mend: Callable[[dict[str, str]], None]
 ) -> None:
+    put_namespace(api, HOME)
+    put_operator(put, "finetune-operator", ready=0)
     mend(doctor().of("finetunejobs.finetune.dev"))
     api.install_crds()  # returns when they are served
     assert set(doctor().states("CustomResourceDefinitions").values()) == {"ok"}
@@ -254,6 +258,12 @@ def test_replicas_that_are_not_ready_say_why(
     assert found["state"] == "missing"
     assert "0 of 2 replicas ready" in found["detail"]
     assert "ImagePullBackOff: no such image" in found["detail"]
+    # An upgrade to an image that is not there: the replicas before it go on.
+    now = {"status": {"replicas": 3, "readyReplicas": 2, "unavailableReplicas": 1}}
+    api.run(api.client.patch(DEPLOYMENTS, "finetune-operator", HOME, now, subresource="status"))
+    found = doctor().of(f"{HOME}/finetune-operator")
+    assert found["detail"].startswith("2 of 2 replicas ready, version unknown")
+    assert ", which are not yet those of its last change; the image x cannot" in found["detail"]
 
 
 def test_two_operators_of_one_namespace_and_none_of_another_are_told(
@@ -335,8 +345,11 @@ def test_a_user_without_rights_sees_what_is_lacking_and_what_could_not_be_asked(
         in report.of("finetunejobs.finetune.dev")["detail"]
     )
 
+    role = "kubectl create role guests --verb=list --resource=deployments.apps"
+    mend({"command": f"{role}; kubectl create rolebinding guests --role=guests --user={GUEST}"})
     mend(report.of("list finetuneprofiles.finetune.dev"))
     report = doctor(as_guest=True)
+    assert set(report.states("operator").values()) == {"unknown"}  # it may be elsewhere
     assert report.of("list finetuneprofiles.finetune.dev")["state"] == "ok"
     assert report.of("FineTuneProfiles")["state"] == "missing"  # there are none, as it may see now
 

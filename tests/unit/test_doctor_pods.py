@@ -66,6 +66,12 @@ def of(*pods: dict[str, Any], refused: str = "") -> Trouble:
             id="not there",
         ),
         pytest.param(
+            {"waiting": {"reason": "ContainerCreating"}},
+            "ContainerCreating",
+            "kubectl -n operators describe pods -l a=b",
+            id="not started yet",
+        ),
+        pytest.param(
             {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
             "CrashLoopBackOff: back-off 10s",
             "kubectl -n operators logs -l a=b --tail=20",
@@ -86,6 +92,41 @@ def test_what_a_container_said_before_it_was_started_again_counts() -> None:
     ended = {"terminated": {"message": "exec /bin/finetune-operator: exec format error"}}
     waits["status"]["containerStatuses"][0]["lastState"] = ended
     assert "another processor" in of(waits).why
+
+
+@pytest.mark.parametrize(
+    ("state", "said", "remedy"),
+    [
+        pytest.param(
+            {"waiting": {"reason": "ErrImagePull", "message": "not found"}},
+            "ErrImagePull: not found",
+            "kubectl -n operators describe pods -l a=b",
+            id="no image",
+        ),
+        pytest.param(
+            {"terminated": {"reason": "Error", "message": "no such folder", "exitCode": 1}},
+            "Error: no such folder",
+            "kubectl -n operators logs -l a=b -c plugin --tail=20",
+            id="failed",
+        ),
+    ],
+)
+def test_an_init_container_that_fails_is_named(
+    state: dict[str, Any], said: str, remedy: str
+) -> None:
+    made = pod(waiting={"reason": "PodInitializing"})
+    ended = {"name": "other", "state": {"terminated": {"reason": "Completed", "exitCode": 0}}}
+    made["status"]["initContainerStatuses"] = [ended, {"name": "plugin", "state": state}]
+    assert of(made) == Trouble(f"its init container plugin does not end well ({said})", remedy)
+
+
+def test_what_a_pod_that_is_ready_said_earlier_is_no_reason() -> None:
+    served = pod(running={})
+    ended = {"terminated": {"message": "the API server was away"}}
+    served["status"]["containerStatuses"][0]["lastState"] = ended
+    served["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    missing = pod(waiting={"reason": "ErrImagePull", "message": "not found"})
+    assert of(served, missing).why.startswith("the image reg/x:1 cannot be pulled")
 
 
 def test_another_image_is_named_to_kubectl_where_helm_installed_nothing() -> None:

@@ -14,6 +14,7 @@ OLDEST, NEWEST_TESTED = (1, 30), (1, 34)
 """Minors of Kubernetes: the chart's oldest, and the newest that tests have run on."""
 
 APPLY_CRDS = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
+NOT_THERE = "is not in the cluster"
 _TOPIC = "API server"
 _UPGRADE = "az aks upgrade --name CLUSTER --resource-group GROUP"
 _CRDS = Resource(
@@ -54,7 +55,7 @@ async def _check_crd(asking: Asking, name: str) -> None:
     try:
         found = await asking.client.get(_CRDS, name)
     except NotFoundError:
-        asking.wrong(topic, name, "is not in the cluster", APPLY_CRDS)
+        asking.wrong(topic, name, NOT_THERE, APPLY_CRDS)
         return
     except ForbiddenError:
         await _check_served(asking, topic, name)
@@ -93,7 +94,7 @@ async def _check_served(asking: Asking, topic: str, name: str) -> None:
     if name.partition(".")[0] in [one.get("name") for one in told_in(found, "resources") or ()]:
         asking.unknown(topic, name, "is there; you may not read of which revision")
     else:
-        asking.wrong(topic, name, "is not in the cluster", APPLY_CRDS)
+        asking.wrong(topic, name, NOT_THERE, APPLY_CRDS)
 
 
 _NEEDED = ("NamesAccepted", "Established")

@@ -6,17 +6,18 @@ of questions has a time limit, and what could not be asked is among the findings
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from finetune_operator import __version__
 from finetune_operator.cli.asking import Asking
-from finetune_operator.cli.doctor_api import check_crds, check_version
+from finetune_operator.cli.doctor_api import APPLY_CRDS, NOT_THERE, check_crds, check_version
 from finetune_operator.cli.doctor_places import (
     check_gpus,
     check_policy,
     check_profiles,
     check_storage,
 )
-from finetune_operator.cli.doctor_replicas import check_operator
+from finetune_operator.cli.doctor_replicas import INSTALL, check_operator
 from finetune_operator.cli.doctor_rights import check_rights
 from finetune_operator.cli.findings import Finding
 from finetune_operator.errors import FineTuneError
@@ -72,7 +73,17 @@ async def _ask_all(client: HttpClient, access: ClusterAccess, namespace: str) ->
             first.unknown(topic, "", "not asked, as the API server does not answer")
         return first.findings
     groups = [_within_limit(Asking(client, namespace), topic, one) for topic, one in CHECKS.items()]
-    return [*first.findings, *(one for group in await asyncio.gather(*groups) for one in group)]
+    found = [one for group in await asyncio.gather(*groups) for one in group]
+    return [*first.findings, *_installed_by_helm(found)]
+
+
+def _installed_by_helm(found: list[Finding]) -> list[Finding]:
+    """Have helm bring the definitions with the operator: later it renews only what it has made."""
+    unfit = [one for one in found if one.remedy == APPLY_CRDS]
+    is_new = all(one.detail == NOT_THERE for one in unfit)
+    if not is_new or all(one.remedy != INSTALL for one in found):
+        return found
+    return [replace(one, remedy=INSTALL) if one in unfit else one for one in found]
 
 
 async def _within_limit(asking: Asking, topic: str, check: Check) -> list[Finding]:

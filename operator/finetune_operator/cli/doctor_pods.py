@@ -46,6 +46,10 @@ class Owner:
             return self._upgrade(f"--set image.repository={image}")
         return f"kubectl -n {self.namespace} set image deployment/{self.name} operator={image}"
 
+    def description(self) -> str:
+        """Return the command that shows its pods with their Events."""
+        return f"kubectl -n {self.namespace} describe pods -l {self.selector}"
+
     def _upgrade(self, options: str) -> str:
         given = f"-n {self.namespace} --reset-then-reuse-values"
         return f"helm upgrade {self.release} {CHART} {given} {options}"
@@ -65,9 +69,12 @@ def trouble_of(owner: Owner, deployment: Object, pods: Iterable[Object]) -> Trou
         if told["type"] == "ReplicaFailure" and told["status"] == "True":
             return _not_made(owner, str(told.get("message", "")))
     for pod in pods:
+        told = told_in(pod, "status", "conditions") or ()
+        if any(one["type"] == "Ready" and one["status"] == "True" for one in told):
+            continue
         if found := _of_pod(owner, pod):
             return found
-    return Trouble("", f"kubectl -n {owner.namespace} describe pods -l {owner.selector}")
+    return Trouble("", owner.description())
 
 
 def _not_made(owner: Owner, text: str) -> Trouble:
@@ -83,6 +90,9 @@ def _not_made(owner: Owner, text: str) -> Trouble:
 
 
 def _of_pod(owner: Owner, pod: Object) -> Trouble | None:
+    for state in told_in(pod, "status", "initContainerStatuses") or ():
+        if found := _of_init_container(owner, state):
+            return found
     for state in told_in(pod, "status", "containerStatuses") or ():
         waiting = told_in(state, "state", "waiting") or {}
         ended = told_in(state, "state", "terminated") or told_in(state, "lastState", "terminated")
@@ -93,6 +103,21 @@ def _of_pod(owner: Owner, pod: Object) -> Trouble | None:
         if told["type"] == "PodScheduled" and told["status"] == "False":
             return Trouble(str(told.get("message", "it has no node")), "kubectl describe nodes")
     return None
+
+
+def _of_init_container(owner: Owner, state: Object) -> Trouble | None:
+    """Return what keeps the operator's container from being started after this one."""
+    waiting = told_in(state, "state", "waiting") or {}
+    ended = told_in(state, "state", "terminated") or {}
+    reason = str(waiting.get("reason") or ended.get("reason") or "")
+    if reason in ("", "PodInitializing", "Completed"):
+        return None
+    name = state.get("name")
+    said = ": ".join(filter(None, (reason, waiting.get("message") or ended.get("message"))))
+    remedy = f"kubectl -n {owner.namespace} logs -l {owner.selector} -c {name} --tail=20"
+    if reason in _NO_IMAGE:
+        remedy = owner.description()
+    return Trouble(f"its init container {name} does not end well ({said})", remedy)
 
 
 def _of_container(owner: Owner, image: str, words: str) -> Trouble:
@@ -112,4 +137,6 @@ def _of_container(owner: Owner, image: str, words: str) -> Trouble:
     if words.startswith(_NO_IMAGE):
         why = f"the image {image} cannot be pulled ({words})"
         return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")
+    if words in ("ContainerCreating", "PodInitializing"):  # its Events say why it takes long
+        return Trouble(words, owner.description())
     return Trouble(words, f"kubectl -n {owner.namespace} logs -l {owner.selector} --tail=20")

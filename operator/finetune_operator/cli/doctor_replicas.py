@@ -30,6 +30,7 @@ class Deployed:
     """One Deployment of the operator, as far as it can be read.
 
     Attributes:
+        is_behind: Not all of its replicas are of its last change and can be used.
         namespaces: Those it serves; empty for all.
         lease: Name of the Lease that its leader holds; empty where it holds none.
         account: Name of its service account.
@@ -41,6 +42,7 @@ class Deployed:
     version: str
     wanted: int
     ready: int
+    is_behind: bool
     namespaces: tuple[str, ...]
     lease: str
     account: str
@@ -87,7 +89,7 @@ async def check_operator(asking: Asking) -> None:
 
 
 async def _deployments(asking: Asking) -> list[Object] | None:
-    """Return those of all namespaces, or of those that the caller may read; None for neither."""
+    """Return those that the caller may see; None where there are none, and may be elsewhere."""
     try:
         every = await asking.client.list(DEPLOYMENTS, label_selector=SELECTOR)
         return every.items
@@ -95,14 +97,12 @@ async def _deployments(asking: Asking) -> list[Object] | None:
         text = f"you may not list those of all namespaces; asked in {_HOME} and {asking.namespace}"
         asking.unknown(_TOPIC, "Deployments", text)
     found: list[Object] = []
-    was_told = False
     for namespace in dict.fromkeys((_HOME, asking.namespace)):
         listed = await asking.list(
             _TOPIC, f"Deployments of {namespace}", DEPLOYMENTS, namespace, label_selector=SELECTOR
         )
-        was_told = was_told or listed is not None
         found += listed or ()
-    return found if found or was_told else None
+    return found or None
 
 
 def read(deployment: Object) -> Deployed:
@@ -117,13 +117,16 @@ def read(deployment: Object) -> Deployed:
     }
     elects = settings.get("LEADER_ELECTION", "true").lower() == "true"
     labels = metadata.get("labels") or {}
+    wanted = count_in(deployment, "spec", "replicas") or 0
+    updated = count_in(deployment, "status", "updatedReplicas") or 0
     return Deployed(
         metadata["namespace"],
         metadata["name"],
         told_in(metadata, "annotations", "meta.helm.sh/release-name") or "",
         labels.get("app.kubernetes.io/version", ""),
-        count_in(deployment, "spec", "replicas") or 0,
+        wanted,
         count_in(deployment, "status", "readyReplicas") or 0,
+        updated < wanted or bool(count_in(deployment, "status", "unavailableReplicas")),
         tuple(one.strip() for one in settings.get("NAMESPACES", "").split(",") if one.strip()),
         settings.get("LEASE_NAME", "finetune-operator") if elects else "",
         told_in(pod, "spec", "serviceAccountName") or "default",
@@ -141,7 +144,9 @@ async def _check_replicas(asking: Asking, one: Deployed, deployment: Object) -> 
         remedy = f"kubectl -n {one.namespace} scale deployment/{one.name} --replicas=2"
         asking.wrong(_TOPIC, one.title, text, remedy)
         return remedy
-    if one.ready < one.wanted:
+    if one.ready < one.wanted or one.is_behind:
+        if one.ready >= one.wanted:
+            text += ", which are not yet those of its last change"
         owner = Owner(one.namespace, one.name, one.release, _selector(one))
         pods = await asking.list(
             _TOPIC, f"pods of {one.title}", PODS, one.namespace, label_selector=owner.selector
