@@ -64,7 +64,7 @@ class Heard:
         """Return the report in the progress of an attempt; one without a time is of now."""
         spent = None
         if said.spent is not None:
-            spent = {word: round(seconds * 1000) for word, seconds in said.spent}
+            spent = {word: max(0, round(seconds * 1000)) for word, seconds in said.spent}
         time = said.time or now.timestamp()
         return cls(attempt, said.restarts_in_place, time, said.step, spent, said.phase)
 

@@ -54,13 +54,21 @@ class Phase(StrEnum):
     DONE = "Done"
 
 
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""How many; JSON's numbers are exact up to there."""
+Seconds = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
+"""Of a clock that somebody may set back."""
+Moment = Annotated[float, Field(ge=0, lt=253_402_300_800, allow_inf_nan=False)]
+"""Seconds since the epoch, before the year 10000, with which calendars end."""
+
+
 class CheckpointRef(ContractModel):
     """One committed checkpoint in the ledger."""
 
-    step: int
+    step: Count
     path: str
-    time: float = Field(description="Seconds since the epoch.")
-    world_size: int
+    time: Moment = Field(description="Seconds since the epoch.")
+    world_size: Count
     eval_loss: float | None = None
 
 
@@ -93,13 +101,13 @@ class TimeSpent(ContractModel):
     After a restart in place they begin again at 0.
     """
 
-    starting: float = Field(0.0, description="Until it trains: imports, tokenizing, loading.")
-    training: float = Field(0.0, description="Computing and communicating.")
-    data: float = Field(0.0, description="Waiting for rows.")
-    checkpoint: float = Field(0.0, description="Training stood still for a checkpoint.")
-    evaluation: float = Field(0.0, description="Held-out loss and answers to sample prompts.")
-    exporting: float = 0.0
-    other: float = 0.0
+    starting: Seconds = Field(0.0, description="Until it trains: imports, tokenizing, loading.")
+    training: Seconds = Field(0.0, description="Computing and communicating.")
+    data: Seconds = Field(0.0, description="Waiting for rows.")
+    checkpoint: Seconds = Field(0.0, description="Training stood still for a checkpoint.")
+    evaluation: Seconds = Field(0.0, description="Held-out loss and answers to sample prompts.")
+    exporting: Seconds = 0.0
+    other: Seconds = 0.0
 
 
 SPENT_AS = {
@@ -129,7 +137,7 @@ class SuspectCause(StrEnum):
 class Suspect(ContractModel):
     """A rank that holds the others back."""
 
-    rank: int
+    rank: Count
     node: str = Field(description="Name of its node, as its pod or its machine knows it.")
     cause: SuspectCause
     score: float | None = Field(
@@ -137,7 +145,7 @@ class Suspect(ContractModel):
         description="Its busy time by the median of the others', 1.2 is 20 % longer; null for a "
         "rank that stays away from a collective.",
     )
-    since: float = Field(description="When it began, seconds since the epoch.")
+    since: Moment = Field(description="When it began, seconds since the epoch.")
     process: str | None = Field(
         None, description="State of the process of a rank that stays away: asleep, stopped, gone."
     )
@@ -153,23 +161,23 @@ SUSPECTS_FILE = "suspects.json"
 class Progress(ContractModel):
     """progress.json and `GET /progress`: what rank 0 knows of the run."""
 
-    attempt: int = 1
+    attempt: Count = 1
     phase: Phase = Phase.STARTING
-    time: float = Field(0.0, description="When this was written, seconds since the epoch.")
-    step: int = 0
-    total_steps: int | None = None
-    resumed_step: int | None = Field(None, description="Step of the checkpoint started from.")
-    epoch: float = 0.0
+    time: Moment = Field(0.0, description="When this was written, seconds since the epoch.")
+    step: Count = 0
+    total_steps: Count | None = None
+    resumed_step: Count | None = Field(None, description="Step of the checkpoint started from.")
+    epoch: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
     eval_loss_before: float | None = None
     eval_loss: float | None = None
     tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
-    eta_seconds: float | None = None
-    skipped_steps: int = Field(0, description="Steps not made because a gradient was not finite.")
-    restarts_in_place: int = 0
-    first_step_seconds: float | None = Field(
+    eta_seconds: Seconds | None = None
+    skipped_steps: Count = Field(0, description="Steps not made because a gradient was not finite.")
+    restarts_in_place: Count = 0
+    first_step_seconds: Seconds | None = Field(
         None, description="Process start to the end of the first new step, evaluation apart."
     )
     spent: TimeSpent | None = Field(None, description="Where rank 0's time went.")
