@@ -21,6 +21,11 @@ SCHEMA = CHART / "values.schema.json"
 README = CHART / "README.md"
 _VALUES = "## Values\n"
 _NO_VALUES = frozenset({"lease_namespace", "pod_name", "pod_uid"})  # what the chart itself knows
+_NUMBER = {
+    "type": ["number", "string"],
+    "pattern": r"^(0*[1-9][0-9]*(\.[0-9]+)?|0*\.0*[1-9][0-9]*)$",
+}
+"""More than 0, also as a text: of `helm --set x=0.5` helm makes one."""
 _KEPT = ("description", "type", "items", "minimum", "maximum", "exclusiveMinimum")
 
 
@@ -93,6 +98,8 @@ def _one(found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
         if choice["type"] != "null":  # "" says the same in values, and survives every merge
             found = {**found, **choice}
     kept = {key: found[key] for key in _KEPT if key in found}
+    if kept.get("type") == "number":
+        kept |= _NUMBER
     if words := found.get("enum"):  # templates/_checks.tpl refuses others, in a sentence of ours
         kept["examples"] = words
     return {**kept, "description": found["description"].replace(", by commas", "")}

@@ -39,6 +39,11 @@ REFUSED: dict[str, tuple[Json, str]] = {
         f"image.repository is reg.test/x@{DIGEST}, which holds a digest; write --set "
         f"image.repository=reg.test/x --set image.digest={DIGEST}",
     ),
+    "a tag and a digest in the repository": (
+        {"image": {"repository": f"reg.test:5000/team/x:1@{DIGEST}"}},
+        f"image.repository is reg.test:5000/team/x:1@{DIGEST}, which holds a digest; write --set "
+        f"image.repository=reg.test:5000/team/x --set image.digest={DIGEST}",
+    ),
     "a repository with a scheme": (
         {"image": {"repository": "https://reg.test/x"}},
         "image.repository is https://reg.test/x, but an image has no scheme; write --set "
@@ -213,6 +218,14 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "replicas is 2, but settings.leaderElection is false or settings.identity is set, so that "
         "several would lead at once; write --set replicas=1",
     ),
+    "jobs in a namespace that the policy closes": (
+        {
+            "settings": {"namespaces": ["team-a", "tigera-operator"]},
+            "admissionPolicy": {"create": True},
+        },
+        "settings.namespaces holds tigera-operator, but admissionPolicy lets the operator write "
+        "nothing in kube-* and in its systemNamespaces; leave it out of one of them",
+    ),
     "a monitor of a Service that is not made": (
         {"monitoring": {"monitors": {"create": True}}, "service": {"create": False}},
         "monitoring.monitors.create is true, but a ServiceMonitor finds the operator by its "
@@ -267,6 +280,8 @@ def test_all_faults_are_told_at_once() -> None:
         pytest.param({"podSecurityContext": {"runAsUsr": 1}}, "runAsUsr", id="typo"),
         pytest.param({"securityContext": {"privileged": True}}, "privileged", id="privilege"),
         pytest.param({"tolerations": [{"keys": "a"}]}, "keys", id="toleration"),
+        pytest.param({"settings": {"leaseSeconds": "0.0"}}, "/settings/leaseSeconds", id="zero"),
+        pytest.param({"networkPolicy": {"from": [{"pod": {}}]}}, "'pod' not allowed", id="peer"),
         pytest.param({"networkPolicy": None}, "missing property 'networkPolicy'", id="no section"),
         pytest.param({"resources": None}, "missing property 'resources'", id="no resources"),
         pytest.param(
@@ -296,6 +311,18 @@ def test_every_form_of_an_image_is_taken(repository: str) -> None:
 @pytest.mark.parametrize("memory", ["128Mi", "1e9", "0.5Gi", "134217728", 134217728, "1E", "2T"])
 def test_every_form_of_a_quantity_is_taken(memory: str | int) -> None:
     assert rendered(resources={"limits": {"memory": memory}})
+
+
+def test_fraction_is_taken_as_helm_sets_it() -> None:
+    settings = ["--set", "settings.retrySeconds=0.5", "--set", "settings.leaseSeconds=20.5"]
+    made = rendered(*settings, "--set", "azure.requestsPerSecond=.5")
+
+    (deployment,) = of_kind(made, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    assert env[f"{PREFIX}RETRY_SECONDS"] == "0.5"
+    assert env[f"{PREFIX}LEASE_SECONDS"] == "20.5"
+    assert env["FINETUNE_AZUREML_REQUESTS_PER_SECOND"] == ".5"
 
 
 def test_digest_says_more_than_the_tag_latest() -> None:

@@ -19,13 +19,14 @@ A check prints a line for each fault, and nothing where there is none.
 {{- $path := `[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*` -}}
 {{- $host := `[a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9])?(:[0-9]+)?` -}}
 {{- $last := regexFind `[^/]*$` .repository -}}
+{{- $digestless := regexFind `^[^@]*` .repository -}}
 {{- $tagged := regexFind `:[^:@]*$` $last -}}
 {{- if not .repository }}
 image.repository is empty, and only a released chart knows its image; make one (make images) and name it: --set image.repository=registry.example.com/finetune-operator
 {{- else if contains "://" .repository }}
 image.repository is {{ .repository }}, but an image has no scheme; write --set image.repository={{ regexReplaceAll `^[^/]*//` .repository "" }}
 {{- else if contains "@" .repository }}
-image.repository is {{ .repository }}, which holds a digest; write --set image.repository={{ regexFind `^[^@:]*` .repository }} --set image.digest={{ regexFind `[^@]*$` .repository }}
+image.repository is {{ .repository }}, which holds a digest; write --set image.repository={{ regexReplaceAll `:[^:/]*$` $digestless "" }} --set image.digest={{ regexFind `[^@]*$` .repository }}
 {{- else if $tagged }}
 image.repository is {{ .repository }}, which holds a tag; write --set image.repository={{ trimSuffix $tagged .repository }} --set-string image.tag={{ trimPrefix ":" $tagged }}
 {{- else if not (regexMatch (printf `^(%s/)?%s(/%s)*$` $host $path $path) .repository) }}

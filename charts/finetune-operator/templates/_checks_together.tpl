@@ -5,6 +5,11 @@
 {{- if and (include "finetune-operator.isAlone" .) (gt $replicas 1) }}
 replicas is {{ $replicas }}, but settings.leaderElection is false or settings.identity is set, so that several would lead at once; write --set replicas=1
 {{- end }}
+{{- range .Values.admissionPolicy.create | ternary .Values.settings.namespaces list }}
+{{- if or (hasPrefix "kube-" .) (has . $.Values.admissionPolicy.systemNamespaces) }}
+settings.namespaces holds {{ . }}, but admissionPolicy lets the operator write nothing in kube-* and in its systemNamespaces; leave it out of one of them
+{{- end }}
+{{- end }}
 {{- if and $monitoring.monitors.create (not .Values.service.create) }}
 monitoring.monitors.create is true, but a ServiceMonitor finds the operator by its Service; write --set service.create=true
 {{- end }}
