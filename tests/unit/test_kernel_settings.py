@@ -3,10 +3,13 @@
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from finetune_operator.kernel.health import Health
 from finetune_operator.kernel.logs import JsonLine, TextLine
@@ -40,6 +43,35 @@ def test_process_with_a_setting_that_cannot_be_used_ends_with_one_sentence() -> 
 
     sentence = "'LOUD': input should be 'DEBUG', 'INFO', 'WARNING' or 'ERROR'\n"
     assert (ended.returncode, ended.stderr) == (1, f"FINETUNE_OPERATOR_LOG_LEVEL {sentence}")
+
+
+def test_process_whose_health_pages_cannot_be_served_ends_with_one_sentence(
+    tmp_path: Path,
+) -> None:
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    file = tmp_path / "kubeconfig"
+    file.write_text(yaml.safe_dump(config))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = {"KUBECONFIG": str(file), "HEALTH_HOST": "127.0.0.1", "HEALTH_PORT": port}
+        ended = subprocess.run(
+            [sys.executable, "-m", "finetune_operator.kernel"],
+            env={**os.environ, **{f"FINETUNE_OPERATOR_{key}": one for key, one in given.items()}},
+            capture_output=True,
+            text=True,
+        )
+
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
+        1,
+        f"/healthz cannot be served at 127.0.0.1, port {port}: address already in use; "
+        "set FINETUNE_OPERATOR_HEALTH_PORT to a port that is free",
+    )
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ That the API server is away does not count, as a restart of this process would n
 """
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from finetune_operator.kernel.settings import PREFIX, SettingsError
 from finetune_operator.metrics.page import Snapshot, render
 
 if TYPE_CHECKING:
@@ -97,7 +100,7 @@ class HealthServer:
         """Start to serve.
 
         Raises:
-            OSError: the port is taken.
+            SettingsError: nobody may listen there, or somebody does.
         """
         from aiohttp import web
 
@@ -106,7 +109,11 @@ class HealthServer:
         app.add_routes([web.get(path, page) for path, page in pages.items()])
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self.port).start()
+        try:
+            await web.TCPSite(self._runner, self._host, self.port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise SettingsError(self._not_served(error)) from error
         self.port = self._runner.addresses[0][1]
         return self
 
@@ -119,6 +126,16 @@ class HealthServer:
         """Stop serving."""
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _not_served(self, error: OSError) -> str:
+        is_resolved = error.errno is not None and error.errno > 0
+        why = os.strerror(error.errno) if is_resolved else error.strerror or str(error)
+        cure = f"set {PREFIX}HEALTH_HOST to an address of this machine, such as 0.0.0.0"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            cure = f"set {PREFIX}HEALTH_PORT to 1024 or more, such as 8080"
+        elif error.errno == errno.EADDRINUSE:
+            cure = f"set {PREFIX}HEALTH_PORT to a port that is free"
+        return f"/healthz cannot be served at {self._host}, port {self.port}: {why.lower()}; {cure}"
 
     async def _healthz(self, request: "web.Request") -> "web.Response":
         health = self._read()

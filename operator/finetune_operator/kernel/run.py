@@ -81,7 +81,7 @@ async def operate(
 
     Raises:
         KubeConfigError: no cluster is configured.
-        OSError: the health port is taken.
+        SettingsError: the health pages cannot be served where they should be.
     """
     counts = Counts()
     make_term = partial(
