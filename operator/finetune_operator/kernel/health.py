@@ -128,8 +128,8 @@ class HealthServer:
             await self._runner.cleanup()
 
     def _not_served(self, error: OSError) -> str:
-        is_resolved = error.errno is not None and error.errno > 0
-        why = os.strerror(error.errno) if is_resolved else error.strerror or str(error)
+        number = error.errno or 0  # less where a name is not known
+        why = os.strerror(number) if number > 0 else error.strerror or str(error)
         cure = f"set {PREFIX}HEALTH_HOST to an address of this machine, such as 0.0.0.0"
         if error.errno in (errno.EACCES, errno.EPERM):
             cure = f"set {PREFIX}HEALTH_PORT to 1024 or more, such as 8080"
