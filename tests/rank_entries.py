@@ -67,6 +67,18 @@ def act(
     return finish(config, world, stop, telemetry, fence)
 
 
+def stay_away(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
+    """Let rank 0 wait in a collective for rank 1, which lives and does not come."""
+    barrier(world)
+    telemetry.phase(Phase.TRAINING)
+    if world.rank == 1:
+        time.sleep(600)
+    world.sum(torch.ones(1))
+    return finish(config, world, stop, telemetry, fence)
+
+
 def blame_late(
     config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:

@@ -51,7 +51,6 @@ def test_ranks_that_finish_exit_with_0_and_rank_0_has_the_last_word(
         pytest.param("world", 93, "DoNotRestart", marks=pytest.mark.full),
         pytest.param("bug", 1, "Error", marks=pytest.mark.full),
         ("sigkill", 137, "WorkerLost"),
-        ("nccl-timeout", 1, "Hung"),
     ],
 )
 def test_one_failing_rank_decides_and_ends_the_others(
@@ -63,6 +62,23 @@ def test_one_failing_rank_decides_and_ends_the_others(
     assert (last_words.exit_code, last_words.failure_class) == (code, failure_class)
     assert last_words.rank == 1
     assert run.stderr.splitlines()[-1] == f"{failure_class}: {last_words.message}"
+
+
+def test_a_rank_that_nccl_aborts_at_a_timeout_is_hung(started) -> None:
+    run = started("act", {"ACT": "nccl-timeout", "ACT_RANK": "1"})
+    assert run.wait() == 1, run.stderr
+    last_words = run.termination
+    assert (last_words.failure_class, last_words.rank) == ("Hung", None), "one of the others hangs"
+    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78)" in last_words.message
+    assert "what():" in run.stderr, "what ranks write is passed on"
+
+
+def test_a_rank_that_stays_away_from_a_collective_makes_the_attempt_hung(started) -> None:
+    run = started("stay_away", control={"collective_timeout_seconds": 5})
+    assert run.wait() == 1, run.stderr
+    last_words = run.termination
+    assert (last_words.failure_class, last_words.rank) == ("Hung", None)
+    assert "did not come to a collective" in last_words.message
 
 
 def test_a_kernel_that_cannot_be_deterministic_ends_the_run_by_the_field(started) -> None:

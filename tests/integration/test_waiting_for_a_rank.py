@@ -81,4 +81,4 @@ def test_groups_that_libraries_make_have_the_timeout_that_is_asked_for(
         timeout_seconds=90,
     )
     assert codes == [0] * num_ranks
-    assert (tmp_path / "ended").read_text() == FailureClass.WORKER_LOST
+    assert (tmp_path / "ended").read_text() == FailureClass.HUNG

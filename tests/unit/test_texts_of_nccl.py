@@ -71,6 +71,10 @@ STORE_GONE = (
 # gloo/transport/tcp/unbound_buffer.cc
 PAIR = "Application timeout caused pair closure"
 
+# gloo as well, seen with torch 2.13
+GLOO = """[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] \
+Timed out waiting 5000ms for recv operation to complete"""
+
 # vllm-project/vllm#14537
 SHARED_MEMORY = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:317, unhandled \
 system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5
@@ -97,7 +101,8 @@ NO_MEMORY_EITHER = CUDA.replace("Cuda failure 1 'invalid argument'", "Cuda failu
         pytest.param(NO_ROUTE, FailureClass.WORKER_LOST, id="system error of a connection"),
         pytest.param(SYSTEM, FailureClass.WORKER_LOST, id="system error without more"),
         pytest.param(INFINIBAND, FailureClass.WORKER_LOST, id="InfiniBand"),
-        pytest.param(WATCHDOG, FailureClass.WORKER_LOST, id="watchdog"),
+        pytest.param(WATCHDOG, FailureClass.HUNG, id="watchdog"),
+        pytest.param(GLOO, FailureClass.HUNG, id="gloo's time-out"),
         pytest.param(STORE, FailureClass.WORKER_LOST, id="store does not answer"),
         pytest.param(STORE_SOCKET, FailureClass.WORKER_LOST, id="store's socket"),
         pytest.param(STORE_GONE, FailureClass.WORKER_LOST, id="store gone"),
@@ -113,7 +118,8 @@ NO_MEMORY_EITHER = CUDA.replace("Cuda failure 1 'invalid argument'", "Cuda failu
 def test_what_nccl_says_has_its_class(text: str, failure_class: FailureClass) -> None:
     verdict = judge(DistBackendError(text))
     assert verdict.failure_class is failure_class
-    assert verdict.is_collateral == (failure_class is FailureClass.WORKER_LOST)
+    is_of_others = failure_class in (FailureClass.WORKER_LOST, FailureClass.HUNG)
+    assert verdict.is_collateral == is_of_others
 
 
 def test_the_sentence_says_what_nccl_adds() -> None:
@@ -175,7 +181,7 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f4c560b
     ("text", "failure_class", "said"),
     [
         pytest.param(TIMED_OUT, "Hung", "ran for 1800011 milliseconds before", id="timed out"),
-        pytest.param(STUCK, "Hung", "due to ProcessGroupNCCL watchdog hang)", id="watchdog stuck"),
+        pytest.param(STUCK, "Hung", "due to ProcessGroupNCCL watchdog hang;", id="watchdog stuck"),
         pytest.param(PEER_GONE, "WorkerLost", "Connection closed by remote peer", id="peer gone"),
         pytest.param(ILLEGAL, "Error", "(CUDA error: an illegal memory access was", id="CUDA"),
     ],
@@ -188,7 +194,7 @@ def test_what_is_said_before_an_abort_has_its_class(
     termination = agree([aborted], stop_reason=None, is_out_of_memory=False)
     assert (termination.exit_code, termination.failure_class) == (1, failure_class)
     assert said in termination.message
-    assert termination.rank == (None if failure_class == "WorkerLost" else 3)
+    assert termination.rank == (3 if failure_class == "Error" else None)
 
 
 def test_an_abort_without_words_says_nothing() -> None:

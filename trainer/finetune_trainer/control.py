@@ -46,7 +46,14 @@ _LOST_PEER_PHRASES = (
     "socket timeout",
     "timed out waiting",
     "wait timeout after",
+)
+# What gloo and NCCL say when a peer is there and does not come to a collective.
+_HANG_PHRASES = (
+    "due to collective timeout",
+    "ms for recv operation to complete",
+    "ms for send operation to complete",
     "watchdog caught collective operation timeout",
+    "watchdog hang",
 )
 # NCCL's own name for any call of the system that failed: mostly a connection. What it adds says
 # where it was something of this node, as shared memory that is too small.
@@ -273,6 +280,14 @@ def judge(error: BaseException) -> Verdict:
             ExitCode.KILLED,
             f"out of memory: {_sentence(error)}; lower spec.training.microBatchSize or "
             "spec.training.maxSeqLength, or set spec.strategy.activationCheckpointing to full",
+        )
+    if isinstance(error, RuntimeError) and any(phrase in text for phrase in _HANG_PHRASES):
+        return Verdict(
+            FailureClass.HUNG,
+            ExitCode.ERROR,
+            f"another rank did not come to a collective: {_sentence(error)}; see the logs of all "
+            "ranks; with spec.deadlines.hangSeconds each writes its stacks before that",
+            is_collateral=True,
         )
     # torch raises RuntimeError for its peers; Python's ConnectionError is about some other host.
     if isinstance(error, RuntimeError) and _is_of_a_peer(text):

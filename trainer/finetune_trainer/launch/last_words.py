@@ -9,7 +9,7 @@ import re
 import threading
 from typing import IO
 
-from finetune_trainer.config import ExitCode, FailureClass, Termination
+from finetune_trainer.config import FailureClass, Termination
 from finetune_trainer.control import judge
 from finetune_trainer.launch.report import RankReport
 
@@ -28,11 +28,6 @@ _THROWN = re.compile(
 _FATAL = re.compile(r"^\[rank\d+\]:\[F[^\]]*\] (.*)$", re.MULTILINE)
 _PREFIX = re.compile(
     r"^(\[PG [^\]]*\] *)*((Process group|NCCL) watchdog thread terminated with exception: )?"
-)
-# A rank did not come to a collective, or a call of CUDA does not return.
-_HANGS = re.compile(
-    r"caught collective operation timeout|due to (a )?collective timeout|watchdog hang",
-    re.IGNORECASE,
 )
 
 
@@ -82,25 +77,16 @@ def report_of_abort(rank: int, time: float, text: str) -> RankReport | None:
     if not said:
         return None
     words = _PREFIX.sub("", said[-1].strip())
-    first_line = words.partition("\n")[0].rstrip(".")
     verdict = judge(RuntimeError(words))
+    message = verdict.message
+    if verdict.failure_class is FailureClass.ERROR:
+        first_line = words.partition("\n")[0].rstrip(".")
+        message = f"rank {rank} was aborted ({first_line}); see its log"
     termination = Termination(
         failure_class=verdict.failure_class,
         exit_code=verdict.exit_code,
-        message=verdict.message,
+        message=message,
         rank=rank if verdict.is_own_fault else None,
     )
-    is_hung = _HANGS.search(words) is not None
-    if is_hung:
-        termination = Termination(
-            failure_class=FailureClass.HUNG,
-            exit_code=ExitCode.ERROR,
-            message=f"a collective did not end, so NCCL has ended rank {rank} ({first_line}); "
-            "with spec.deadlines.hangSeconds every rank writes its stacks before that",
-            rank=rank,
-        )
-    elif verdict.failure_class is FailureClass.ERROR:
-        message = f"rank {rank} was aborted ({first_line}); see its log"
-        termination = termination.model_copy(update={"message": message})
-    is_collateral = verdict.is_collateral and not is_hung
+    is_collateral = verdict.is_collateral
     return RankReport(rank=rank, time=time, termination=termination, is_collateral=is_collateral)
