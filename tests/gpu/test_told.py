@@ -18,7 +18,7 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Phase, Termination, TrainConfig
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import StopSignal
-from finetune_trainer.gpu import CudaClock, find_gpu
+from finetune_trainer.gpu import CudaClock, find_gpu, free_memory
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.dump import Recorded, read_dump
@@ -84,6 +84,15 @@ def test_a_mark_in_the_stream_costs_the_host_microseconds(device: Device) -> Non
         clock.mark()
         seconds.append(time.perf_counter() - began)
     assert statistics.median(seconds) < 20e-6
+
+
+def test_what_the_allocator_keeps_for_later_is_free(device: Device) -> None:
+    needs_cuda(device, "a CPU's allocator keeps nothing")
+    gpu = torch.device(device, 0)
+    kept = torch.empty(2**28, dtype=torch.uint8, device=gpu)
+    del kept
+    free, _ = torch.cuda.mem_get_info(gpu)
+    assert free_memory(gpu) >= free + 2**28
 
 
 def test_the_page_of_a_node_says_what_nvidia_smi_says(device: Device) -> None:

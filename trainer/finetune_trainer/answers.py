@@ -5,6 +5,7 @@ next collective. Greedy decoding, so the same weights give the same words.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,6 +15,7 @@ from finetune_trainer.config import Phase
 from finetune_trainer.control import unless_stopped
 from finetune_trainer.evaluation import in_evaluation_mode
 from finetune_trainer.failpoints import reach
+from finetune_trainer.gpu import free_memory
 from finetune_trainer.loop import Run
 from finetune_trainer.model.adapters import in_format_of_base
 
@@ -40,7 +42,7 @@ def answer_prompts(
         if model is None:
             return
         device = run.world.device
-        model.to(place_to_answer(model, device, lambda: torch.cuda.mem_get_info(device)[0]))
+        model.to(place_to_answer(model, device, partial(free_memory, device)))
         for prompt in prompts:
             run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
 

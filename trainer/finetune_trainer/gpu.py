@@ -1,6 +1,6 @@
 """What a rank tells of its GPU: which one it is, the time of its work, its memory.
 
-Nothing here waits for the device. On a CPU there is nothing to tell.
+Nothing here waits for the device but `free_memory`. On a CPU there is nothing to tell.
 """
 
 import torch
@@ -41,6 +41,15 @@ def begin_copy(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
     arrived = torch.cuda.Event()
     arrived.record()
     return host, arrived
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free, those included that torch's allocator kept for later.
+
+    After training these are most of a GPU. They are given back, which waits for the device.
+    """
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def find_gpu(device: torch.device) -> Gpu | None:

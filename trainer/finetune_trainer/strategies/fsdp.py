@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
+from finetune_trainer.gpu import free_memory
 from finetune_trainer.memory.host import free_host_memory, pinned_nbytes, refuse_pinning
 from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
@@ -216,7 +217,7 @@ class FsdpStrategy(NativeStrategy):
 
     def _measure(self) -> int:
         if self._world.device.type == "cuda":
-            return torch.cuda.mem_get_info()[0]
+            return free_memory(self._world.device)
         return psutil.virtual_memory().available // self._config.world.nproc_per_node
 
     def _reshard(self) -> None:
