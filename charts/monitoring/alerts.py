@@ -163,8 +163,8 @@ def _on_state(windows: Windows) -> tuple[Alert, ...]:
         ),
         Alert(
             "FineTuneTimeLost",
-            "sum by (namespace, finetunejob) (delta(finetunejob:wallclock_seconds:max"
-            f'{{category=~"recomputed|restarting"}}[{share}])) / {windows.share:g} > 0.3',
+            f"sum by ({JOB}) (clamp_min(delta(finetunejob:wallclock_seconds:max"
+            f'{{category=~"recomputed|restarting"}}[{share}]), 0)) / {windows.share:g} > 0.3',
             windows.long,
             Severity.WARNING,
             f"Restarts cost {THE_JOB} much of its time.",

@@ -97,8 +97,9 @@ def _use(windows: Windows) -> Row:
                 "none",
                 (
                     Query(
-                        "sum by (category) (delta(finetunejob:wallclock_seconds:max"
-                        f"{{{_OF}}}[{share}])) / {windows.share:g}",
+                        # Of a job that was made anew it begins anew.
+                        "sum by (category) (clamp_min(delta(finetunejob:wallclock_seconds:max"
+                        f"{{{_OF}}}[{share}]), 0)) / {windows.share:g}",
                         "{{category}}",
                     ),
                 ),

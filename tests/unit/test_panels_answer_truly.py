@@ -29,6 +29,10 @@ def collective(name: str, rank: str) -> str:
     return f"finetune_comm_{name}_total{of('llama', rank=rank, **labels)}"
 
 
+def spent(job: str, category: str) -> str:
+    return f"finetune_job_wallclock_seconds{of(job, category=category)}"
+
+
 def gpu(name: str, job: str, **labels: str) -> str:
     return f"finetune_gpu_{name}_total{of(job, node='n-llama', gpu='GPU-1', **labels)}"
 
@@ -111,6 +115,17 @@ def gpu(name: str, job: str, **labels: str) -> str:
             },
             {'{phase="Running"}': 1},
             id="a job that two leaders have told of",
+        ),
+        pytest.param(
+            "fleet",
+            "Time of all jobs",
+            {
+                spent("made-anew", "productive"): "0+60x39 0+60x90",
+                spent("llama", "productive"): "0+60x90",
+                spent("llama", "data"): "0x90",
+            },
+            {'{category="productive"}': 1, '{category="data"}': 0},
+            id="time of a job beside one that was made anew",
         ),
     ],
 )
