@@ -312,6 +312,10 @@ def test_two_releases_of_one_namespace_do_not_wait_for_one_lease(releases: Relea
     option, _, value = said.rstrip().rpartition("--set ")[2].partition("=")
     assert option == "settings.leaseName"
     assert releases.put("one", "other", crds=none, settings={**given, "leaseName": value}) == ""
+    assert releases.run("uninstall", "other", "--namespace", "one") == ""
+    roles = {"create": False}  # by which a release knows what others serve
+    said = releases.put("one", "other", crds=none, rbac=roles, settings={"leaseName": value})
+    assert "release ft of this namespace serves team-a already" in said
     assert releases.put("one", crds=none, settings={"namespaces": ["team-a"]}, replicas=1) == ""
 
 

@@ -56,7 +56,10 @@ some namespaces
 {{- end -}}
 {{- end -}}
 
-{{/* No Lease that the operator of another release in this namespace waits for: only one of them would ever work. */}}
+{{/*
+No Lease that the operator of another release in this namespace waits for: only one of them would ever
+work. And no namespace that it serves, where somebody else makes the roles by which the check above knows.
+*/}}
 {{- define "finetune-operator.check.ownLease" -}}
 {{- if .Values.settings.leaderElection -}}
 {{- $root := . -}}
@@ -73,8 +76,16 @@ some namespaces
 {{- $_ := set $settings .name (.value | default "") -}}
 {{- end -}}
 {{- $elects := get $settings "FINETUNE_OPERATOR_LEADER_ELECTION" | default "true" | lower | eq "true" -}}
-{{- if and $elects (eq $own (get $settings "FINETUNE_OPERATOR_LEASE_NAME" | default "finetune-operator")) }}
+{{- $isSame := and $elects (eq $own (get $settings "FINETUNE_OPERATOR_LEASE_NAME" | default "finetune-operator")) -}}
+{{- $served := get $settings "FINETUNE_OPERATOR_NAMESPACES" | splitList "," | compact -}}
+{{- $isApart := and $served $root.Values.settings.namespaces -}}
+{{- range $served -}}
+{{- $isApart = and $isApart (not (has . $root.Values.settings.namespaces)) -}}
+{{- end -}}
+{{- if and $isApart $isSame }}
 settings.leaseName is {{ $own }}, the Lease of release {{ $instance }} in this namespace, so that only one of both would work; write --set settings.leaseName={{ $other }}
+{{- else if not (or $isApart $root.Values.rbac.create) }}
+release {{ $instance }} of this namespace serves {{ $served | empty | ternary "every namespace" (join ", " $served) }} already, and two operators undo each other's work; name other namespaces (--set 'settings.namespaces={team-a}'), or first run: helm uninstall {{ $instance }} --namespace {{ $root.Release.Namespace }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
