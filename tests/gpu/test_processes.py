@@ -70,6 +70,22 @@ def test_sharding_on_one_rank_makes_the_losses_of_one_process(
     assert {"before", "after"} <= answered.keys()  # words of an untrained model, perhaps none
 
 
+def test_a_sharded_base_in_4_bits_answers(inputs: Path, device: Device, tmp_path: Path) -> None:
+    config = config_of(
+        inputs,
+        tmp_path / "job",
+        device,
+        method={"type": "qlora", "quantization": "nf4", "lora": {"r": 8}},
+        strategy={"type": "fsdp"},
+        training={"max_steps": 2},
+        telemetry={"sample_prompts": ["What is train number 3 plus 3?"]},
+    )
+    answered = run_processes(config.continued())
+    progress = json.loads((answered.folder / "run" / "progress.json").read_text())
+    (sample,) = progress["samples"]
+    assert {"before", "after"} <= sample.keys()
+
+
 def test_two_ranks_make_the_losses_of_one(
     unbroken: Trained, inputs: Path, device: Device, tmp_path: Path
 ) -> None:

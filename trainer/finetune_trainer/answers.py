@@ -18,6 +18,7 @@ from finetune_trainer.failpoints import reach
 from finetune_trainer.gpu import free_memory
 from finetune_trainer.loop import Run
 from finetune_trainer.model.adapters import in_format_of_base
+from finetune_trainer.model.quantize import move
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ def answer_prompts(
         if model is None:
             return
         device = run.world.device
-        model.to(place_to_answer(model, device, partial(free_memory, device)))
+        move(model, place_to_answer(model, device, partial(free_memory, device)))
         for prompt in prompts:
             run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
 
@@ -54,12 +55,10 @@ def place_to_answer(
 ) -> torch.device:
     """Return where `model` answers: on this rank's `device` if there is room for a copy.
 
-    What is sharded has been gathered in host memory, where each token would take seconds. The
-    scales of 4-bit weights are not moved with them, so such a model stays where it is.
+    What is sharded has been gathered in host memory, where each token would take seconds.
     """
     home = next(model.parameters()).device
-    is_packed = any(hasattr(part, "quant_state") for part in model.modules())
-    if home == device or is_packed:
+    if home == device:
         return home
     tensors = (*model.parameters(), *model.buffers())
     size = sum(one.numel() * one.element_size() for one in tensors)

@@ -1,8 +1,8 @@
 """Keep the frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314); the only file that knows how.
 
 `load` asks for the configuration and settles the loaded layers; FSDP has weights quantised as it
-divides them; `export.merge` asks for a layer's weight in full. Head and embeddings are not
-quantised.
+divides them; `answers` moves a model that has some; `export.merge` asks for a layer's weight in
+full. Head and embeddings are not quantised.
 """
 
 import importlib.util
@@ -136,6 +136,14 @@ def hand_out_scales(model: "nn.Module", skeleton: "nn.Module | None", world: "Wo
         layer.quant_state = QuantState.from_dict(told[0], device=world.device)
         if name in twins:
             twins[name].quant_state = QuantState.from_dict(told[0], device=torch.device("cpu"))
+
+
+def move(model: "nn.Module", device: "torch.device") -> None:
+    """Move a model, and with its weights the scales of 4-bit layers, which are no buffers."""
+    model.to(device)
+    for layer in model.modules():
+        if (scales := getattr(layer, "quant_state", None)) is not None:
+            scales.to(device)
 
 
 def full_weight(module: "nn.Module", name: str) -> "Tensor":
