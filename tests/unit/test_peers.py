@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.client import HTTPException
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -24,7 +25,9 @@ from finetune_trainer.telemetry.node.peers import (
     RankZero,
     send,
 )
+from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.node.server import JSON, Answer, PageServer, Route
+from finetune_trainer.telemetry.node.watch import NodeWatch, WatchConfig
 
 WORD = "a word"
 BOUNDARY = Boundary(
@@ -89,6 +92,18 @@ def test_a_node_that_says_nothing_for_some_time_is_silent() -> None:
     clock.now += SILENT_AFTER_SECONDS
     desk.hear("node-a", (look(0),))
     assert [one.is_silent for one in desk.seen().values()] == [False, True]
+
+
+def test_a_node_of_very_many_is_heard_of_less_often_and_not_silent(tmp_path: Path) -> None:
+    clock = Clock()
+    config = WatchConfig(run_dir=str(tmp_path), attempt=1, node="a", num_nodes=4096, word=WORD)
+    desk = NodeWatch(config, NodeRanks(tmp_path, [0]), tmp_path, clock).desk
+    assert desk is not None
+    desk.hear("node-b", (look(1),))
+    clock.now += 2 * 4096 / 50
+    assert not desk.seen()[1].is_silent
+    clock.now += 2 * 4096 / 50
+    assert desk.seen()[1].is_silent
 
 
 def test_news_of_the_largest_node_fit() -> None:

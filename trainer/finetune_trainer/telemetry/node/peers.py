@@ -24,6 +24,7 @@ MAX_NEWS_BYTES = 1 << 18
 _MAX_ANSWER_BYTES = 1 << 18
 _TIMEOUT_SECONDS = 3.0
 SILENT_AFTER_SECONDS = 15.0
+_NEWS_MISSED = 3  # in a job of so many nodes that they have some less often
 MAX_RANKS_OF_NODE = 256
 
 
@@ -58,9 +59,16 @@ class Reply(ContractModel):
 class NewsDesk:
     """Collects the looks of all nodes, on rank 0's; requests come in threads."""
 
-    def __init__(self, word: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take news from whoever knows `word`."""
+    def __init__(
+        self,
+        word: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        interval: float = 1.0,
+    ) -> None:
+        """Take news from whoever knows `word`; each node has some every `interval` seconds."""
         self._word = word
+        self._silent_after = max(SILENT_AFTER_SECONDS, _NEWS_MISSED * interval)
         self._clock = clock
         self._lock = Lock()
         self._heard: dict[int, tuple[float, Seen]] = {}
@@ -95,7 +103,7 @@ class NewsDesk:
         now = self._clock()
         with self._lock:
             return {
-                rank: one if now - at < SILENT_AFTER_SECONDS else Seen(one.look, one.node, True)
+                rank: one if now - at < self._silent_after else Seen(one.look, one.node, True)
                 for rank, (at, one) in self._heard.items()
             }
 

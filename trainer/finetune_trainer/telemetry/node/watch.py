@@ -102,7 +102,9 @@ class NodeWatch:
         self._quiet: dict[int, _Quiet] = {}
         self._writing: Thread | None = None
         self._written: tuple[Suspect, ...] | None = None  # there may be some of an earlier attempt
-        self.desk = NewsDesk(config.word, clock) if ranks.has_rank_zero else None
+        self.desk: NewsDesk | None = None
+        if ranks.has_rank_zero:
+            self.desk = NewsDesk(config.word, clock, interval=self._interval)
         self.suspects: tuple[Suspect, ...] = ()
         self.scores: Mapping[int, float] = {}
 
