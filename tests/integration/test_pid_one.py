@@ -97,6 +97,13 @@ def first_process(container: "subprocess.Popen[str]") -> int:
         assert container.poll() is None, container.communicate()[1]
 
 
+def listens(process: int) -> bool:
+    """Say whether a process has a handler for SIGTERM."""
+    status = Path(f"/proc/{process}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
@@ -117,12 +124,17 @@ def endless(inputs: Path, folder: Path) -> TrainConfig:
 
 
 def stopped(inputs: Path, folder: Path, moment: float) -> int | None:
-    """Tell a trainer to stop so long after it began, and return how its container ended."""
+    """Tell a trainer to stop so long after its init listens, and return how its container ended.
+
+    What comes in the milliseconds before that is lost, whatever the init's program is.
+    """
     config = endless(inputs, folder / f"{moment:.4f}")
     path = folder / f"{moment:.4f}" / "config.json"
     path.write_text(config.to_json())
     *command, _ = pod_command(sys.executable, "-m", "finetune_trainer")
     with started([*command, str(path)]) as container:
+        while not listens(container.pid):  # no sleep: the first moments matter
+            assert container.process.poll() is None
         time.sleep(moment)
         os.kill(container.pid, signal.SIGTERM)
         code = container.end(timeout=120)  # its imports, beside other tests
@@ -206,13 +218,6 @@ users: [{name: me, user: {}}]
 contexts: [{name: here, context: {cluster: it, user: me}}]
 current-context: here
 """
-
-
-def listens(process: int) -> bool:
-    """Say whether a process has a handler for SIGTERM."""
-    status = Path(f"/proc/{process}/status").read_text()
-    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-    return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.2, 0.5, 1.0])  # after it began to listen
