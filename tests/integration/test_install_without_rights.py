@@ -43,7 +43,7 @@ def api() -> Iterator[Api]:
 def blocks() -> list[str]:
     """Return the commands of the page's last section."""
     shown = re.findall(r"```console\n\$ (.*?)\n```", PAGE[PAGE.index(TITLE) :], re.DOTALL)
-    assert len(shown) == 2
+    assert len(shown) == 3
     return [str(one) for one in shown]
 
 
@@ -92,7 +92,7 @@ def left(namespace: str) -> str:
 def test_an_admin_of_one_namespace_installs_what_an_administrator_has_prepared(
     api: Api, tmp_path: Path
 ) -> None:
-    prepare, install = blocks()
+    prepare, install, forget = blocks()
     assert KUBECONFIG is not None
     with api.namespace("unable") as namespace, admin_of(api, namespace, tmp_path) as jo:
         refused = run(INSTALL, namespace, jo)
@@ -111,6 +111,10 @@ def test_an_admin_of_one_namespace_installs_what_an_administrator_has_prepared(
                 wait_until(lambda: operator.health()["leading"], 30, "it leads")
                 wait_until(lambda: operator.health()["ready"], 30, "it is Ready")
                 assert operator.health()["unable"] == []
+            assert "secret/sh.helm.release" in left(namespace)
+            done = run(forget, namespace, jo)
+            assert done.returncode == 0, done.stderr
+            assert "secret/sh.helm.release" not in left(namespace)
         finally:
             ours = f"{namespace}-finetune-operator"
             names = " ".join(f"{ours}{end}" for end in ("", "-view", "-edit", "-profiles"))

@@ -48,6 +48,8 @@ def one_of(world_size: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+# A group that answers at once has no time-out to set.
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported for either nccl or gloo")
 @settings(max_examples=12, deadline=None)
 @given(
     shards=st.sampled_from([2, 4]),

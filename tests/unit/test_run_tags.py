@@ -86,9 +86,10 @@ def test_a_path_elsewhere_stays_as_it_is() -> None:
     assert told.checkpoint == elsewhere
 
 
-def test_numbers_longer_than_any_run_has_leave_the_step() -> None:
-    huge = progress(total_steps=10**400, skipped_steps=10**400)
-    told = read(progress_text(huge, FOLDER))
+def test_a_path_longer_than_any_run_has_leaves_the_step() -> None:
+    far = checkpoint(123456, Path("/" + MAX_TAG_LENGTH * "x"))
+    told = read(progress_text(progress(checkpoint=far), FOLDER))
+    assert told.checkpoint is None
     assert (told.attempt, told.phase, told.step) == (12, Phase.EVALUATING, 123456)
 
 

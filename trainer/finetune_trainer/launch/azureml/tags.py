@@ -23,7 +23,7 @@ def progress_text(progress: Progress, checkpoints: Path) -> str:
             "best_checkpoint": _below(progress.best_checkpoint, checkpoints),
         }
     )
-    if not _fits(bare):  # of names and numbers as long as no run has them
+    if not _fits(bare):  # with paths as long as no run has them
         least = {name: getattr(bare, name) for name in ("attempt", "phase", "time", "step")}
         return _text(Progress(**least))
     for warning in reversed(progress.warnings):
