@@ -11,7 +11,9 @@ import yaml
 from monitoring.generate import FILES
 
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on the PATH")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not on the PATH (Debian's package prometheus)"
+)
 
 Series = dict[str, str]
 """By metric and labels, values a minute apart in promtool's notation."""

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +18,11 @@ from monitoring.known import queries
 from monitoring.queries import Queries, QueryError, series_of
 from monitoring.rule import RUNBOOK, Alert
 from monitoring.windows import Windows, duration, iso_duration
+from played_series import PROMTOOL, needs_promtool
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "tests" / "alerts.yaml"
 WINDOWS = Windows()
-PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not on the PATH")
 every_alert = pytest.mark.parametrize("alert", alerts_of(WINDOWS), ids=lambda one: one.name)
 
 SMALL = Metric("a_total", MetricType.COUNTER, "things", "A.", (Label("kind", ("x", "y")),))
