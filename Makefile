@@ -120,6 +120,7 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	@$(BIN)/python charts/generate.py --check
 	@$(BIN)/python charts/install_manifest.py --check
 	@$(BIN)/python docs/reference/generate.py --check
+	@$(BIN)/python docs/prose.py
 	@$(BIN)/python charts/monitoring/generate.py --check
 
 # What .github/workflows/release.yml calls. python3 alone runs it: a job that may publish installs nothing.

@@ -294,7 +294,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _ledger(ledger: CheckpointLedger, said: Progress, folder: str) -> CheckpointLedger:
-    """An attempt that has not saved yet says nothing about the checkpoints before it."""
+    """Retain the previous checkpoints if an attempt has not saved yet."""
     last = _entry(said.checkpoint, folder) if said.checkpoint else ledger.last
     best = _entry(said.best_checkpoint, folder) if said.best_checkpoint else ledger.best
     return CheckpointLedger(last=last, best=best)

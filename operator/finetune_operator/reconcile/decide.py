@@ -295,7 +295,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
 def _during_attempt(
     view: _View, status: FineTuneJobStatus, attempt: AttemptStatus, observation: Observation
 ) -> Decision:
-    """The attempt lives, or parts of it do: stop it, wait for it, or watch it."""
+    """Stop, await or watch an attempt of which at least a part lives."""
     course = during.follow(view.spec, status, attempt, observation, view.now)
     if course.situation is None:
         return Decision((), status, course.requeue_seconds)
@@ -327,7 +327,7 @@ def _with_progress(
 def _not_created(
     view: _View, status: FineTuneJobStatus, attempt: AttemptStatus | None, failed: SubmitFailed
 ) -> Decision:
-    """The open attempt is not there yet: fail at a deadline, say why, or let it be tried again."""
+    """Fail, explain or retry an open attempt that does not exist yet."""
     unchanged = Decision((), status, None)
     was_suspended = is_true(status, ConditionType.SUSPENDED)
     if attempt is None or is_finished(status) or (view.spec.suspend and was_suspended):

@@ -109,11 +109,11 @@ class FakeBackend(Backend):
         self._scripts = dict(scripts or {})
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """It can do everything."""
+        """Return every capability."""
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """It takes the URIs for the folders themselves."""
+        """Use the URIs as folders."""
         return folders_named_by_uri(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:

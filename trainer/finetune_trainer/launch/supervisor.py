@@ -135,7 +135,7 @@ class Supervisor:
 
 
 def _may_restart(termination: Termination) -> bool:
-    """True after a fault that may not come again; memory that ran out once runs out again."""
+    """Return whether a retry can help; out of memory would occur again."""
     is_fault = termination.exit_code in (ExitCode.ERROR, ExitCode.KILLED)
     return is_fault and termination.failure_class is not FailureClass.OUT_OF_MEMORY
 

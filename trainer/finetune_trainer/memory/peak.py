@@ -233,7 +233,7 @@ class _Step:
         return sum(map(self.kept, layers[0 if self.shape.head_trained and is_tied else first :]))
 
     def kept(self, layer: Layer) -> int:
-        """What a layer keeps from forward to backward."""
+        """Return the bytes that a layer retains from forward to backward."""
         if self.how == "full":
             return self.tokens * self.shape.hidden * self.residual
         if self.how == "selective":
@@ -276,7 +276,7 @@ class _Step:
         return self.tokens * each
 
     def kept_compiled(self, layer: Layer) -> int:
-        """The least that a compiler keeps: results of products and attention, and the residuals.
+        """Return the least that a compiler retains: results of products and attention, residuals.
 
         What is elementwise it may recompute inside its kernels; what it does is not traced here.
         """
@@ -291,7 +291,7 @@ class _Step:
         return width * (max(4, self.residual) + is_trained * self.residual) + 4
 
     def inputs_of(self, products: tuple[Product, ...]) -> int:
-        """What products keep of one input: a narrow copy each under autocast, else one for all."""
+        """Return what products retain of an input: under autocast a copy each, else one for all."""
         kept = [p.inputs for p in products if p.keeps_input]
         if not kept:
             return 0
@@ -307,7 +307,7 @@ class _Step:
         return (*layer.into_attention, *layer.into_mlp, *ends)
 
     def in_backward(self, layer: Layer) -> int:
-        """What one layer's backward needs besides what was kept: recomputed, and gradients."""
+        """Return what a layer's backward needs besides: recomputed values and gradients."""
         mlp = layer.out_of_mlp
         again = self.kept_whole(layer) if self.how != "none" else 0
         hidden = self.tokens * self.shape.hidden * (self.residual + self.narrow)
@@ -315,14 +315,14 @@ class _Step:
         return again + hidden + wide + self.dequantized(layer)
 
     def dequantized(self, layer: Layer) -> int:
-        """The largest 4-bit weight in whole."""
+        """Return the bytes of the largest 4-bit weight, dequantized."""
         return max(
             (p.inputs * p.outputs * self.narrow for p in self.products(layer) if p.is_quantized),
             default=0,
         )
 
     def beside_layers(self) -> int:
-        """The last norm, and the positions that go into the head."""
+        """Return the bytes of the last norm and of the positions that enter the head."""
         return self.tokens * (
             self.norm(self.shape.hidden, is_trained=self.shape.layers[-1].norms_trained)
             + self.shape.hidden * self.residual
@@ -331,7 +331,7 @@ class _Step:
     # ---- head
 
     def head(self, tokens: int, hidden: int) -> int:
-        """Sums of gradients in fp32, and twice the chunk of logits; or all logits three times."""
+        """Return fp32 gradient sums and two chunks of logits, or all logits three times."""
         wide, vocabulary = self.wide, self.shape.vocabulary
         if not self.config.training.fused_head:  # log-probabilities, their gradient and the logits'
             return 3 * tokens * vocabulary * wide
@@ -342,7 +342,7 @@ class _Step:
         return sums + 2 * rows * vocabulary * wide
 
     def head_gradient(self) -> int:
-        """What the head has left for backward."""
+        """Return the bytes that the head retains for backward."""
         size = self.tokens * self.shape.hidden * self.residual
         if self.shape.head_trained and not (self.is_sharded and self.shape.head):
             item = self.narrow if self.is_sharded else self.shape.head_itemsize

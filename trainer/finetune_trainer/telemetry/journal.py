@@ -53,7 +53,7 @@ class Journal:
 
 
 def _ends_in_the_middle_of_a_line(path: Path) -> bool:
-    """True when an earlier attempt died while it wrote, so that our first line stays readable."""
+    """Return whether an earlier attempt died while writing its last line."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

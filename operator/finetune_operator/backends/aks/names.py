@@ -121,7 +121,7 @@ class AttemptName:
         return Key(self.namespace, self.job)
 
     def __str__(self) -> str:
-        """The handle's name."""
+        """Return the name of the handle."""
         return f"{self.namespace}/{self.batch_job}"
 
     @classmethod

@@ -130,7 +130,7 @@ class AttemptFolder:
         return self.path / f"node-{rank}.lock"
 
     def log(self, rank: int) -> Path:
-        """Standard output and error of a node."""
+        """Return the log file with the standard output and error of a node."""
         return self.path / f"node-{rank}.log"
 
     def termination(self, rank: int) -> Path:
