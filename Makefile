@@ -91,8 +91,11 @@ kill-series: install  ## Kill ranks at random and compare what is resumed (N=50,
 interleavings: install  ## Let two jobs and their attempts meet in one folder at random (COUNT=200, SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/writers.py "$(or $(SEED),0)" $(COUNT)
 
+# The remote backend and a fake of its service.
+PLUGIN := examples/plugin/src:examples/plugin/tests
+
 remote-lives: install  ## Let 500 jobs live on a remote service while the operator dies 200 times (SEED=7)
-	PYTHONPATH=tests $(BIN)/python tests/remote_lives.py "$(or $(SEED),0)" --jobs 500 --deaths 200
+	PYTHONPATH=tests:$(PLUGIN) $(BIN)/python tests/remote_lives.py "$(or $(SEED),0)" --jobs 500 --deaths 200
 
 azureml-lives: install  ## Let 200 jobs live on a stand-in for Azure ML while the operator is killed 200 times (SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/azureml_lives.py "$(or $(SEED),0)" --jobs 200 --deaths 200
@@ -195,7 +198,7 @@ bench-dev: install quickstart-assets  ## Measure what `ftctl dev` adds to a bare
 
 # Compares speeds, too. A real API server shares no process with the client: BENCH_ARGS="--kubeconfig FILE".
 bench-silent: install  ## Measure other jobs while the service of a backend is silent (7 min)
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/silent_backend.py $(BENCH_ARGS)
+	PYTHONPATH=tests:$(PLUGIN) $(BIN)/python tests/benchmarks/silent_backend.py $(BENCH_ARGS)
 
 # Compares speeds, too, in its second half.
 bench-azureml: install  ## Measure 500 jobs in the request budget of an Azure ML workspace (25 min)

@@ -21,8 +21,7 @@ from builders import job
 from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
 from finetune_operator.backends.azureml.names import UID_TAG
 from finetune_operator.backends.base import Backend
-from finetune_operator.testing.remote_service import Fate
-from finetune_operator.testing.service_suite import ServiceHarness
+from finetune_operator.testing.service_suite import Fate, ServiceHarness
 from finetune_operator.testing.suite import OTHER_UID, request_of
 
 T = TypeVar("T")

@@ -231,7 +231,8 @@ class OperatorProcess:
             **settings,
         }
         variables = {f"FINETUNE_OPERATOR_{key.upper()}": str(one) for key, one in given.items()}
-        path = os.pathsep.join(str(one) for one in (source, ROOT / "tests") if one)
+        folders = (source, ROOT / "tests", ROOT / "examples" / "plugin" / "src")
+        path = os.pathsep.join(str(one) for one in folders if one)
         self._lines: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
             [*run_by, sys.executable, "-m", "finetune_operator.kernel"],

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from finetune_operator.testing.remote_service import Fate, RemoteRun, RunState
+from finetune_operator.testing.service_suite import Fate
 from kernel_world import Crash
+from remote_backend.service import RemoteRun, RunState
 from remote_world import RemoteWorld
 from twin_world import TwinWorld, nothing
 from virtual_time import run

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from builders import manifest
+from fake_service import RemoteService
 from finetune_operator.api.validate import defaulted
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, Object
-from finetune_operator.testing.remote_service import RemoteService
 
 
 async def let_go(client: KubeClient, namespace: str) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from fake_api import FakeApi
+from fake_service import RemoteService
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
 from finetune_operator.kube.resources import Resource
-from finetune_operator.testing.remote import RemoteBackend
-from finetune_operator.testing.remote_service import RemoteRun, RemoteService
 from kernel_world import START, WRITES, Crash
+from remote_backend.backend import RemoteBackend
+from remote_backend.service import RemoteRun
 from remote_world import RemoteWorld
 
 NAMESPACE = "ns"

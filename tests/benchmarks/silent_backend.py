@@ -27,18 +27,19 @@ from measured import FOLDER, Limit, commit, figures_table, machine, spread
 
 from builders import manifest
 from clusters import embedded_cluster
+from fake_service import RemoteService, served
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, NAMESPACES, Object
-from finetune_operator.testing.remote_service import Fate, RemoteService
+from finetune_operator.testing.service_suite import Fate
 from operators import OperatorProcess, open_api, phase_of
-from remote_http import ENV_URL, served
+from remote_backend.http_backend import ENV_URL
 from remote_world import let_go
 
 Result = dict[str, Any]
 
 TIMEOUT = 120.0
-SILENCE = "has not answered"
+SILENCE = "did not respond"
 """What each job of the silent service is told before anything is measured."""
 
 RUNNING = {"phase": "Running", "ready": "1", "step": "1"}
@@ -204,7 +205,7 @@ class Run:
                 self.namespace,
                 source=Path(__file__).parent,
                 environ={ENV_URL: url, loop_lag.ENV_FILE: str(lags)},
-                backends="configmap=loop_lag:ProbedBackend,remote=remote_http:HttpBackend",
+                backends="configmap=loop_lag:ProbedBackend,remote=remote_backend.http_backend:HttpBackend",
             )
             try:
                 await asyncio.to_thread(operator.wait_for, "synced")

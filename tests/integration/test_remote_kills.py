@@ -9,11 +9,13 @@ from typing import Any, Self
 
 import pytest
 
+from fake_service import RemoteService, served
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.testing.remote_service import RemoteService, RunState
 from operators import Api, OperatorProcess
-from remote_http import ENV_URL, HASTY_POLL_SECONDS, served
+from remote_backend.http_backend import ENV_URL
+from remote_backend.service import RunState
+from remote_http import HASTY_POLL_SECONDS
 from remote_lives import Lives
 from remote_world import RemoteWorld, let_go
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from builders import job
+from fake_service import RemoteService
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.cli.cluster_logs import RankLog, attempt_number, lines_of
 from finetune_operator.errors import FineTuneError
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.testing.remote import RemoteBackend
-from finetune_operator.testing.remote_service import RemoteRun, RemoteService
+from remote_backend.backend import RemoteBackend
+from remote_backend.service import RemoteRun
 from virtual_time import run
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS
-from finetune_operator.testing.remote import POLL_SECONDS
-from finetune_operator.testing.remote_service import Fate, RunState
+from finetune_operator.testing.service_suite import Fate
 from kernel_world import Crash
+from remote_backend.backend import POLL_SECONDS
+from remote_backend.service import RunState
 from remote_lives import live
 from twin_world import NAMESPACE, TwinWorld
 from virtual_time import run

@@ -1,4 +1,4 @@
-"""What the author of a backend tests it with: a suite, a backend to copy, and one that says lines.
+"""Tests for authors of backends: the suite of the contract, and a scripted fake backend.
 
-Needs the extra `testing`; nothing else of the operator imports it.
+Needs the extra `testing`; no other package of the operator imports this one.
 """

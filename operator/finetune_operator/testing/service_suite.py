@@ -2,13 +2,13 @@
 
 import asyncio
 from abc import abstractmethod
+from enum import StrEnum
 
 import pytest
 
 from finetune_operator.backends.base import Attempt, AttemptPhase
 from finetune_operator.errors import TransientError
 from finetune_operator.kube.errors import NotLeadingError
-from finetune_operator.testing.remote_service import Fate
 from finetune_operator.testing.suite import (
     BackendSuite,
     Harness,
@@ -22,6 +22,16 @@ from finetune_operator.testing.suite import (
 
 _SOON_SECONDS = 30.0
 """A backend knows by then what has become of an attempt."""
+
+
+class Fate(StrEnum):
+    """What the service does with a request."""
+
+    ANSWERED = "Answered"
+    THROTTLED = "Throttled"  # 429; not executed
+    IGNORED = "Ignored"  # not executed, no response
+    LOST = "Lost"  # executed, no response
+    LATE = "Late"  # executed after the client's timeout, no response
 
 
 class ServiceHarness(Harness):

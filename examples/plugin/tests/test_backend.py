@@ -1,4 +1,4 @@
-"""The remote twin keeps the contract, and tells of what its service does."""
+"""`RemoteBackend` passes the suite, and reports the state of its service."""
 
 import asyncio
 import random
@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-import virtual_time
-from builders import job
+import jumping_clock
+from fake_service import RemoteService
+from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import AttemptPhase, Backend, BackendContext
-from finetune_operator.testing.remote import POLL_SECONDS, SILENCE_SECONDS, RemoteBackend
-from finetune_operator.testing.remote_service import JOB_UID, Fate, RemoteService, RunState
-from finetune_operator.testing.service_suite import ServiceHarness, ServiceSuite
+from finetune_operator.testing.service_suite import Fate, ServiceHarness, ServiceSuite
 from finetune_operator.testing.suite import OTHER_UID, Submitted, request_of, started, submitted
 from finetune_trainer.config import FailureClass
+from remote_backend.backend import POLL_SECONDS, SILENCE_SECONDS, RemoteBackend
+from remote_backend.service import JOB_UID, RunState
 
+JOB = Path(__file__).parents[1] / "job.yaml"
 READS = ("list", "get")
 
 
 class RemoteHarness(ServiceHarness):
-    job = job()
+    job = FineTuneJob.model_validate(yaml.safe_load(JOB.read_text()))
     retry_after = 7.0
 
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ class RemoteHarness(ServiceHarness):
         await self.service.create(name, {JOB_UID: OTHER_UID, "namespace": "default", "job": "x"})
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
-        virtual_time.run(test)
+        jumping_clock.run(test)
 
     def next_write(self, fate: Fate) -> None:
         def once(verb: str, name: str) -> Fate:
@@ -74,14 +77,14 @@ def harness() -> RemoteHarness:
 
 
 class TestRemoteBackend(ServiceSuite):
-    """The suite; its harness is the fixture of this file."""
+    """Every test of the suite, with the fixture above."""
 
 
-def test_a_run_is_never_gone_though_a_list_is_older_than_its_creation(
+def test_a_run_that_is_newer_than_the_list_is_not_reported_as_gone(
     harness: RemoteHarness,
 ) -> None:
-    chance = random.Random(0)
-    harness.service.latency = lambda: chance.uniform(0.0, 2.0)
+    rng = random.Random(0)
+    harness.service.latency = lambda: rng.uniform(0.0, 2.0)
 
     async def work() -> None:
         async with started(harness) as (backend, lent):
@@ -93,7 +96,7 @@ def test_a_run_is_never_gone_though_a_list_is_older_than_its_creation(
                     assert not (await attempt.observe()).all_gone
                     await asyncio.sleep(0.1)
 
-    virtual_time.run(work())
+    jumping_clock.run(work())
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_a_run_is_never_gone_though_a_list_is_older_than_its_creation(
         (RunState.CANCELED, "", FailureClass.DO_NOT_RESTART),
     ],
 )
-def test_the_services_words_for_an_end_are_failure_classes(
+def test_a_failed_run_has_the_failure_class_of_its_error(
     harness: RemoteHarness, state: RunState, error: str, failure: FailureClass
 ) -> None:
     async def work() -> None:
@@ -114,10 +117,10 @@ def test_the_services_words_for_an_end_are_failure_classes(
             seen = await attempt.gone()
             assert (seen.phase, seen.failure_class) == (AttemptPhase.FAILED, failure)
 
-    virtual_time.run(work())
+    jumping_clock.run(work())
 
 
-def test_a_service_that_falls_silent_is_told_once_and_its_jobs_are_woken(
+def test_a_silent_service_wakes_its_jobs_once_and_is_reported(
     harness: RemoteHarness,
 ) -> None:
     async def work() -> None:
@@ -137,4 +140,4 @@ def test_a_service_that_falls_silent_is_told_once_and_its_jobs_are_woken(
             assert heard.obstacle is not None
             assert heard.obstacle.reason == "Queued"
 
-    virtual_time.run(work())
+    jumping_clock.run(work())

@@ -1,0 +1,1 @@
+"""Example backend plugin: runs the attempts of FineTuneJobs behind a REST service."""
