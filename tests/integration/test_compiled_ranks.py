@@ -10,8 +10,8 @@ import torch
 
 import parity
 from checkpoint_fixtures import run_processes
-from finetune_trainer import parallelize
 from finetune_trainer.model.compile import compile_layers
+from finetune_trainer.strategies import parallelize
 from launches import launch, train_config
 from parity import Case, Outcome, reference, within_fp32
 from tiny_run import write_inputs

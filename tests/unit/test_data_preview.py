@@ -20,7 +20,7 @@ from finetune_trainer.config import (
     TrainConfig,
     TrainingConfig,
 )
-from finetune_trainer.data.preview import main
+from finetune_trainer.preview import main
 from launches import clean_environment
 from text_fixtures import family_tokenizer, tiny_tokenizer
 
@@ -107,7 +107,7 @@ def test_the_command_prints_the_same_without_torch(
     rows = "".join(json.dumps({"prompt": "Hi", "completion": f"{n}"}) + "\n" for n in range(9))
     _, expected = previewed(capsys, model, tmp_path, rows)
     shutil.rmtree(tmp_path / "cache")
-    module = (sys.executable, "-X", "importtime", "-m", "finetune_trainer.data.preview")
+    module = (sys.executable, "-X", "importtime", "-m", "finetune_trainer.preview")
     done = subprocess.run(
         [*module, str(tmp_path / "config.json"), "--rows", "2"],
         env=clean_environment(PYTHONWARNINGS="default"),

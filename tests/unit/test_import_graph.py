@@ -3,9 +3,9 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = (ROOT / "operator", ROOT / "trainer")
+LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 DEEP_LEARNING = ["accelerate", "datasets", "deepspeed", "peft", "torch", "transformers"]
 NOT_PYDANTIC = [*DEEP_LEARNING, "kopf", "kubernetes", "numpy", "rich", "typer", "yaml", "cel"]
 
@@ -131,13 +132,46 @@ def test_a_cycle_is_found() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
-def test_the_import_contract_names_every_part_of_the_trainer_but_its_config() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    [contract] = [
-        one
-        for one in settings["tool"]["importlinter"]["contracts"]
-        if "only the trainer's contract" in one["name"]
-    ]
-    parts = {".".join(name.split(".")[:2]) for name in modules() if "finetune_trainer." in name}
-    forbidden = {name for name in contract["forbidden_modules"] if "finetune_trainer." in name}
-    assert forbidden == parts - {"finetune_trainer.config"}
+@pytest.mark.parametrize(
+    ("module", "imported", "broken"),
+    [
+        pytest.param(
+            "operator/finetune_operator/planner/plan.py",
+            "finetune_trainer.errors",
+            "the operator knows only the trainer's contract",
+            id="operator imports a trainer module outside the contract",
+        ),
+        pytest.param(
+            "trainer/finetune_trainer/model/loss.py",
+            "finetune_trainer.checkpoint.store",
+            "the trainer is layered",
+            id="trainer module imports from a layer above it",
+        ),
+        pytest.param(
+            "trainer/finetune_trainer/unplaced.py",
+            "finetune_trainer.config",
+            "the trainer is layered",
+            id="trainer module belongs to no layer",
+        ),
+    ],
+)
+def test_an_import_against_the_contracts_is_refused(
+    module: str, imported: str, broken: str, tmp_path: Path
+) -> None:
+    for root in SOURCE_ROOTS:
+        shutil.copytree(root, tmp_path / root.name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / module).open("a", encoding="utf-8") as file:
+        file.write(f"\n\ndef late() -> None:\n    import {imported}\n")
+    paths = os.pathsep.join(str(tmp_path / root.name) for root in SOURCE_ROOTS)
+
+    result = subprocess.run(
+        [LINT_IMPORTS, "--config", str(ROOT / "pyproject.toml"), "--no-cache"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+    assert result.returncode == 1, result.stderr
+    [line] = [one for one in result.stdout.splitlines() if "BROKEN" in one]
+    assert broken in line

@@ -30,9 +30,11 @@ FIRST, SECOND = "a" * 40, "b" * 40
 RESOLVE = """
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
+from finetune_trainer.checkpoint.start import recorded
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.model.identity import pinned
 from finetune_trainer.world import World
@@ -40,7 +42,9 @@ from finetune_trainer.world import World
 world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 for branch, commit, config in json.load(sys.stdin):
     Path(branch).write_text(commit)
-    print(pinned(TrainConfig.model_validate(config), world).model.revision)
+    config = TrainConfig.model_validate(config)
+    found = pinned(config, world, partial(recorded, config.checkpoint, config.job))
+    print(found.model.revision)
 """
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from finetune_trainer.launch.unused import unused_packages
+from finetune_trainer.unused_packages import unused_packages
 from launches import clean_environment, train_config
 
 HIDING = """
 import importlib.util, sys
 from pathlib import Path
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.launch.unused import hide_unused
+from finetune_trainer.unused_packages import hide_unused
 
 hide_unused(TrainConfig.read(Path(sys.argv[1])))
 for name in ("deepspeed", "bitsandbytes", "torchao"):

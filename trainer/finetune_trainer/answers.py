@@ -13,11 +13,11 @@ from torch import nn
 
 from finetune_trainer.config import Phase
 from finetune_trainer.control import unless_stopped
-from finetune_trainer.evaluation import in_evaluation_mode
 from finetune_trainer.failpoints import reach
 from finetune_trainer.gpu import free_memory
 from finetune_trainer.loop import Run
 from finetune_trainer.model.adapters import in_format_of_base
+from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.quantize import move
 
 if TYPE_CHECKING:

@@ -1,13 +1,12 @@
 """The held-out loss: every row once over all ranks, no logits kept."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from finetune_trainer.data.batch import eval_batches
 from finetune_trainer.data.sequences import TokenDataset
+from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.loss import loss_inputs
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.world import World
@@ -17,18 +16,6 @@ MAX_TOKENS_PER_BATCH = 2048
 # On a GPU rows are rounded up to so many positions, so that there are few shapes: each new one may
 # be compiled anew, and costs the allocator a block of its own.
 ROUND_TO_ON_GPU = 128
-
-
-@contextmanager
-def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off, and put every module's mode back."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def held_out_loss(

@@ -14,6 +14,7 @@ from torch import nn
 
 from finetune_trainer.answers import answer_prompts
 from finetune_trainer.checkpoint.commit import Fingerprint
+from finetune_trainer.checkpoint.start import recorded
 from finetune_trainer.checkpoint.store import CheckpointStore
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import (
@@ -162,7 +163,7 @@ def _check_memory(config: TrainConfig, world: World, row_tokens: int) -> None:
 
 def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainConfig:
     """Return the configuration with which this model is trained; this imports transformers."""
-    config = pinned(config, world)
+    config = pinned(config, world, partial(recorded, config.checkpoint, config.job))
     with uncollected():
         config = settle_family(config, _warn_alike(telemetry, world))
         # Where rows are not packed their length is known only once they are tokens.

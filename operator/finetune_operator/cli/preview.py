@@ -24,7 +24,7 @@ from finetune_trainer.config import DataReport, TrainConfig
 
 _READ = ("spec.backend.type", "spec.model", "spec.dataset")
 # -P: so that a torch.py beside the manifest is not imported.
-PREVIEW_COMMAND = (sys.executable, "-P", "-m", "finetune_trainer.data.preview")
+PREVIEW_COMMAND = (sys.executable, "-P", "-m", "finetune_trainer.preview")
 
 
 def preview(

@@ -179,7 +179,7 @@ def _read(process: Process, idle: "SimpleQueue[Process | None] | None" = None) -
 
 def main() -> None:
     """Be one of the processes."""
-    from finetune_trainer.launch.unused import hide_torch
+    from finetune_trainer.unused_packages import hide_torch
 
     asked = sys.stdin.buffer
     said = os.fdopen(os.dup(1), "wb")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from finetune_trainer.errors import ExportError
-from finetune_trainer.evaluation import in_evaluation_mode
 from finetune_trainer.model.adapters import adapt, in_format_of_base
 from finetune_trainer.model.attention import NAME as DOCUMENTS
+from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.quantize import full_weight
 
 if TYPE_CHECKING:

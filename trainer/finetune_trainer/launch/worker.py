@@ -41,12 +41,12 @@ from finetune_trainer.launch.report import (
 )
 from finetune_trainer.launch.stacks import stacks_path
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
-from finetune_trainer.launch.unused import hide_unused
 from finetune_trainer.launchers import ACCELERATE, Launch, read_launch, restart_count
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.recorder import turn_timing_on
 from finetune_trainer.telemetry.node.start import page_without_supervisor
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
+from finetune_trainer.unused_packages import hide_unused
 from finetune_trainer.watchdog import limit_of, watch_progress
 from finetune_trainer.with_parent import end_with_parent
 from finetune_trainer.world import World, open_world

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.evaluation import in_evaluation_mode
+from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, base_of
 

@@ -9,11 +9,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from finetune_trainer.checkpoint import start
 from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.model.load import explained
 from finetune_trainer.world import World, gather_objects
@@ -23,6 +22,18 @@ _PINNED = "commit:"
 # Of each tensor so many pieces of so many bytes, evenly spread: 256 numbers in bf16. Other weights
 # of the same shape differ in nearly all of them.
 _PIECES, _PIECE_BYTES = 8, 64
+
+
+class RecordedBase(Protocol):
+    """The base model as the fingerprint in a checkpoint identifies it."""
+
+    @property
+    def model(self) -> str:
+        """Result of `model_fingerprint`."""
+
+    @property
+    def weights(self) -> str:
+        """Result of `weights_fingerprint`."""
 
 
 def model_fingerprint(config: ModelConfig) -> str:
@@ -60,11 +71,19 @@ def weights_fingerprint(config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def pinned(config: TrainConfig, world: World) -> TrainConfig:
+def pinned(
+    config: TrainConfig, world: World, recorded: Callable[[], RecordedBase | None]
+) -> TrainConfig:
     """Return the configuration with the commit that the hub's revision means; a collective.
 
     A branch may move between two attempts, and while the ranks of one are loading: what the first
     attempt found stands in its checkpoints, and every later one that goes on from there takes it.
+
+    Args:
+        config: Names the model and its revision.
+        world: The ranks, which all get the same commit.
+        recorded: Reads the base model of the checkpoint to resume from, or returns None if there
+            is no checkpoint. Called on rank 0 only.
 
     Raises:
         ConfigError: the hub does not have the model, or cannot be reached.
@@ -72,7 +91,7 @@ def pinned(config: TrainConfig, world: World) -> TrainConfig:
     path = Path(config.model.path)
     if path.is_absolute() or path.is_dir():
         return config
-    commit = _commit(config) if world.is_main else None
+    commit = _commit(config.model, recorded()) if world.is_main else None
     world.meet()  # the hub may be slow
     found = gather_objects(world.control_group, commit)
     if found[0] is None:
@@ -81,9 +100,7 @@ def pinned(config: TrainConfig, world: World) -> TrainConfig:
     return config.model_copy(update={"model": model})
 
 
-def _commit(config: TrainConfig) -> str | None:
-    model = config.model
-    recorded = start.recorded(config.checkpoint, config.job)
+def _commit(model: ModelConfig, recorded: RecordedBase | None) -> str | None:
     if recorded is not None and recorded.model == model_fingerprint(model):
         kind, _, commit = recorded.weights.partition(":")
         if f"{kind}:" == _PINNED:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.evaluation import in_evaluation_mode
+from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.families import without_packing
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 

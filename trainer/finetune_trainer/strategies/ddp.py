@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune_trainer.errors import WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
+from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.rounding import rounding_warning
 
 

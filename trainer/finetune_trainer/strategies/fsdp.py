@@ -30,7 +30,6 @@ from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.model.quantize import hand_out_scales, stored_as
-from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, gather_ahead
 from finetune_trainer.strategies.fsdp_room import (
     SHARE_OF_FREE_MEMORY,
@@ -39,6 +38,7 @@ from finetune_trainer.strategies.fsdp_room import (
     choose_kept,
 )
 from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
+from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.rounding import rounding_warning
 from finetune_trainer.strategies.skeleton import empty_copy, filled
 from finetune_trainer.world import World, gather_objects, limit_waits

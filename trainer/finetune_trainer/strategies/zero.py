@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.parallelize import parallelize
 from finetune_trainer.strategies import zero_state
 from finetune_trainer.strategies.optimizer import make_adamw
+from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.skeleton import empty_copy, filled
 from finetune_trainer.world import World, limit_waits
 

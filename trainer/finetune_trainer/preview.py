@@ -1,6 +1,6 @@
 """Show the first rows as the trainer will see them.
 
-`ftctl preview` runs `python -m finetune_trainer.data.preview CONFIG [--rows N]` and reads what it
+`ftctl preview` runs `python -m finetune_trainer.preview CONFIG [--rows N]` and reads what it
 prints: one JSON object a row, in the order of the data set, then one with the reports. An error is
 one object too, {"error": sentence}, and the trainer's exit code.
 """
@@ -22,14 +22,14 @@ from finetune_trainer.data.sequences import Sequence, fit, prepare
 from finetune_trainer.data.source import open_rows
 from finetune_trainer.data.special import common_length
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.launch.unused import hide_torch
 from finetune_trainer.model.load import load_tokenizer
 from finetune_trainer.model.vocabulary import refuse_unknown_tokens
+from finetune_trainer.unused_packages import hide_torch
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the preview; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m finetune_trainer.data.preview")
+    parser = argparse.ArgumentParser(prog="python -m finetune_trainer.preview")
     parser.add_argument("config", type=Path, help="the TrainConfig as a JSON file")
     parser.add_argument("--rows", type=int, default=5, help="rows to show (default 5)")
     options = parser.parse_args(arguments)
