@@ -1,8 +1,8 @@
 """Show the first rows as the trainer will see them.
 
-`ftctl preview` runs `python -m finetune_trainer.preview CONFIG [--rows N]` and reads what it
-prints: one JSON object a row, in the order of the data set, then one with the reports. An error is
-one object too, {"error": sentence}, and the trainer's exit code.
+`ftctl preview` runs `python -m finetune_trainer.preview CONFIG [--rows N]` and reads its output:
+one JSON object per row, in the order of the data set, then one with the reports. An error is
+reported as {"error": sentence} and the trainer's exit code.
 """
 
 import argparse
@@ -45,15 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
 def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     """Yield one dictionary for each of the first `num_rows` rows, then the summary.
 
-    A row has `index` (from 0), `where` (file and line), `pieces` (for each sequence the [text,
-    is_label] pairs that follow each other), `tokens`, `label_tokens`, `row_tokens` (before it was
-    cut), `is_cut` (it has even more), `truncated`, `sequences` (more than 1 where it was split, or
-    turns have rows of their own; 0 where it has no label token and is left out). The summary has
-    `report` and `eval_report`, DataReport as JSON, `total_steps` and `max_seq_len`. It tokenises
-    the whole data set, into the cache that the run will use.
+    A row has `index` (from 0), `where` (file and line), `pieces` (for each sequence its
+    consecutive [text, is_label] pairs), `tokens`, `label_tokens`, `row_tokens` (before cutting),
+    `is_cut` (the row has even more), `truncated`, `sequences` (more than 1 if the row was split or
+    its turns become separate rows; 0 if it has no label token and is skipped). The summary has
+    `report` and `eval_report`, DataReport as JSON, `total_steps` and `max_seq_len`. The whole data
+    set is tokenised, into the cache that the run will use.
 
     Raises:
-        TrainerError: what the run itself would stop with.
+        TrainerError: the error that the run itself would stop with.
     """
     tokenizer = load_tokenizer(config.model)
     data = config.data
@@ -94,7 +94,7 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
 def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, bool]]:
     """Yield the text of each run of tokens that are, or are not, labels.
 
-    A run is decoded after those before it: many tokenizers drop the space that a text begins with.
+    A run is decoded together with the preceding ones: many tokenizers drop a leading space.
     """
     tokens: list[int] = []
     shown = ""
@@ -103,7 +103,7 @@ def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, boo
         text = str(
             tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
-        # Where a character is cut in two, what stood for its first part changes.
+        # If a character is split between runs, the replacement for its first part changes.
         same = common_length(shown, text)
         yield text[same:], is_label
         shown = text

@@ -1,7 +1,7 @@
-"""Packages that a process has no use for, hidden from libraries that import whatever they find.
+"""Hide optional packages that a process does not use from libraries that would import them.
 
-Called by a rank and by the preview before they import any of them. It holds for the whole process,
-so nothing that runs several jobs may call it.
+Called by a rank and by the preview before any of these packages is imported. The effect lasts for
+the life of the process, so a process that runs several jobs must not call it.
 """
 
 import os
@@ -15,20 +15,20 @@ def hide_unused(config: TrainConfig) -> None:
     """Hide the packages that this job does not need, as if they were not installed.
 
     peft imports bitsandbytes, which imports torch's compiler; transformers imports torchao, and
-    DeepSpeed when it saves a model. What is imported already stays.
+    DeepSpeed when it saves a model. Packages that are already imported stay.
     """
     for package in unused_packages(config):
         _hide(package)
 
 
 def hide_torch() -> None:
-    """Let transformers have tokenizers and settings alone, in a third of the time."""
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn of what is hidden
+    """Restrict transformers to tokenizers and settings; importing it takes a third of the time."""
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn that torch is missing
     _hide("torch")
 
 
 def unused_packages(config: TrainConfig) -> list[str]:
-    """Return the optional packages that neither strategy nor weights of a job ask for."""
+    """Return the optional packages that neither strategy nor weights of a job need."""
     unused = []
     if not config.strategy.type.startswith("zero"):
         unused.append("deepspeed")
@@ -40,12 +40,12 @@ def unused_packages(config: TrainConfig) -> list[str]:
 
 
 def _hide(package: str) -> None:
-    # Python's own way to say that there is no such module; only the type knows nothing of it.
+    # The documented way to make an import fail; the type of `sys.modules` does not include None.
     sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
 
 def _may_be_quantised(config: TrainConfig) -> bool:
-    """Say whether weights are quantised, or may be, as those of a hub are not known yet."""
+    """Whether weights are quantised, or may be because those of a hub are not downloaded yet."""
     if config.method.quantization != "none":
         return True
     try:

@@ -1,10 +1,10 @@
-"""The order in which a model is made ready for its ranks: recompute, compile, shard.
+"""Prepare a model for its ranks in this order: recompute, compile, shard.
 
-Called by each strategy with its own way to shard. Recomputation is set first, so that it lies in
-the compiled graph, where the compiler sees both passes. Sharding comes last, so that the engine's
-hooks, which gather weights and wait for ranks, stay outside of the graphs. What divides single
-matrices (tensor parallelism) would come before both, on a dimension of the mesh of its own; a
-frozen second model (DPO) goes through here like the first.
+Called by each strategy with its own sharding. Recomputation comes first, so that it is part of
+the compiled graph and the compiler sees both passes. Sharding comes last, so that the engine's
+hooks, which gather weights and wait for ranks, stay outside of the graphs. Tensor parallelism,
+which splits single matrices, would come before both, on its own dimension of the mesh; a frozen
+second model (DPO) would be prepared here like the first.
 """
 
 from collections.abc import Callable
@@ -30,17 +30,17 @@ def parallelize(
     shard: Shard[Built],
     warn: Callable[[str], None],
 ) -> Built:
-    """Change the module as `config` asks, and return what `shard` makes of it.
+    """Prepare the module as configured and return the result of `shard`.
 
     Args:
-        module: Around the model as it was loaded and adapted.
+        module: Wraps the loaded model with its adapters.
         mesh: Dimensions by name: `replica` holds the same weights, `shard` divides them.
-        config: Says which activations are recomputed and whether layers are compiled.
-        shard: The strategy's own.
-        warn: Told once where layers cannot be compiled and nobody asked for it.
+        config: Selects the recomputed activations and whether layers are compiled.
+        shard: The strategy's function.
+        warn: Receives one message if layers cannot be compiled and compiling is only the default.
 
     Raises:
-        ConfigError: something that was asked for cannot work with this model or device.
+        ConfigError: this model or device cannot do what the configuration requests.
     """
     base = base_of(module.model)
     recompute(base, config.strategy.activation_checkpointing)
