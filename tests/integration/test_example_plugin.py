@@ -54,10 +54,13 @@ def test_doctor_lists_the_backend_once_the_package_is_installed(site: Path, tmp_
     assert remote(tmp_path) == []
 
 
-def test_validate_accepts_the_example_job_once_the_package_is_installed(
+def test_validate_accepts_the_job_of_the_readme_once_the_package_is_installed(
     site: Path, tmp_path: Path
 ) -> None:
-    job = str(PLUGIN / "job.yaml")
+    _, _, shown = (PLUGIN / "README.md").read_text(encoding="utf-8").partition("```yaml\n")
+    file = tmp_path / "job.yaml"
+    file.write_text(shown.partition("```")[0])
+    job = str(file)
     with_plugin, without = ftctl("validate", job, site=site), ftctl("validate", job, site=tmp_path)
     assert with_plugin.returncode == 0, with_plugin.stdout + with_plugin.stderr
     assert without.returncode != 0

@@ -20,12 +20,23 @@ from finetune_trainer.config import FailureClass
 from remote_backend.backend import POLL_SECONDS, SILENCE_SECONDS, RemoteBackend
 from remote_backend.service import JOB_UID, RunState
 
-JOB = Path(__file__).parents[1] / "job.yaml"
+JOB = """
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: tiny, namespace: default}
+spec:
+  model: {source: "hf://a/b"}
+  dataset: {source: "hf://a/c", format: chat}
+  method: {type: lora}
+  training: {globalBatchSize: 4, maxSteps: 10, learningRate: 1e-4}
+  topology: {gpusPerNode: 0}
+  backend: {type: remote}
+"""
 READS = ("list", "get")
 
 
 class RemoteHarness(ServiceHarness):
-    job = FineTuneJob.model_validate(yaml.safe_load(JOB.read_text()))
+    job = FineTuneJob.model_validate(yaml.safe_load(JOB))
     retry_after = 7.0
 
     def __init__(self) -> None:

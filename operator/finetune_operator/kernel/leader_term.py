@@ -176,7 +176,7 @@ class LeaderTerm:
         """Return what the page of metrics shows now."""
         queue = QueueNow(len(self._queue), self._queue.oldest_seconds, len(self._backlog))
         jobs = list(self._reconciler.jobs_now())
-        return Snapshot(counts=self._counts.copy(), queue=queue, jobs=jobs)
+        return Snapshot(counts=self._counts, queue=queue, jobs=jobs)
 
     def _silence_of_jobs(self) -> float:
         """Return for how long no watch or list of FineTuneJobs has been asked for.

@@ -198,7 +198,7 @@ class _Process:
         return found or ((refused,) if refused else ())
 
     def _snapshot(self) -> Snapshot:
-        shown = self._term.snapshot() if self._term else Snapshot(counts=self._counts.copy())
+        shown = self._term.snapshot() if self._term else Snapshot(counts=self._counts)
         return replace(shown, calls=dict(self._calls.by_kind))
 
 

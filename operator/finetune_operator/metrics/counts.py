@@ -1,78 +1,56 @@
-"""What a process counts while it lives, whether it leads or not: counters and histograms.
+"""Counters and histograms of an operator process, whether it leads or not.
 
-Kept without prometheus-client, so that an operator nobody scrapes never imports it.
+prometheus-client is imported by the first count: `ftctl run` need not wait for it at its start.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from finetune_trainer.config.metrics import Metric
 
-
-class Observed:
-    """What a histogram has seen.
-
-    Attributes:
-        counts: How many values each bucket has, the infinite one last; not added up.
-        total: The sum of all values.
-    """
-
-    __slots__ = ("_bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
-
-    def copy(self) -> "Observed":
-        """Return the same, which does not change any more."""
-        made = Observed(self._bounds)
-        made.counts, made.total = list(self.counts), self.total
-        return made
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Histogram
+    from prometheus_client.core import Metric as Family
 
 
 class Counts:
-    """Counters and histograms, by their metric and the values of its labels."""
+    """Counters and histograms by metric; no registry holds them, as tests run several operators."""
 
     def __init__(self) -> None:
-        self._counters: dict[str, dict[tuple[str, ...], float]] = {}
-        self._histograms: dict[str, dict[tuple[str, ...], Observed]] = {}
+        self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
 
     def add(self, metric: Metric, *values: str, amount: float = 1.0) -> None:
-        """Let a counter grow; an amount of 0 puts it on the page, so that its first step shows."""
-        series = self._counters.setdefault(metric.name, {})
-        series[values] = series.get(values, 0.0) + amount
+        """Increase a counter; an amount of 0 exports the series before its first increase."""
+        from prometheus_client import Counter
+
+        if metric.name not in self._counters:
+            self._counters[metric.name] = Counter(
+                metric.name, metric.help, metric.label_names, registry=None
+            )
+        self._counters[metric.name].labels(*values).inc(amount)
 
     def observe(self, metric: Metric, *values: str, value: float) -> None:
-        """Count one value of a histogram."""
+        """Add a value to a histogram."""
         self.prepare(metric, *values).observe(value)
 
-    def prepare(self, metric: Metric, *values: str) -> Observed:
-        """Return a histogram; it is on the page from now on."""
-        series = self._histograms.setdefault(metric.name, {})
-        if values not in series:
-            series[values] = Observed(metric.buckets)
-        return series[values]
+    def prepare(self, metric: Metric, *values: str) -> "Histogram":
+        """Return a histogram, which is exported from now on, empty or not."""
+        from prometheus_client import Histogram
 
-    def counters(self, metric: Metric) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield the series of a counter."""
-        yield from self._counters.get(metric.name, {}).items()
+        if metric.name not in self._histograms:
+            self._histograms[metric.name] = Histogram(
+                metric.name, metric.help, metric.label_names, buckets=metric.buckets, registry=None
+            )
+        return self._histograms[metric.name].labels(*values)
 
-    def histograms(self, metric: Metric) -> Iterator[tuple[tuple[str, ...], Observed]]:
-        """Yield the series of a histogram."""
-        yield from self._histograms.get(metric.name, {}).items()
+    def family(self, metric: Metric) -> "Family | None":
+        """Return all series of a metric; None if it was never counted.
 
-    def copy(self) -> "Counts":
-        """Return the same, which does not change any more."""
-        made = Counts()
-        made._counters = {name: dict(series) for name, series in self._counters.items()}
-        made._histograms = {
-            name: {values: one.copy() for values, one in series.items()}
-            for name, series in self._histograms.items()
-        }
-        return made
+        The `_created` series that prometheus-client adds are left out.
+        """
+        found = self._counters.get(metric.name) or self._histograms.get(metric.name)
+        if found is None:
+            return None
+        (family,) = found.collect()
+        family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+        return family

@@ -1,12 +1,11 @@
-"""The operator's metrics as Prometheus reads them: the catalogue's, and nothing else.
+"""The operator's metrics as Prometheus reads them: the catalogue's, and no others.
 
-`kernel/health.py` serves it. A page is rendered in a thread from a snapshot, as that of many jobs
-takes longer than the event loop may stand still; prometheus-client is imported by the first scrape.
+`kernel/health.py` serves the page. It is rendered in a thread, because rendering many jobs takes
+longer than the event loop may be blocked. Only `render` imports prometheus-client.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from finetune_operator import __version__
@@ -16,7 +15,7 @@ from finetune_operator.metrics.jobs import JobNow, Series
 from finetune_trainer.config.metrics import Metric, MetricType
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric as Family
+    from prometheus_client.core import Metric as Family
 
 _OF_JOB = tuple(label.name for label in catalogue.OF_JOB)
 
@@ -32,13 +31,13 @@ class QueueNow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a page shows, which nobody changes any more.
+    """The content of a page; only `counts` may change while it is rendered.
 
     Attributes:
         calls: Requests to the API server, by verb, resource and status.
-        counts: What the process has counted.
+        counts: Counters and histograms of the process, which are thread-safe.
         queue: None in a replica that does not lead.
-        jobs: Those that a leader sees.
+        jobs: Jobs that a leader sees.
     """
 
     calls: Mapping[tuple[str, str, int], int] = field(default_factory=dict)
@@ -53,40 +52,34 @@ def render(snapshot: Snapshot) -> bytes:
     from prometheus_client.registry import Collector
 
     @dataclass(frozen=True)
-    class Only(Collector):
+    class Single(Collector):
         family: "Family"
 
         def collect(self) -> "Iterator[Family]":
             yield self.family
 
-    # One metric after the other: the lines of all at once would take three times the page.
-    return b"".join([generate_latest(Only(family)) for family in _families(snapshot)])
+    # One metric at a time: the lines of all metrics at once would take three times the memory of
+    # the page.
+    return b"".join([generate_latest(Single(family)) for family in _families(snapshot)])
 
 
 def _families(snapshot: Snapshot) -> "Iterator[Family]":
     """Yield the metrics that have a value, one at a time, in the catalogue's order."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
     for metric in catalogue.ALL:
-        if metric.type is MetricType.HISTOGRAM:
-            family = _histogram(metric, snapshot.counts)
-        else:
-            make = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
-            family = make(metric.name, metric.help, labels=metric.label_names)
-            for values, value in _series(metric, snapshot):
-                family.add_metric(values, value)
+        family = snapshot.counts.family(metric) or _current(metric, snapshot)
         if family.samples:
             yield family
 
 
-def _histogram(metric: Metric, counts: Counts) -> "Family":
-    from prometheus_client.core import HistogramMetricFamily
+def _current(metric: Metric, snapshot: Snapshot) -> "Family":
+    """Return a metric that is computed for this page."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.label_names)
-    bounds = [*map(str, metric.buckets), "+Inf"]
-    for values, seen in counts.histograms(metric):
-        buckets = list(zip(bounds, accumulate(seen.counts), strict=True))
-        family.add_metric(values, buckets, seen.total)
+    is_counter = metric.type is MetricType.COUNTER
+    kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=metric.label_names)
+    for values, value in _series(metric, snapshot):
+        family.add_metric(values, value)
     return family
 
 
@@ -109,5 +102,3 @@ def _series(metric: Metric, snapshot: Snapshot) -> Series:
         yield (), snapshot.queue.oldest_seconds
     elif snapshot.queue is not None and metric is catalogue.BACKLOG:
         yield (), snapshot.queue.backlog
-    else:
-        yield from snapshot.counts.counters(metric)
