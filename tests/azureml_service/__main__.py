@@ -21,7 +21,6 @@ from azureml_service.identity import CLIENT, TENANT
 from azureml_service.resources import WORKSPACE
 from azureml_service.server import Service
 
-_WITH_MLFLOW = Path(__file__).parents[2] / ".venv-mlflow" / "bin" / "python"
 _KEPT = ("HOME", "LANG", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
@@ -31,7 +30,6 @@ def main() -> None:
     parser.add_argument("--control", action="store_true", help="take verbs from standard input")
     parser.add_argument("--folder", type=Path, help="for all that it writes")
     parser.add_argument("--root", type=Path, help="of datastores and registered models")
-    parser.add_argument("--python", type=Path, help="of the environments' images")
     parser.add_argument("--settings", type=json.loads, default={"runs_jobs": True})
     parser.add_argument("--workspace", action="append", help="ARM id")
     given = parser.parse_args()
@@ -43,7 +41,7 @@ def main() -> None:
             given.root or folder,
             Settings(**settings(given.settings)),
             given.workspace or [WORKSPACE],
-            _image(given.python or (_WITH_MLFLOW if _WITH_MLFLOW.exists() else None)),
+            _image(),
         )
         try:
             _serve(service, _environ(service, folder), is_controlled=given.control)
@@ -75,10 +73,10 @@ def _environ(service: Service, folder: Path) -> dict[str, str]:
     }
 
 
-def _image(python: Path | None) -> dict[str, str]:
-    """Return the variables of an image whose `python` is this one."""
+def _image() -> dict[str, str]:
+    """Return the variables of an image whose `python` is the current interpreter."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    return {**kept, "PATH": f"{(python or Path(sys.executable)).parent}:{os.defpath}"}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}:{os.defpath}"}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -181,7 +181,6 @@ def running_service(
     *,
     root: Path | None = None,
     workspaces: Sequence[str] = (WORKSPACE,),
-    python: Path | None = None,
     **settings: Any,
 ) -> Iterator[ServiceClient]:
     """Run the service until the block ends, and all processes of its jobs at most as long.
@@ -190,7 +189,6 @@ def running_service(
         folder: For all that it writes.
         root: Of datastores and registered models; by default in `folder`.
         workspaces: ARM ids.
-        python: Of the environments' images; by default the one with the MLflow plugin.
         settings: How jobs live, as `compute.Settings` has it.
 
     Raises:
@@ -202,7 +200,6 @@ def running_service(
     command = [sys.executable, "-m", "azureml_service", "--control", "--folder", str(folder)]
     command += ["--root", str(place), "--settings", json.dumps(_plain(settings))]
     command += [f"--workspace={one}" for one in workspaces]
-    command += [f"--python={python}"] if python else []
     tests = str(Path(__file__).parents[1])
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
     log = folder / "service.log"
