@@ -10,7 +10,7 @@ from typing import Any
 
 from aks_cases import JOB, profile
 from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.names import CONTAINER, INDEX_LABEL
+from finetune_operator.backends.aks.child_names import CONTAINER, INDEX_LABEL
 from finetune_operator.backends.aks.pod_termination import condition, is_alive
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.kube.resources import (

@@ -18,8 +18,8 @@ from azureml_cases import JOB, backend_with
 from azureml_service import SeenJob, ServiceClient
 from azureml_service.answers import Record
 from builders import job
-from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
 from finetune_operator.backends.azureml.names import UID_TAG
+from finetune_operator.backends.azureml.workspace_client import REQUESTS_PER_SECOND
 from finetune_operator.backends.base import Backend
 from finetune_operator.testing.service_suite import Fate, ServiceHarness
 from finetune_operator.testing.suite import OTHER_UID, request_of

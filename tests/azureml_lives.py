@@ -25,9 +25,9 @@ from azureml_hasty import BOUND_SECONDS
 from azureml_service import SeenJob, ServiceClient, running_service
 from builders import manifest
 from clusters import embedded_cluster
-from finetune_operator.api.validate import defaulted
-from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
-from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.api.validation import defaulted
+from finetune_operator.backends.azureml.workspace_client import REQUESTS_PER_SECOND
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, Object
 from finetune_trainer.config import HEARD_TAG, FailureClass, Heard

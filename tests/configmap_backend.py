@@ -34,9 +34,9 @@ from finetune_operator.errors import (
     NotCreatedError,
     TransientError,
 )
+from finetune_operator.kube.api_errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.compact import compact
-from finetune_operator.kube.errors import AlreadyExistsError, NotFoundError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import CONFIG_MAPS, Object, Resource
 from finetune_operator.kube.watch import Watch

@@ -14,21 +14,15 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
-from finetune_operator.kube.cache import Key, key_of
-from finetune_operator.kube.client import (
-    Call,
-    KubeClient,
-    Listing,
-    Propagation,
-    WatchEvent,
-)
-from finetune_operator.kube.errors import (
+from finetune_operator.kube.api_errors import (
     AlreadyExistsError,
     ConflictError,
     ForbiddenError,
     GoneError,
     NotFoundError,
 )
+from finetune_operator.kube.cache import Key, key_of
+from finetune_operator.kube.client import Call, KubeClient, Listing, Propagation, WatchEvent
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
 from finetune_operator.reconcile.conditions import rfc3339

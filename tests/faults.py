@@ -7,9 +7,9 @@ from typing import Self
 
 from aiohttp import web
 
+from finetune_operator.embedded.api_requests import ApiRequest
 from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.embedded.status_errors import StatusError
-from finetune_operator.embedded.verbs import ApiRequest
 
 _REASONS = {429: "TooManyRequests", 503: "ServiceUnavailable"}
 

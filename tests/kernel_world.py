@@ -8,7 +8,7 @@ from typing import Any
 
 from builders import manifest
 from fake_api import BeforeCall, FakeApi
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.instances import Backends
@@ -17,9 +17,9 @@ from finetune_operator.kernel.events import EventPoster
 from finetune_operator.kernel.finalizer import DELETION_SECONDS
 from finetune_operator.kernel.queue import Result
 from finetune_operator.kernel.reconciler import FIRST_OBSERVATION_SECONDS, Reconciler
+from finetune_operator.kube.api_errors import ForbiddenError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.errors import ForbiddenError
 from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS, Object, Resource
 
 KEY = Key("ns", "tiny")

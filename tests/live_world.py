@@ -15,7 +15,7 @@ from fake_api import BeforeCall
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Resource
 from kernel_world import KEY, START, Crash, World, at_write, nothing
 

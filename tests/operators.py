@@ -20,7 +20,7 @@ import yaml
 
 from builders import manifest
 from finetune_operator.api.v1alpha1 import FineTuneProfileSpec
-from finetune_operator.kube.errors import AlreadyExistsError, ConflictError, NotFoundError
+from finetune_operator.kube.api_errors import AlreadyExistsError, ConflictError, NotFoundError
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,

@@ -8,9 +8,9 @@ from typing import Any
 
 from builders import manifest
 from fake_service import RemoteService
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, Object
 
 

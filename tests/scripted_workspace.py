@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from azureml_looks import URL
-from finetune_operator.backends.azureml.client import RawJob, Workspace
+from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef, Handle
 from finetune_operator.backends.budget import Priority
 from finetune_operator.errors import BackendError

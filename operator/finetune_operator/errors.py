@@ -5,7 +5,7 @@
     ├── UnknownBackendError      no backend of that name is installed
     ├── BrokenBackendError       a backend's plugin cannot be imported or breaks its contract
     ├── StateError               the embedded API's file is no good (embedded/store.py)
-    ├── KubeError                a cluster refuses, or cannot be reached (kube/errors.py)
+    ├── KubeError                a cluster refuses, or cannot be reached (kube/api_errors.py)
     └── BackendError             a backend could not do what it was asked
         ├── AlreadyOwnedError    the thing to create exists and belongs to somebody else
         ├── NoSuchRankError      a log is asked for that no attempt of this size has

@@ -31,7 +31,7 @@ from azureml_service import ServiceClient, running_service
 from azureml_service.answers import Record
 from builders import manifest
 from clusters import embedded_cluster
-from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND
+from finetune_operator.backends.azureml.workspace_client import REQUESTS_PER_SECOND
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object

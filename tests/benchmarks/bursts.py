@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     JOBS,

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from measured import FOLDER, ROOT, Limit, commit, figures_table, machine, spread
 
-from finetune_operator.api.validate import load_job
+from finetune_operator.api.validation import load_job
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local import proc
 from finetune_operator.backends.local.backend import LocalBackend

@@ -24,7 +24,7 @@ import yaml
 from measured import FOLDER, ROOT, Limit, commit, figures_table, machine, spread
 from metrics_ranks import ENV_COURSE, Course
 
-from finetune_operator.api.validate import load_job
+from finetune_operator.api.validation import load_job
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.planner.plan import make_plan

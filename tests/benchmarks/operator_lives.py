@@ -15,23 +15,17 @@ from typing import Any
 
 import yaml
 from bench_cluster import BenchCluster, cpu_seconds, peak_mib
-from bursts import (
-    Sightings,
-    count_surplus,
-    create_all,
-    fresh_namespace,
-    watching,
-)
+from bursts import Sightings, count_surplus, create_all, fresh_namespace, watching
 
 import permissions
 from audit import AuditLog, counted
 from builders import manifest
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import Attempt, BackendContext
+from finetune_operator.kube.api_errors import AlreadyExistsError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import AlreadyExistsError
 from finetune_operator.kube.resources import (
     FINE_TUNE_JOBS,
     FINE_TUNE_PROFILES,

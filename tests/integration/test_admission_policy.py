@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from admitted import POLICIES, Release, Thief, installed
-from finetune_operator.kube.errors import AlreadyExistsError, ForbiddenError
+from finetune_operator.kube.api_errors import AlreadyExistsError, ForbiddenError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,

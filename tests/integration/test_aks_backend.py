@@ -18,7 +18,7 @@ from aks_cases import CASES, JOB, profile
 from builders import after, job, manifest, planned, ref_to
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION
+from finetune_operator.backends.aks.child_names import CHILDREN_ANNOTATION
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
@@ -30,9 +30,9 @@ from finetune_operator.backends.base import (
     Request,
 )
 from finetune_operator.errors import AlreadyOwnedError, TransientError
+from finetune_operator.kube.api_errors import ConflictError, ForbiddenError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.errors import ConflictError, ForbiddenError
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from aks_cases import JOB, profile
-from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     FINE_TUNE_JOBS,

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from aks_cases import JOB, profile
+from finetune_operator.kube.api_errors import ConflictError, NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ConflictError, NotFoundError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from builders import manifest
-from finetune_operator.kube.errors import ApiError, ConflictError, ForbiddenError, InvalidError
+from finetune_operator.kube.api_errors import ApiError, ConflictError, ForbiddenError, InvalidError
 from finetune_operator.kube.resources import (
     CONFIG_MAPS,
     CRDS,

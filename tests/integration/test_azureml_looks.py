@@ -14,16 +14,10 @@ from azureml_cases import CASES
 from azureml_looks import STEP_7, words
 from azureml_service import WORKSPACE, ServiceClient, running_service
 from builders import job
-from finetune_operator.backends.azureml.client import Azure, RawJob, Workspace
-from finetune_operator.backends.azureml.logs import read_log
 from finetune_operator.backends.azureml.look import Looks
-from finetune_operator.backends.base import (
-    AttemptPhase,
-    AttemptRef,
-    Effect,
-    Handle,
-    Observation,
-)
+from finetune_operator.backends.azureml.run_logs import read_log
+from finetune_operator.backends.azureml.workspace_client import Azure, RawJob, Workspace
+from finetune_operator.backends.base import AttemptPhase, AttemptRef, Effect, Handle, Observation
 from finetune_operator.errors import TransientError
 from finetune_operator.kube.cache import Key
 from finetune_operator.testing.suite import Lent

@@ -11,7 +11,7 @@ from azureml_cases import profile
 from azureml_harness import AzureMLHarness
 from azureml_service import ServiceClient
 from clusters import embedded_cluster
-from finetune_operator.kube.errors import InvalidError
+from finetune_operator.kube.api_errors import InvalidError
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES
 from finetune_operator.testing.suite import Submitted, job_of, started, submitted
 from finetune_trainer.config import HEARD_TAG, Heard

@@ -24,7 +24,7 @@ from finetune_operator.api.manifest import read_manifests
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import FieldPath, Finding, show_path
 from finetune_operator.api.problems import Severity
-from finetune_operator.api.validate import check_manifest, check_object, defaulted
+from finetune_operator.api.validation import check_manifest, check_object, defaulted
 from plain_api import CRDS, JSON, Answer, PlainApi
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

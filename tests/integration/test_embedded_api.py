@@ -16,7 +16,7 @@ from clusters import embedded_cluster
 from finetune_operator.api.crd import custom_resource_definition
 from finetune_operator.embedded.server import EmbeddedApi
 from finetune_operator.embedded.store import StateError
-from finetune_operator.kube.errors import GoneError
+from finetune_operator.kube.api_errors import GoneError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, NAMESPACES, SECRETS
 from operators import Api, wait_until
 

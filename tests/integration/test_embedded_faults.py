@@ -11,7 +11,7 @@ import pytest
 
 from clusters import embedded_cluster
 from faults import Fault, FaultyApi
-from finetune_operator.kube.errors import GoneError, ThrottledError, UnavailableError
+from finetune_operator.kube.api_errors import GoneError, ThrottledError, UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS
 from operators import Api, OperatorProcess, condition, wait_until
 

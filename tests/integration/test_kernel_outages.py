@@ -16,7 +16,7 @@ import pytest
 
 from control_plane import PROGRAMS, ControlPlane
 from finetune_operator.kernel.settings import Settings
-from finetune_operator.kube.errors import (
+from finetune_operator.kube.api_errors import (
     AlreadyExistsError,
     GoneError,
     NotFoundError,

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune_operator.kube.client import ClientOptions, WatchEvent
-from finetune_operator.kube.config import load_access
-from finetune_operator.kube.errors import (
+from finetune_operator.kube.api_errors import (
     AlreadyExistsError,
     ApiError,
     ConflictError,
@@ -19,6 +17,8 @@ from finetune_operator.kube.errors import (
     NotLeadingError,
     UnavailableError,
 )
+from finetune_operator.kube.client import ClientOptions, WatchEvent
+from finetune_operator.kube.config import load_access
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES, PODS, Object, Resource
 from gates import Gate

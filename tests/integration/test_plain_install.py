@@ -11,7 +11,7 @@ import pytest
 
 from aks_cases import JOB, profile
 from builders import manifest
-from finetune_operator.backends.aks.names import LOG_TAIL_ANNOTATION
+from finetune_operator.backends.aks.child_names import LOG_TAIL_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS
 from operators import Api, OperatorProcess, wait_until
 from plain_install import ROOT, PlainInstall, plain_install

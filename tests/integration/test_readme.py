@@ -13,7 +13,7 @@ import yaml
 
 from clusters import embedded_cluster
 from finetune_operator.api.crd import custom_resource_definition
-from finetune_operator.api.validate import load_job
+from finetune_operator.api.validation import load_job
 from finetune_trainer.config import Termination, TrainConfig
 from launches import clean_environment
 from tiny_run import write_inputs

@@ -16,7 +16,7 @@ import yaml
 from aks_cases import profile
 from control_plane import PROGRAMS, ControlPlane
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION, revision, revision_of
-from finetune_operator.kube.errors import (
+from finetune_operator.kube.api_errors import (
     ForbiddenError,
     NotFoundError,
     ThrottledError,

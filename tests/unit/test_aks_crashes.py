@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aks_world import ADDRESS, AksWorld
-from finetune_operator.kube.errors import ThrottledError, UnavailableError
+from finetune_operator.kube.api_errors import ThrottledError, UnavailableError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, Object, Resource
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 from kernel_world import Crash, at_write, nothing

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from aks_cases import JOB, profile
-from finetune_operator.kube.errors import InvalidError
+from finetune_operator.kube.api_errors import InvalidError
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Resource
 from kernel_world import World, nothing
 

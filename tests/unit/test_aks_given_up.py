@@ -10,7 +10,7 @@ from aks_world import ADDRESS, CHILDREN, NODES, AksWorld
 from finetune_operator.backends.aks import observe
 from finetune_operator.backends.aks.finality import is_ending
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kube.errors import ConflictError
+from finetune_operator.kube.api_errors import ConflictError
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, PODS, Object, Resource
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination

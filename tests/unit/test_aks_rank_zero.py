@@ -9,13 +9,13 @@ from aks_cases import JOB, profile
 from builders import planned, ref_to
 from fake_api import FakeApi
 from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.names import FACTS_ANNOTATION
+from finetune_operator.backends.aks.child_names import FACTS_ANNOTATION
 from finetune_operator.backends.aks.rank_zero import AGAIN_SECONDS
 from finetune_operator.backends.base import Attempt, BackendContext, Effect, Handle
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.compact import compact
-from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.labels import JOB_LABEL
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,

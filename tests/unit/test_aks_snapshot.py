@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 from aks_world import AksWorld
-from finetune_operator.backends.aks.names import PROFILE_ANNOTATION
-from finetune_operator.backends.aks.profiles import digest_of
+from finetune_operator.backends.aks.attempt_profiles import digest_of
+from finetune_operator.backends.aks.child_names import PROFILE_ANNOTATION
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, Resource
 
 NOBODY = 9400  # where no progress is served, as no pod runs here

@@ -8,7 +8,7 @@ from typing import Any
 from aks_world import ADDRESS, AksWorld
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import ENDPOINT_SLICES, JOBS, PODS, Resource
 from finetune_trainer.config import Phase, Progress

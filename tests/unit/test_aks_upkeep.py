@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aks_world import AksWorld
-from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION
-from finetune_operator.kube.errors import ForbiddenError
+from finetune_operator.backends.aks.child_names import CHILDREN_ANNOTATION
+from finetune_operator.kube.api_errors import ForbiddenError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     EVENTS,

@@ -12,10 +12,14 @@ import pytest
 
 from azureml_cases import CASES
 from azureml_service import WORKSPACE, ServiceClient
-from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND, Azure, Workspace
 from finetune_operator.backends.azureml.look import Looks
 from finetune_operator.backends.azureml.sdk import RefusedError, errors_told
 from finetune_operator.backends.azureml.submit import submit
+from finetune_operator.backends.azureml.workspace_client import (
+    REQUESTS_PER_SECOND,
+    Azure,
+    Workspace,
+)
 from finetune_operator.backends.base import AttemptRef, Handle
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.kube.cache import Key

@@ -9,11 +9,7 @@ import pytest
 
 from azureml_looks import words
 from builders import job
-from finetune_operator.backends.azureml.logs import (
-    read_details,
-    read_end,
-    read_log,
-)
+from finetune_operator.backends.azureml.run_logs import read_details, read_end, read_log
 from finetune_operator.backends.redaction import without_secrets
 from finetune_operator.errors import BackendError, NoSuchRankError, TransientError
 from finetune_trainer.config import ExitCode, FailureClass

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from azureml_looks import NOW, STEP_7, UNTIL, look, words
-from finetune_operator.backends.azureml.client import RawJob, Workspace
 from finetune_operator.backends.azureml.look import SILENCE_SECONDS, Looks
 from finetune_operator.backends.azureml.submit import look_now
+from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptPhase, AttemptRef, Effect, Observation
 from finetune_operator.backends.budget import Priority
 from finetune_operator.errors import BackendError, TransientError

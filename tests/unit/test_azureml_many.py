@@ -13,8 +13,8 @@ import pytest
 from azureml_looks import NOW, STEP_7
 from finetune_operator.backends.azureml import sdk
 from finetune_operator.backends.azureml.backend import AzureMLBackend
-from finetune_operator.backends.azureml.client import Azure, RawJob, Workspace
 from finetune_operator.backends.azureml.look import SILENCE_SECONDS, Looks
+from finetune_operator.backends.azureml.workspace_client import Azure, RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef
 from finetune_operator.backends.budget import LONGEST_PAUSE_SECONDS, Budget, Priority
 from finetune_operator.backends.threads import BlockingCalls

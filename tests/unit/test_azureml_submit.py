@@ -14,17 +14,21 @@ import pytest
 from azureml_cases import JOB, profile
 from azureml_service import WORKSPACE, SeenJob, ServiceClient
 from builders import job as made_job
-from finetune_operator.backends.azureml.client import REQUESTS_PER_SECOND, Azure, Workspace
 from finetune_operator.backends.azureml.names import UID_TAG, JobProfile
 from finetune_operator.backends.azureml.render import render
 from finetune_operator.backends.azureml.sdk import RefusedError
 from finetune_operator.backends.azureml.states import Look
 from finetune_operator.backends.azureml.submit import Stops, handle_of, submit
+from finetune_operator.backends.azureml.workspace_client import (
+    REQUESTS_PER_SECOND,
+    Azure,
+    Workspace,
+)
 from finetune_operator.backends.base import Attempt, AttemptPhase, AttemptRef
 from finetune_operator.backends.budget import Priority
 from finetune_operator.errors import AlreadyOwnedError, BackendError, TransientError
+from finetune_operator.kube.api_errors import NotLeadingError
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.errors import NotLeadingError
 from finetune_operator.planner.plan import make_plan
 from finetune_operator.testing.suite import Lent
 from finetune_trainer.config import STOP_TAG, StopRequest

@@ -20,7 +20,7 @@ from finetune_operator.api.problems import Severity
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks import observe
 from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.names import PROFILE_ANNOTATION, AttemptName
+from finetune_operator.backends.aks.child_names import PROFILE_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.aks.reasons import from_events
 from finetune_operator.backends.aks.volumes import output_uri

@@ -8,7 +8,7 @@ from builders import manifest
 from finetune_operator.api.cel import check_rules
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding, show_path
-from finetune_operator.api.validate import check_object, defaulted
+from finetune_operator.api.validation import check_object, defaulted
 
 
 def ruled(rule: str, **more: Any) -> Schema:

@@ -18,7 +18,7 @@ from builders import manifest, ref_to
 from decisions import START, lives, running
 from fake_api import FakeApi
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.backends.base import AttemptRef, BackendContext, Handle, Observation, Request
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError

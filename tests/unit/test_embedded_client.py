@@ -8,9 +8,9 @@ import pytest
 from azureml_cases import SETTINGS
 from builders import manifest
 from finetune_operator.api.crd import custom_resource_definition, profile_definition
-from finetune_operator.embedded.client import EmbeddedClient
 from finetune_operator.embedded.store import Store
-from finetune_operator.kube.errors import (
+from finetune_operator.embedded.store_client import EmbeddedClient
+from finetune_operator.kube.api_errors import (
     AlreadyExistsError,
     ConflictError,
     GoneError,

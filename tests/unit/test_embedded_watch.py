@@ -3,8 +3,8 @@
 import pytest
 
 import virtual_time
+from finetune_operator.embedded.api_requests import ApiRequest
 from finetune_operator.embedded.store import Change, Store
-from finetune_operator.embedded.verbs import ApiRequest
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import CONFIG_MAPS

@@ -13,7 +13,7 @@ from builders import job, manifest
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import BackendContext, Written
-from finetune_operator.backends.folders import FolderIndex
+from finetune_operator.backends.folder_index import FolderIndex
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.cli.app import app
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from builders import manifest
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.kernel.kept_in_git import tool_of
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS
 from kernel_world import World

@@ -5,7 +5,7 @@ from datetime import timedelta
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS
 from kernel_world import HAPPENINGS, Crash, World, at_write, happen, nothing
 from virtual_time import run

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from builders import manifest
 from fake_api import FakeApi
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource

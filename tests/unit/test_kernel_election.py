@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_api import FakeApi
 from finetune_operator.kernel.election import Election, LeaseOptions
-from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import LEASES, Resource
 from virtual_time import run
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from builders import manifest
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Object, Resource

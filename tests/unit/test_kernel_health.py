@@ -6,11 +6,11 @@ import pytest
 
 from builders import manifest
 from fake_api import FakeApi
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs, JobEvents, ListenOptions, OnEvent
 from finetune_operator.kernel.leader_term import LeaderTerm
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from kernel_world import nothing
 from live_world import SETTINGS

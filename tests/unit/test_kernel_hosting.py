@@ -17,7 +17,7 @@ from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.backends.base import (
     Attempt,
     AttemptRef,
@@ -34,9 +34,9 @@ from finetune_operator.errors import BrokenBackendError, TransientError
 from finetune_operator.kernel.finalizer import DELETION_SECONDS
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
+from finetune_operator.kube.api_errors import NotLeadingError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.client import ClientOptions
-from finetune_operator.kube.errors import NotLeadingError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
 from finetune_operator.testing.fake import FakeBackend, ended

@@ -10,8 +10,8 @@ from fake_api import FakeApi
 from finetune_operator.backends.aks.watched import WATCHES, trim_job, trim_pod
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import ABSENT_SECONDS, Informer
+from finetune_operator.kube.api_errors import ApiError, NotFoundError, UnavailableError
 from finetune_operator.kube.cache import Key, ObjectCache
-from finetune_operator.kube.errors import ApiError, NotFoundError, UnavailableError
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import CONFIG_MAPS, JOBS, SERVICES, Object, Resource
 from finetune_operator.kube.watch import Watch

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from aks_world import AksWorld
-from finetune_operator.backends.aks.names import FACTS_ANNOTATION
+from finetune_operator.backends.aks.child_names import FACTS_ANNOTATION
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, JOBS
 from finetune_operator.testing.fake import FakeBackend

@@ -10,10 +10,10 @@ import pytest
 from builders import manifest
 from configmap_backend import RETRY_AFTER_SECONDS, WIDGETS, ThrottledBackend
 from fake_api import FakeApi
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
-from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
 from kernel_world import START, nothing

@@ -9,14 +9,8 @@ import pytest
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import Attempt
 from finetune_operator.errors import BackendError
-from finetune_operator.kube.errors import UnavailableError
-from finetune_operator.kube.resources import (
-    CONFIG_MAPS,
-    EVENTS,
-    FINE_TUNE_JOBS,
-    Object,
-    Resource,
-)
+from finetune_operator.kube.api_errors import UnavailableError
+from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS, Object, Resource
 from finetune_operator.planner.plan import make_plan
 from finetune_operator.testing.fake import FakeBackend
 from kernel_world import KEY, QUOTA_SENTENCE, Crash, World, at_write, nothing

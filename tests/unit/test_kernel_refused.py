@@ -11,7 +11,7 @@ import pytest
 from aks_cases import JOB, profile
 from builders import manifest
 from fake_api import FakeApi
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.backends.aks import kept
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm

@@ -13,7 +13,7 @@ from finetune_operator.api.crd_revision import REVISION_ANNOTATION, revision
 from finetune_operator.embedded.kinds import accepted
 from finetune_operator.kernel.definitions import judge
 from finetune_operator.kernel.rights import Right, Rights, command_for
-from finetune_operator.kube.errors import ForbiddenError
+from finetune_operator.kube.api_errors import ForbiddenError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, LEASES
 
 NAME = "finetunejobs.finetune.dev"

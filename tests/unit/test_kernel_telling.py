@@ -9,7 +9,12 @@ import pytest
 from fake_api import BeforeCall
 from finetune_operator.backends import registry
 from finetune_operator.errors import FineTuneError, TransientError
-from finetune_operator.kube.errors import ApiError, ForbiddenError, ThrottledError, UnavailableError
+from finetune_operator.kube.api_errors import (
+    ApiError,
+    ForbiddenError,
+    ThrottledError,
+    UnavailableError,
+)
 from finetune_operator.kube.resources import CONFIG_MAPS, Resource
 from finetune_operator.testing.fake import FakeBackend
 from kernel_world import KEY, POINTS, World, nothing

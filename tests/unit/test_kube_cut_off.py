@@ -9,10 +9,10 @@ import pytest
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import Informer
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.config import ClusterAccess
-from finetune_operator.kube.errors import UnavailableError
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.login import Login

@@ -8,10 +8,10 @@ import pytest
 
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import Informer
+from finetune_operator.kube.api_errors import UnauthorizedError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.credentials import TokenFile
-from finetune_operator.kube.errors import UnauthorizedError
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.login import Login
 from finetune_operator.kube.resources import CONFIG_MAPS

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune_operator.kube.api_errors import KubeConfigError, UnauthorizedError
 from finetune_operator.kube.auth_provider import AuthProvider
 from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.credentials import TokenFile
-from finetune_operator.kube.errors import KubeConfigError, UnauthorizedError
 from finetune_operator.kube.kubeconfig import read_login
 from finetune_operator.kube.login import Certificate, Login
 

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.reconcile.conditions import parse_rfc3339
 from kernel_world import HAPPENINGS, Crash, happen
 from live_world import AWAY, LiveWorld

@@ -13,7 +13,7 @@ import pytest
 from finetune_operator.api.manifest import Reading, read_manifests
 from finetune_operator.api.manifest_files import MOST_BYTES
 from finetune_operator.api.problems import Problem, Severity
-from finetune_operator.api.validate import check_manifest
+from finetune_operator.api.validation import check_manifest
 from finetune_operator.api.yaml_documents import YamlDocument, plain_scalar, read_yaml
 
 JOB = "apiVersion: finetune.dev/v1alpha1\nkind: FineTuneJob\nmetadata: {name: a}\n"

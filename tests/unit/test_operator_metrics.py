@@ -8,12 +8,12 @@ import pytest
 from builders import manifest
 from fake_api import FakeApi
 from finetune_operator.api.v1alpha1.status import JobPhase
-from finetune_operator.api.validate import defaulted
+from finetune_operator.api.validation import defaulted
 from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.azureml.backend import AzureMLBackend
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
-from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.page import Snapshot, render

@@ -9,7 +9,7 @@ import pytest
 from aks_cases import JOB, backend
 from builders import job, manifest, planned
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.api.validate import check_object, defaulted
+from finetune_operator.api.validation import check_object, defaulted
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local.backend import LocalBackend
 

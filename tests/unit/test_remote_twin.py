@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.kube.errors import UnavailableError
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS
 from finetune_operator.testing.service_suite import Fate
 from kernel_world import Crash

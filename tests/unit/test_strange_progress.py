@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from decisions import PENDING, START, running
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.metrics import catalogue
-from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.reconcile.ledger import at
 from finetune_trainer.config import CheckpointRef, Progress, Suspect, SuspectCause, TimeSpent
 from fuzz_inputs import places

@@ -14,7 +14,7 @@ from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.status_writer import is_worth_writing
 from finetune_operator.kube.resources import EVENTS
 from finetune_operator.metrics import catalogue
-from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.reconcile.ledger import Ledger
 from finetune_operator.testing.fake import ended
 from finetune_trainer.config import (

@@ -17,7 +17,7 @@ from finetune_operator.api.openapi import Schema
 from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.structural import check_structure
 from finetune_operator.api.unbuilt import UNBUILT
-from finetune_operator.api.validate import check_manifest, load_job
+from finetune_operator.api.validation import check_manifest, load_job
 from finetune_operator.cli.app import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

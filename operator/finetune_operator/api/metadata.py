@@ -1,6 +1,6 @@
 """Kubernetes object metadata: its schema, and what the API server refuses in it.
 
-A CRD must not describe it, as the API server checks metadata itself. `validate.py`, the embedded
+A CRD must not describe it, as the API server checks metadata itself. `validation.py`, the embedded
 API and a backend's checks refuse the same before anything is sent.
 """
 

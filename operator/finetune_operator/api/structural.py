@@ -1,6 +1,6 @@
 """Check an object against a structural schema, with a sentence for each kind of mistake.
 
-`validate.py` calls it after the defaults. It refuses what the API server refuses with
+`validation.py` calls it after the defaults. It refuses what the API server refuses with
 `fieldValidation: Strict`: unknown fields, wrong types, and values out of the schema's bounds.
 """
 

@@ -25,8 +25,8 @@ from finetune_operator.backends.base import (
 from finetune_operator.backends.registry import cause_of
 from finetune_operator.backends.threads import BlockingCalls, within
 from finetune_operator.errors import BrokenBackendError, FineTuneError, TransientError
+from finetune_operator.kube.api_errors import NotLeadingError
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.errors import NotLeadingError
 from finetune_operator.planner.plan import Plan
 
 log = logging.getLogger(__name__)

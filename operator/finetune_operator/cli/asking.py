@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from finetune_operator.cli.findings import Finding, State
+from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.client import Call, KubeClient
-from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import Object, Resource
 
 T = TypeVar("T")

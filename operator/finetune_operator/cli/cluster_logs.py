@@ -14,17 +14,12 @@ from finetune_operator.backends import registry
 from finetune_operator.backends.base import Attempt, AttemptRef, Backend, BackendContext
 from finetune_operator.backends.hosting import HostedBackend
 from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.api_errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
-from finetune_operator.kube.errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.resources import (
-    FINE_TUNE_JOBS,
-    FINE_TUNE_PROFILES,
-    Object,
-    Resource,
-)
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, Object, Resource
 from finetune_operator.kube.watch import Watch
 from finetune_trainer.config import FailureClass
 

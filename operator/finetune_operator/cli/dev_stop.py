@@ -9,9 +9,9 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from finetune_operator.kernel.jobs import JobView, read_job
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_finished, is_true

@@ -7,7 +7,7 @@ from finetune_operator.api.crd_revision import revision, revision_of
 from finetune_operator.api.v1alpha1 import GROUP, VERSION
 from finetune_operator.cli.asking import Asking
 from finetune_operator.cli.top_rows import told_in
-from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
+from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import Resource
 
 OLDEST, NEWEST_TESTED = (1, 30), (1, 34)

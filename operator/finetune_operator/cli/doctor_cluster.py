@@ -21,9 +21,9 @@ from finetune_operator.cli.doctor_replicas import INSTALL, check_operator
 from finetune_operator.cli.doctor_rights import check_rights
 from finetune_operator.cli.findings import Finding
 from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.client import ClientOptions
 from finetune_operator.kube.config import ClusterAccess, load_access
-from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.http import HttpClient
 
 REQUEST_SECONDS = 5.0

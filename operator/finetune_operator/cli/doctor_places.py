@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from finetune_operator.backends.allowances import fits
+from finetune_operator.backends.allow_rules import fits
 from finetune_operator.cli.asking import Asking
 from finetune_operator.cli.doctor_pods import CHART
 from finetune_operator.cli.doctor_replicas import DEPLOYMENTS, SELECTOR, read
 from finetune_operator.cli.top_rows import told_in
-from finetune_operator.kube.errors import ApiError
+from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, NODES, Object, Resource
 
 _CLASSES = Resource("storage.k8s.io", "v1", "storageclasses", "StorageClass", False)

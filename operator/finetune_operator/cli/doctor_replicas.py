@@ -10,7 +10,7 @@ from finetune_operator.cli.asking import Asking
 from finetune_operator.cli.doctor_account import Account, check_account
 from finetune_operator.cli.doctor_pods import CHART, Owner, trouble_of
 from finetune_operator.cli.top_rows import count_in, told_in
-from finetune_operator.kube.errors import ForbiddenError, NotFoundError
+from finetune_operator.kube.api_errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import LEASES, PODS, Object, Resource
 
 INSTALL = (

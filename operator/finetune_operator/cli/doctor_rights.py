@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from finetune_operator.cli.asking import Asking
 from finetune_operator.cli.top_rows import told_in
-from finetune_operator.kube.errors import NotFoundError
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.resources import (
     FINE_TUNE_JOBS,
     FINE_TUNE_PROFILES,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune_operator.api.v1alpha1 import FineTuneProfile
-from finetune_operator.api.validate import load_job
+from finetune_operator.api.validation import load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, BackendContext
 from finetune_operator.backends.local import records

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.api.validate import check_start
+from finetune_operator.api.validation import check_start
 from finetune_operator.backends.base import Observation
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.conclusion import EXIT_STOPPED, conclude

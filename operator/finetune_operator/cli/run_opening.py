@@ -13,7 +13,7 @@ from functools import partial
 from finetune_operator.api.problems import InvalidJobError, Problem, raise_errors
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobSpec, FineTuneJobStatus
 from finetune_operator.api.v1alpha1.transitions import changes_of_training, changes_that_suspend
-from finetune_operator.api.validate import check_start
+from finetune_operator.api.validation import check_start
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.local.backend import TRAINER

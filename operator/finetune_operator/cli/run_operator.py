@@ -16,8 +16,8 @@ from finetune_operator.backends.local.backend import TRAINER
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.folder_backend import FolderBackend
 from finetune_operator.cli.stop_signals import StopSignals
-from finetune_operator.embedded.client import EmbeddedClient
 from finetune_operator.embedded.store import Store, timestamp
+from finetune_operator.embedded.store_client import EmbeddedClient
 from finetune_operator.errors import FineTuneError, TransientError
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm

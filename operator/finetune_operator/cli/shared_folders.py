@@ -7,7 +7,7 @@ from finetune_operator.api.manifest import Manifest
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import Backend, Written
-from finetune_operator.backends.folders import FolderIndex, sentence
+from finetune_operator.backends.folder_index import FolderIndex, sentence
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from finetune_operator.api.problems import (
     raise_errors,
 )
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
-from finetune_operator.api.validate import check_profile, load_job, profile_of
+from finetune_operator.api.validation import check_profile, load_job, profile_of
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.local.layout import Folders, file_path, folders_of

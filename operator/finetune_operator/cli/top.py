@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from finetune_operator.api.validate import load_job
+from finetune_operator.api.validation import load_job
 from finetune_operator.backends import registry
 from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.cli.output import takes_unicode

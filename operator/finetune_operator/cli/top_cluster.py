@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass, field
 
 from finetune_operator.api.v1alpha1.lifecycle import Observability
-from finetune_operator.backends.aks.names import BACKEND as AKS
-from finetune_operator.backends.aks.names import INDEX_LABEL
+from finetune_operator.backends.aks.child_names import BACKEND as AKS
+from finetune_operator.backends.aks.child_names import INDEX_LABEL
 from finetune_operator.cli.top_ranks import PageLook, read_page
 from finetune_operator.cli.top_rows import (
     JobRow,
@@ -21,9 +21,9 @@ from finetune_operator.cli.top_rows import (
     told_in,
 )
 from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.client import Call, KubeClient
-from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, PODS, Object
 

@@ -13,7 +13,7 @@ from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import Problem, Severity, errors_of
 from finetune_operator.api.v1alpha1 import FineTuneProfile
-from finetune_operator.api.validate import check_manifest, job_of
+from finetune_operator.api.validation import check_manifest, job_of
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.registry import available, load
 from finetune_operator.cli.shared_folders import Checked, shared_folders

@@ -1,4 +1,4 @@
-"""The API server: HTTP on the loopback address in front of `verbs.py`, and watches.
+"""The API server: HTTP on the loopback address in front of `api_requests.py`, and watches.
 
 `ftctl dev` and tests start it. Clients send no token over plain HTTP, so its URL holds a secret,
 which is in the kubeconfig: else every web page and every user of this machine could start jobs.
@@ -17,10 +17,10 @@ from aiohttp import web
 
 from finetune_operator.embedded import discovery
 from finetune_operator.embedded.admission import admit_change, admit_new
+from finetune_operator.embedded.api_requests import VERBS, ApiRequest, parse_request
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
 from finetune_operator.embedded.tables import table
-from finetune_operator.embedded.verbs import VERBS, ApiRequest, parse_request
 from finetune_operator.embedded.watching import Watch
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import CRDS, NAMESPACES, Object, Resource

@@ -8,10 +8,10 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
+from finetune_operator.embedded.api_requests import ApiRequest
 from finetune_operator.embedded.selectors import selects
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Change, Store
-from finetune_operator.embedded.verbs import ApiRequest
 from finetune_operator.kube.resources import Object
 
 _SECONDS = 1800  # where the client names no end

@@ -16,8 +16,8 @@ from finetune_operator.kernel.definitions import NAMES, look_at
 from finetune_operator.kernel.events import COMPONENT
 from finetune_operator.kernel.rights import Right, Rights, command_for
 from finetune_operator.kernel.settings import Settings
+from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import (
     CRDS,
     EVENTS,

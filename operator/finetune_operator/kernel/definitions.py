@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from finetune_operator import __version__
 from finetune_operator.api.crd_revision import REVISIONS, revision, revision_of
 from finetune_operator.api.v1alpha1 import VERSION
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import CRDS, Object
 
 NAMES = tuple(REVISIONS)

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import (
+from finetune_operator.kube.api_errors import (
     AlreadyExistsError,
     ApiError,
     ConflictError,
     ForbiddenError,
     NotFoundError,
 )
+from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import LEASES, Object
 
 log = logging.getLogger(__name__)

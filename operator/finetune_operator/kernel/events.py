@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from finetune_operator.api.v1alpha1 import API_VERSION, KIND, ObjectMeta
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
+from finetune_operator.kube.api_errors import AlreadyExistsError, ApiError, NotLeadingError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import AlreadyExistsError, ApiError, NotLeadingError
 from finetune_operator.kube.resources import EVENTS, Object
 from finetune_operator.reconcile.conditions import ConditionType, Reason, find, is_finished, is_true
 from finetune_operator.reconcile.suspects import new_suspects

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.backends.base import Written
-from finetune_operator.backends.folders import FolderIndex, sentence
+from finetune_operator.backends.folder_index import FolderIndex, sentence
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.jobs import JobView, PendingStatuses

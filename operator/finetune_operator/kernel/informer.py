@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kube.api_errors import ApiError, ForbiddenError, GoneError, NotFoundError
 from finetune_operator.kube.cache import Key, ObjectCache, job_key_of, key_of, version_of
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError, ForbiddenError, GoneError, NotFoundError
 from finetune_operator.kube.resources import Object
 from finetune_operator.kube.watch import Watch
 

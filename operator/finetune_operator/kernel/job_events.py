@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from finetune_operator.kernel.backoff import Backoff
+from finetune_operator.kube.api_errors import ApiError, GoneError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError, GoneError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
 OnEvent = Callable[[str | None, Object], None]

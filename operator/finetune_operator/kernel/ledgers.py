@@ -16,7 +16,7 @@ from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import Object
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.counts import Counts
-from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339
 from finetune_operator.reconcile.ledger import Ledger, at, hear, turn
 from finetune_operator.reconcile.saved_ledger import saved, taken_up

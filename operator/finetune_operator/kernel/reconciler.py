@@ -40,7 +40,7 @@ from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.metrics.counts import Counts
-from finetune_operator.metrics.jobs import JobNow
+from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import is_finished

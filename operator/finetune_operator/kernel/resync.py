@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import ABSENT_SECONDS
 from finetune_operator.kernel.informers import Place, name_in
+from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
 from finetune_operator.kube.watch import trim_metadata
 

@@ -8,8 +8,8 @@ import asyncio
 import re
 from dataclasses import dataclass, replace
 
+from finetune_operator.kube.api_errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.resources import ACCESS_REVIEWS, SELF_REVIEWS, Resource
 
 _ACCOUNT = "system:serviceaccount:"

@@ -19,9 +19,9 @@ from finetune_operator.backends.instances import Backends
 from finetune_operator.kernel.events import EventPoster, events_between
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
 from finetune_operator.kernel.ledgers import LedgerBook
+from finetune_operator.kube.api_errors import ConflictError, NotFoundError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient, merge_patch
-from finetune_operator.kube.errors import ConflictError, NotFoundError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.kube.watch import trim_metadata
 from finetune_operator.reconcile import attempts

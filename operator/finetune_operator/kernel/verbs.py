@@ -25,8 +25,8 @@ from finetune_operator.kernel.informer import NotShown
 from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
 from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.status_writer import StatusWriter
+from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile import attempts

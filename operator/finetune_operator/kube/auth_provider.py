@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from finetune_operator.kube.errors import KubeConfigError
+from finetune_operator.kube.api_errors import KubeConfigError
 from finetune_operator.kube.login import Certificate
 
 

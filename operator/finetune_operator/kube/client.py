@@ -1,8 +1,8 @@
 """The API server's verbs, used by the kernel and by backends.
 
 Objects are JSON as they come (`Object`); nothing is cached. Every failure is an `ApiError` of
-`finetune_operator.kube.errors`: what a verb's docstring names, and for all of them ForbiddenError,
-UnauthorizedError, ThrottledError and UnavailableError.
+`finetune_operator.kube.api_errors`: the errors in a verb's docstring, and for all verbs
+ForbiddenError, UnauthorizedError, ThrottledError and UnavailableError.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-from finetune_operator.kube.errors import ApiError, UnavailableError, error_of
+from finetune_operator.kube.api_errors import ApiError, UnavailableError, error_of
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
 
@@ -108,7 +108,7 @@ class Call:
 class KubeClient(ABC):
     """The API server's verbs; a subclass transports requests in `exchange` and `lines`.
 
-    `kube/http.py` sends them to a cluster, `embedded/client.py` serves them in this process.
+    `kube/http.py` sends them to a cluster, `embedded/store_client.py` serves them in this process.
 
     Attributes:
         calls: Requests so far.

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune_operator.kube.api_errors import KubeConfigError, UnauthorizedError
 from finetune_operator.kube.credentials import TokenFile
-from finetune_operator.kube.errors import KubeConfigError, UnauthorizedError
 from finetune_operator.kube.kubeconfig import read_login
 from finetune_operator.kube.login import Login
 

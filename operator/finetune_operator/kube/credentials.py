@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from finetune_operator.kube.errors import KubeConfigError
+from finetune_operator.kube.api_errors import KubeConfigError
 from finetune_operator.kube.login import Certificate
 
 _READ_AGAIN_SECONDS = 60.0  # the kubelet renews a token long before the old one ends

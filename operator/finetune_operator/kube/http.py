@@ -9,9 +9,9 @@ from typing import Self
 import aiohttp
 import orjson
 
+from finetune_operator.kube.api_errors import NotLeadingError, UnauthorizedError
 from finetune_operator.kube.client import Call, ClientOptions, KubeClient, error_in, no_answer
 from finetune_operator.kube.config import ClusterAccess, load_access
-from finetune_operator.kube.errors import NotLeadingError, UnauthorizedError
 from finetune_operator.kube.resources import Object
 
 _JSON = "application/json"

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from finetune_operator.kube.api_errors import KubeConfigError
 from finetune_operator.kube.auth_provider import AuthProvider
 from finetune_operator.kube.credentials import ExecCommand, ExecPlugin, TokenFile
-from finetune_operator.kube.errors import KubeConfigError
 from finetune_operator.kube.login import Certificate, Credentials, Fixed, Login
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ssl import SSLContext
 from typing import Protocol
 
-from finetune_operator.kube.errors import KubeConfigError
+from finetune_operator.kube.api_errors import KubeConfigError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from finetune_operator import __version__
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.counts import Counts
-from finetune_operator.metrics.jobs import JobNow, Series
+from finetune_operator.metrics.job_values import JobNow, Series
 from finetune_trainer.config.metrics import Metric, MetricType
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 
 from finetune_operator.backends.base import Attempt, AttemptPhase
 from finetune_operator.errors import TransientError
-from finetune_operator.kube.errors import NotLeadingError
+from finetune_operator.kube.api_errors import NotLeadingError
 from finetune_operator.testing.suite import (
     BackendSuite,
     Harness,

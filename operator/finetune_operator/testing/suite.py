@@ -30,8 +30,8 @@ from finetune_operator.backends.base import (
     Services,
 )
 from finetune_operator.errors import AlreadyOwnedError, NoSuchRankError, TransientError
+from finetune_operator.kube.api_errors import NotLeadingError
 from finetune_operator.kube.cache import Key
-from finetune_operator.kube.errors import NotLeadingError
 from finetune_operator.planner.plan import make_plan
 
 T = TypeVar("T")

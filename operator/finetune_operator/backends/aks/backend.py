@@ -1,7 +1,7 @@
 """The aks backend: an attempt is one Indexed Job in the job's own namespace.
 
-This file only connects the verbs to their modules. Those that send requests are in `live`, whose
-libraries `ftctl render` and `validate` do not import.
+This file only connects the verbs to their modules. Verbs that send requests are in
+`live_attempts`, whose libraries `ftctl render` and `validate` do not import.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.backends.aks import checks
-from finetune_operator.backends.aks.names import BACKEND, AttemptName
-from finetune_operator.backends.aks.profiles import FIELD, AttemptProfiles
+from finetune_operator.backends.aks import pod_checks
+from finetune_operator.backends.aks.attempt_profiles import FIELD, AttemptProfiles
+from finetune_operator.backends.aks.child_names import BACKEND, AttemptName
 from finetune_operator.backends.aks.render import render
 from finetune_operator.backends.aks.watched import WATCHES
 from finetune_operator.backends.aks.written import written
@@ -35,7 +35,7 @@ from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
 
 if TYPE_CHECKING:
-    from finetune_operator.backends.aks.live import LiveAttempts
+    from finetune_operator.backends.aks.live_attempts import LiveAttempts
 
 NAMESPACE_VARIABLE = "FINETUNE_OPERATOR_LEASE_NAMESPACE"
 DEFAULT_NAMESPACE = "finetune-operator"
@@ -72,14 +72,14 @@ class AksBackend(Backend):
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what this backend cannot do, and what the job's profile does not allow."""
-        found = checks.impossible(job)
+        found = pod_checks.impossible(job)
         if any(one.severity is Severity.ERROR for one in found):
             return found
         try:
             profile = self._profiles.of(job)
         except ProfileError as error:
             return [*found, error.problem(FIELD)]
-        return [*found, *checks.forbidden(job, profile)]
+        return [*found, *pod_checks.forbidden(job, profile)]
 
     async def close(self) -> None:
         """Cancel open requests to pods."""
@@ -140,7 +140,7 @@ class AksBackend(Backend):
 
     def _live(self) -> "LiveAttempts":
         if self._attempts is None:
-            from finetune_operator.backends.aks.live import LiveAttempts
+            from finetune_operator.backends.aks.live_attempts import LiveAttempts
             from finetune_operator.backends.aks.progress import ProgressReader
 
             if self._cluster is None:

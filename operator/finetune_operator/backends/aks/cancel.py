@@ -9,11 +9,11 @@ controller takes for its own decision to fail the Job, also if a queue or somebo
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 
+from finetune_operator.backends.aks.child_names import CANCELLED_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import GIVEN_UP, PASSED_DEADLINE_SECONDS, is_ending
-from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.pod_termination import is_alive
-from finetune_operator.kube.errors import ConflictError, InvalidError, NotFoundError
+from finetune_operator.kube.api_errors import ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.labels import GRACE_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS, Object
 

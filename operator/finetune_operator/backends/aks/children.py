@@ -6,12 +6,17 @@ server is asked.
 
 from dataclasses import dataclass
 
-from finetune_operator.backends.aks.names import CONTROLLER_LABEL, AttemptName, child_name, is_owned
+from finetune_operator.backends.aks.child_names import (
+    CONTROLLER_LABEL,
+    AttemptName,
+    child_name,
+    is_owned,
+)
 from finetune_operator.backends.aks.watched import trim_job
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.compact import compact
-from finetune_operator.kube.errors import NotFoundError
 from finetune_operator.kube.resources import JOBS, PODS, Object, Resource
 
 

@@ -7,7 +7,7 @@ were preempted, if it had given the attempt up.
 
 from collections.abc import Sequence
 
-from finetune_operator.backends.aks.names import owner_of
+from finetune_operator.backends.aks.child_names import owner_of
 from finetune_operator.backends.aks.pod_termination import is_alive
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.resources import Object

@@ -9,7 +9,7 @@ and starts again when it is resumed, so that pods would train for a second.
 
 from collections.abc import Sequence
 
-from finetune_operator.backends.aks.names import CANCELLED_ANNOTATION
+from finetune_operator.backends.aks.child_names import CANCELLED_ANNOTATION
 from finetune_operator.backends.aks.pod_termination import condition, is_alive
 from finetune_operator.kube.resources import Object
 

@@ -2,14 +2,14 @@
 
 An annotation of the attempt's batch Job keeps it, as another version of the operator would render
 them differently. It must not give rights to people who may patch only batch Jobs: so the digest in
-the job's status (`profiles`) includes it, and it has no names or namespaces.
+the job's status (`attempt_profiles`) includes it, and it has no names or namespaces.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION, AttemptName, child_name
+from finetune_operator.backends.aks.child_names import CHILDREN_ANNOTATION, AttemptName, child_name
 from finetune_operator.kube.client import merge_patch
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,

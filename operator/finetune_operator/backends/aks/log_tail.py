@@ -7,12 +7,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from finetune_operator.backends.aks.child_names import CONTAINER, LOG_TAIL_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import was_cancelled
-from finetune_operator.backends.aks.names import CONTAINER, LOG_TAIL_ANNOTATION, AttemptName
 from finetune_operator.backends.aks.observe import root_cause_pod
 from finetune_operator.backends.aks.pod_termination import termination_of
-from finetune_operator.kube.errors import ApiError
+from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.resources import JOBS, Object
 from finetune_trainer.config import ExitCode
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, RankZeroName
-from finetune_operator.backends.aks.names import (
+from finetune_operator.backends.aks.child_names import (
     INDEX_LABEL,
     METRICS_PORT_NAME,
     RENDEZVOUS_PORT,

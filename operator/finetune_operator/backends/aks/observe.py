@@ -5,8 +5,8 @@ A gang is pending until every one of its pods runs, and failed as soon as one ha
 
 from collections.abc import Sequence
 
+from finetune_operator.backends.aks.child_names import AttemptName, facts_if_readable
 from finetune_operator.backends.aks.finality import has, makes_no_more, was_cancelled, was_given_up
-from finetune_operator.backends.aks.names import AttemptName, facts_if_readable
 from finetune_operator.backends.aks.pod_termination import (
     PodTermination,
     condition,

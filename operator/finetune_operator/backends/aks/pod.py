@@ -9,14 +9,14 @@ from typing import Any
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.backends.aks import pod_template, scheduling, volumes
-from finetune_operator.backends.aks.init import below_init
-from finetune_operator.backends.aks.names import (
+from finetune_operator.backends.aks.attempt_profiles import aks_of
+from finetune_operator.backends.aks.child_names import (
     CONFIG_ANNOTATION,
     CONTAINER,
     METRICS_PORT_NAME,
     RENDEZVOUS_PORT,
 )
-from finetune_operator.backends.aks.profiles import aks_of
+from finetune_operator.backends.aks.init import below_init
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
 from finetune_trainer.config import ENV_NODE_NAME, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
 

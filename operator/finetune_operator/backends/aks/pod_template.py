@@ -15,10 +15,10 @@ from finetune_operator.api.structural import check_structure
 from finetune_operator.api.v1alpha1.allowances import Allowances
 from finetune_operator.api.v1alpha1.lifecycle import PodTemplate
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
-from finetune_operator.backends.aks.names import CONTAINER, OWNED_PREFIXES
+from finetune_operator.backends.aks.child_names import CONTAINER, OWNED_PREFIXES
 from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.aks.scheduling import node_selector
-from finetune_operator.backends.allowances import fits, refused
+from finetune_operator.backends.allow_rules import fits, refused
 
 Json = dict[str, Any]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune_operator.backends.aks.names import CONTAINER, INDEX_LABEL
+from finetune_operator.backends.aks.child_names import CONTAINER, INDEX_LABEL
 from finetune_operator.backends.root_cause import (
     ended_silently,
     root_cause_order,

@@ -8,9 +8,9 @@ has orphaned it on purpose. So the job waits, with a message that says what to d
 from collections.abc import Sequence
 
 from finetune_operator.backends.aks.cancel import end
+from finetune_operator.backends.aks.child_names import AttemptName, owner_of
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.finality import has_decided
-from finetune_operator.backends.aks.names import AttemptName, owner_of
 from finetune_operator.backends.aks.pod_termination import is_alive
 from finetune_operator.errors import AlreadyOwnedError, NotCreatedError
 from finetune_operator.kube.cache import Key

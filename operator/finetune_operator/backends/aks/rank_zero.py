@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune_operator.backends.aks.child_names import AttemptName, child_name, owner_of
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.names import AttemptName, child_name, owner_of
 from finetune_operator.backends.aks.network import rank_zero_slice
 from finetune_operator.backends.aks.pod_termination import index_of, is_alive
 from finetune_operator.backends.aks.reasons import AksReason
 from finetune_operator.backends.aks.submit import create_or_adopt
 from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.errors import BackendError
+from finetune_operator.kube.api_errors import ApiError, ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.compact import expand
-from finetune_operator.kube.errors import ApiError, ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.labels import JOB_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import ENDPOINT_SLICES, Object
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from finetune_operator.backends.aks.names import QUEUE_LABEL
+from finetune_operator.backends.aks.child_names import QUEUE_LABEL
 from finetune_operator.backends.aks.pod_termination import condition, container_state, index_of
 from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.kube.resources import Object

@@ -9,12 +9,12 @@ from typing import Any
 from finetune_operator.api.v1alpha1 import API_VERSION, KIND
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import RankZeroName
-from finetune_operator.backends.aks import names, network, volumes
+from finetune_operator.backends.aks import child_names, network, volumes
+from finetune_operator.backends.aks.attempt_profiles import Snapshot
+from finetune_operator.backends.aks.child_names import AttemptFacts, AttemptName, child_name
 from finetune_operator.backends.aks.kept import to_annotation
-from finetune_operator.backends.aks.names import AttemptFacts, AttemptName, child_name
 from finetune_operator.backends.aks.pod import PodInputs, pod
 from finetune_operator.backends.aks.pod_template import requested_cpu
-from finetune_operator.backends.aks.profiles import Snapshot
 from finetune_operator.backends.aks.quantity import amount
 from finetune_operator.backends.base import Attempt, Request
 from finetune_operator.errors import BackendError
@@ -53,7 +53,7 @@ def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespac
         kept.append(network.rank_zero_slice(once, once["name"], name.host, ""))
     objects.append(_batch_job(plan, profile, name, to_annotation(kept)))
     return Request(
-        backend=names.BACKEND,
+        backend=child_names.BACKEND,
         job_uid=job.metadata.uid,
         attempt=attempt.number,
         name=str(name),
@@ -91,17 +91,17 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName, children: str) 
     metadata = _metadata(job, name.batch_job, name.number)
     labels = dict(metadata["labels"])  # without the queue's, which only the batch Job has
     if spec.queue is not None:
-        metadata["labels"] |= {names.QUEUE_LABEL: spec.queue.name}
+        metadata["labels"] |= {child_names.QUEUE_LABEL: spec.queue.name}
         if spec.queue.priority_class is not None:
             priority = spec.queue.priority_class
             metadata["labels"] |= {"kueue.x-k8s.io/priority-class": priority}
     places = _places(plan, profile)
     metadata["annotations"] = {
-        names.FACTS_ANNOTATION: _facts(plan, profile, places).model_dump_json(by_alias=True),
-        names.PROFILE_ANNOTATION: profile.to_annotation(),
+        child_names.FACTS_ANNOTATION: _facts(plan, profile, places).model_dump_json(by_alias=True),
+        child_names.PROFILE_ANNOTATION: profile.to_annotation(),
     }
     if children:
-        metadata["annotations"][names.CHILDREN_ANNOTATION] = children
+        metadata["annotations"][child_names.CHILDREN_ANNOTATION] = children
     host = network.rendezvous_host(name, child_name(name.job)) if plan.nodes > 1 else ""
     config = _config(plan, name, places)
     return {

@@ -8,14 +8,14 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from finetune_operator.backends.aks.attempt_profiles import digest_of
+from finetune_operator.backends.aks.child_names import AttemptName, is_owned, owner_of
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.names import AttemptName, is_owned, owner_of
 from finetune_operator.backends.aks.predecessors import make_way
-from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.backends.base import Handle, Request
 from finetune_operator.errors import AlreadyOwnedError, NotCreatedError
+from finetune_operator.kube.api_errors import AlreadyExistsError, ConflictError, NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import AlreadyExistsError, ConflictError, NotFoundError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     JOBS,

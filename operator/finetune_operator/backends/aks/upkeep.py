@@ -10,14 +10,14 @@ import logging
 from dataclasses import dataclass, field
 
 from finetune_operator.backends.aks import kept
+from finetune_operator.backends.aks.attempt_profiles import digest_of, kept_texts
+from finetune_operator.backends.aks.child_names import AttemptName, child_name, owner_of
 from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.names import AttemptName, child_name, owner_of
-from finetune_operator.backends.aks.profiles import digest_of, kept_texts
 from finetune_operator.backends.aks.submit import in_the_way
 from finetune_operator.errors import AlreadyOwnedError, BackendError
+from finetune_operator.kube.api_errors import ApiError, NotFoundError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.compact import expand
-from finetune_operator.kube.errors import ApiError, NotFoundError
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
 

@@ -124,7 +124,7 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
     """Return every place as a rank sees it.
 
     Raises:
-        BadUriError: a URI that `checks` would have refused.
+        BadUriError: a URI that `pod_checks` would have refused.
     """
     spec = job.spec
     checkpoints = PurePosixPath(_folder(spec.checkpoint.uri, "checkpoints", profile))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from finetune_operator.backends.aks.reasons import from_events
 from finetune_operator.backends.base import Obstacle
+from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.errors import ApiError
 from finetune_operator.kube.resources import EVENTS, Object
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,8 @@ from typing import ClassVar
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.backends.azureml import checks, names
-from finetune_operator.backends.azureml.client import Azure, Workspace
+from finetune_operator.backends.azureml import compute_checks, names
 from finetune_operator.backends.azureml.computes import Computes
-from finetune_operator.backends.azureml.logs import read_log
 from finetune_operator.backends.azureml.look import Looks
 from finetune_operator.backends.azureml.names import (
     BACKEND,
@@ -26,8 +24,10 @@ from finetune_operator.backends.azureml.names import (
 )
 from finetune_operator.backends.azureml.places import OUTPUT, written
 from finetune_operator.backends.azureml.render import render
+from finetune_operator.backends.azureml.run_logs import read_log
 from finetune_operator.backends.azureml.runs import COMPLETED
 from finetune_operator.backends.azureml.submit import Stops, handle_of, is_own, look_now, submit
+from finetune_operator.backends.azureml.workspace_client import Azure, Workspace
 from finetune_operator.backends.base import (
     Attempt,
     AttemptPhase,
@@ -100,18 +100,18 @@ class AzureMLBackend(Backend):
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what this backend cannot do, and what the job's profile does not allow."""
-        found = checks.impossible(job)
+        found = compute_checks.impossible(job)
         if found:
             return found
         try:
             profile = profile_of(job, self._profiles)
         except ProfileError as error:
             return [error.problem(PROFILE_FIELD)]
-        return checks.forbidden(job, profile)
+        return compute_checks.forbidden(job, profile)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List what is missing here, and what Azure says that the job cannot have."""
-        missing, loop = checks.missing_library(), self._loop
+        missing, loop = compute_checks.missing_library(), self._loop
         if missing or loop is None:  # nobody may ask Azure before the start
             return missing
         return asyncio.run_coroutine_threadsafe(self._ask_azure(job), loop).result()

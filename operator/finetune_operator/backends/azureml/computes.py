@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.answers import Answers
-from finetune_operator.backends.azureml.checks import (
+from finetune_operator.backends.azureml.compute_checks import (
     Compute,
     on_cluster,
     on_kubernetes,
     on_serverless,
 )
-from finetune_operator.backends.azureml.client import Workspace
 from finetune_operator.backends.azureml.names import FIELD, PROFILE_FIELD, JobProfile
 from finetune_operator.backends.azureml.sdk import RefusedError, Sdk
+from finetune_operator.backends.azureml.workspace_client import Workspace
 from finetune_operator.backends.budget import Priority
 from finetune_operator.errors import TransientError
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from finetune_operator.backends.azureml import states
-from finetune_operator.backends.azureml.client import RawJob, Workspace
-from finetune_operator.backends.azureml.logs import read_end
 from finetune_operator.backends.azureml.names import UID_TAG
+from finetune_operator.backends.azureml.run_logs import read_end
 from finetune_operator.backends.azureml.runs import GONE, Seen, see_job, see_run, seen_of
 from finetune_operator.backends.azureml.states import Look
+from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef, Effect, Observation, Obstacle, Services
 from finetune_operator.backends.budget import Priority
 from finetune_operator.backends.silence import Silences

@@ -147,7 +147,7 @@ def outputs_of(job: FineTuneJob, datastore: str) -> dict[str, str]:
 
 
 def places_of(job: FineTuneJob, datastore: str) -> Places:
-    """Return what is mounted for a job whose URIs `checks` has found good."""
+    """Return what is mounted for a job whose URIs `compute_checks` has found good."""
     inputs: dict[str, Input] = {}
     mounted: dict[str, str] = {}
     names: dict[str, str] = {}

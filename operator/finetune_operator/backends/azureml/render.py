@@ -1,7 +1,7 @@
 """Turn a plan and a profile into one Azure ML command job, as `az ml job create -f` takes it. Pure.
 
-`AzureMLBackend.render` and with it `ftctl render` call it; `checks` asks it how long the trainer's
-configuration becomes.
+Called by `AzureMLBackend.render` and so by `ftctl render`; `compute_checks` calls it to measure
+the length of the trainer's configuration.
 """
 
 from typing import Any

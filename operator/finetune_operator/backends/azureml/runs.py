@@ -12,19 +12,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from finetune_operator.backends.azureml.client import RawJob, Workspace
 from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report, report_of
 from finetune_operator.backends.azureml.places import CHECKPOINTS
+from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.budget import Priority
 from finetune_operator.backends.root_cause import PERMANENT, ended_silently, root_cause
 from finetune_operator.errors import BackendError
-from finetune_trainer.config import (
-    ContractModel,
-    ExitCode,
-    FailureClass,
-    Termination,
-)
+from finetune_trainer.config import ContractModel, ExitCode, FailureClass, Termination
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The Azure SDK as `client` uses it in threads: who asks, how requests are sent, what errors mean.
+"""Credentials, transport and error mapping of the Azure SDK, used by `workspace_client` in threads.
 
 It imports the SDK on first use, as that takes a second and 100 MB.
 """

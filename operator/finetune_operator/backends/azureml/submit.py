@@ -10,10 +10,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from finetune_operator.backends.azureml import names
-from finetune_operator.backends.azureml.client import RawJob, Workspace
 from finetune_operator.backends.azureml.runs import see_run, seen_of
 from finetune_operator.backends.azureml.sdk import RefusedError
 from finetune_operator.backends.azureml.states import Look, look_after
+from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef, Handle
 from finetune_operator.backends.budget import Priority
 from finetune_operator.errors import AlreadyOwnedError, TransientError

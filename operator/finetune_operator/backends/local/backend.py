@@ -29,10 +29,10 @@ from finetune_operator.backends.base import (
     Request,
     Written,
 )
-from finetune_operator.backends.local import checks, layout, overlaps, proc, records, watch
+from finetune_operator.backends.local import layout, machine_checks, nodes, overlaps, proc, records
 from finetune_operator.backends.local.environment import ENV_MARK, mark, passed_on
 from finetune_operator.backends.local.layout import BACKEND, AttemptFolder, Folders
-from finetune_operator.backends.local.logs import read_log
+from finetune_operator.backends.local.rank_logs import read_log
 from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
 from finetune_operator.backends.local.render import attempt_uid, render
 from finetune_operator.backends.local.start import start
@@ -70,7 +70,7 @@ class LocalBackend(Backend):
         *,
         command: Sequence[str] = TRAINER,
         cores: int | None = None,
-        gpus: Callable[[], int] = checks.installed_gpus,
+        gpus: Callable[[], int] = machine_checks.installed_gpus,
     ) -> None:
         self._context = context
         self._command = tuple(command)
@@ -85,13 +85,13 @@ class LocalBackend(Backend):
         """List the places named by the job that cannot be on this machine."""
         if self._context.cluster is not None:
             return [Problem("spec.backend.type", _IN_A_CLUSTER)]
-        return checks.unsupported(job, self._context.manifest_dir)
+        return machine_checks.unsupported(job, self._context.manifest_dir)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List missing inputs, folders that cannot be written, and missing GPUs and libraries."""
         base, environ = self._context.manifest_dir, self._context.environ
-        found = checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
-        return [*(checks.missing_libraries() if self._command == TRAINER else ()), *found]
+        found = machine_checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
+        return [*(machine_checks.missing_libraries() if self._command == TRAINER else ()), *found]
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the run directory, and the folders that the job names."""
@@ -119,7 +119,7 @@ class LocalBackend(Backend):
         """Observe the attempt's processes and files, and carry out a kill that is overdue."""
         folder = self._folder(ref)
         with _usable(folder):
-            return watch.observation_of(folder, ref.handle, self._now())
+            return nodes.observation_of(folder, ref.handle, self._now())
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         """Send SIGTERM once; a later call can only bring the kill forward."""
@@ -131,13 +131,13 @@ class LocalBackend(Backend):
     async def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
         """Yield one rank's events as lines, or its node's output where it has none."""
         folder, handle = self._folder(ref), ref.handle
-        record = watch.owned(folder, handle)
+        record = nodes.owned(folder, handle)
         if record is None:
             yield f"{folder.path} does not hold attempt {handle.uid} any more"
             return
 
         def is_over() -> bool:
-            return watch.observation_of(folder, handle, self._now()).all_gone
+            return nodes.observation_of(folder, handle, self._now()).all_gone
 
         async for line in read_log(folder, record, rank, is_over if follow else None):
             yield line
@@ -146,7 +146,7 @@ class LocalBackend(Backend):
     async def collect(self, ref: AttemptRef) -> Sequence[str]:
         """Return the exported folders that exist, as `file://` URIs."""
         folder = self._folder(ref)
-        record = watch.owned(folder, ref.handle)
+        record = nodes.owned(folder, ref.handle)
         if record is None:
             return ()
         named: list[str] = []
@@ -164,7 +164,7 @@ class LocalBackend(Backend):
 
 
 def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) -> None:
-    record = watch.owned(folder, handle)
+    record = nodes.owned(folder, handle)
     if record is None:
         for process in proc.marked(ENV_MARK, mark(handle.uid)):
             process.send(signal.SIGKILL)  # its folder is gone, so no checkpoint can be kept
@@ -172,11 +172,11 @@ def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) 
     there = records.read(folder.cancel, CancelRecord)
     if there is None:
         # Signalled before it is written down: after a crash between the two, once more.
-        watch.send(record, watch.observe_nodes(folder, record), signal.SIGTERM)
+        nodes.send(record, nodes.observe_nodes(folder, record), signal.SIGTERM)
     if there is None or deadline < there.deadline:
         wish = CancelRecord(deadline=deadline, grace_seconds=max(0.0, round(deadline - now)))
         records.write(folder.cancel, wish)
-    watch.enforce(folder, record, now)
+    nodes.enforce(folder, record, now)
 
 
 @contextmanager

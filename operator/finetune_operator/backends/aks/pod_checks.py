@@ -12,12 +12,12 @@ from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import Rdma
-from finetune_operator.backends import allowances
+from finetune_operator.backends import allow_rules
 from finetune_operator.backends.aks import pod_template, scheduling, volumes
-from finetune_operator.backends.aks.names import RENDEZVOUS_PORT
-from finetune_operator.backends.aks.profiles import FIELD, Snapshot, aks_of
+from finetune_operator.backends.aks.attempt_profiles import FIELD, Snapshot, aks_of
+from finetune_operator.backends.aks.child_names import RENDEZVOUS_PORT
 from finetune_operator.backends.aks.volumes import CLAIM, BadUriError
-from finetune_operator.backends.allowances import refused
+from finetune_operator.backends.allow_rules import refused
 from finetune_operator.planner import uris
 
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -31,7 +31,7 @@ def impossible(job: FineTuneJob) -> list[Problem]:
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
     """Return what this profile does not allow or offer."""
     return [
-        *allowances.forbidden(job, FIELD, profile.name, profile.spec.allow),
+        *allow_rules.forbidden(job, FIELD, profile.name, profile.spec.allow),
         *_names(job, profile.spec),
         *_kept(job, profile),
         *_queue(job, profile.spec),

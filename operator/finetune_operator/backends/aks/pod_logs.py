@@ -2,12 +2,12 @@
 
 from collections.abc import AsyncIterator
 
+from finetune_operator.backends.aks.child_names import CONTAINER, AttemptName, facts_of
 from finetune_operator.backends.aks.children import Children
 from finetune_operator.backends.aks.log_tail import kept_tail
-from finetune_operator.backends.aks.names import CONTAINER, AttemptName, facts_of
 from finetune_operator.backends.aks.pod_termination import index_of
 from finetune_operator.errors import NoSuchRankError
-from finetune_operator.kube.errors import InvalidError, NotFoundError
+from finetune_operator.kube.api_errors import InvalidError, NotFoundError
 from finetune_operator.kube.resources import Object
 
 TAIL_LINES = 1000

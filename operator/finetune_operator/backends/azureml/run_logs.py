@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
-from finetune_operator.backends.azureml.client import Workspace
 from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report, report_of
 from finetune_operator.backends.azureml.runs import RunEnd
 from finetune_operator.backends.azureml.states import row_of
+from finetune_operator.backends.azureml.workspace_client import Workspace
 from finetune_operator.backends.base import AttemptRef
 from finetune_operator.backends.budget import Priority
 from finetune_operator.backends.ranks import node_of

@@ -17,7 +17,11 @@ from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import AksSpec
-from finetune_operator.backends.aks.names import CHILDREN_ANNOTATION, PROFILE_ANNOTATION, owner_of
+from finetune_operator.backends.aks.child_names import (
+    CHILDREN_ANNOTATION,
+    PROFILE_ANNOTATION,
+    owner_of,
+)
 from finetune_operator.backends.profiles import USED_BY_AZUREML, ProfileError, Profiles
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import JOBS, Object

@@ -14,8 +14,8 @@ from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.unbuilt import check_fields, only, unset
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.topology import Capacity
-from finetune_operator.backends import allowances
-from finetune_operator.backends.allowances import refused
+from finetune_operator.backends import allow_rules
+from finetune_operator.backends.allow_rules import refused
 from finetune_operator.backends.azureml import places
 from finetune_operator.backends.azureml.names import FIELD, PROFILE_FIELD, JobProfile, azureml_of
 from finetune_operator.backends.azureml.places import BadUriError
@@ -89,7 +89,7 @@ def impossible(job: FineTuneJob) -> list[Problem]:
 def forbidden(job: FineTuneJob, profile: JobProfile) -> list[Problem]:
     """Return what this profile does not allow or offer."""
     return [
-        *allowances.forbidden(job, PROFILE_FIELD, profile.name, profile.spec.allow),
+        *allow_rules.forbidden(job, PROFILE_FIELD, profile.name, profile.spec.allow),
         *_compute(job, profile),
         *_names(job, profile),
         *_datastores(job, profile),

@@ -9,20 +9,20 @@ from dataclasses import replace
 from datetime import datetime
 
 from finetune_operator.backends.aks import kept, observe, rank_zero, volumes
+from finetune_operator.backends.aks.attempt_profiles import digest_of
 from finetune_operator.backends.aks.cancel import Canceller
-from finetune_operator.backends.aks.children import Children
-from finetune_operator.backends.aks.ended_pods import EndedPods
-from finetune_operator.backends.aks.log_tail import LogTails
-from finetune_operator.backends.aks.logs import read_log
-from finetune_operator.backends.aks.names import (
+from finetune_operator.backends.aks.child_names import (
     AttemptFacts,
     AttemptName,
     facts_of,
     is_owned,
     owner_of,
 )
+from finetune_operator.backends.aks.children import Children
+from finetune_operator.backends.aks.ended_pods import EndedPods
+from finetune_operator.backends.aks.log_tail import LogTails
+from finetune_operator.backends.aks.pod_logs import read_log
 from finetune_operator.backends.aks.predecessors import end_earlier, make_way
-from finetune_operator.backends.aks.profiles import digest_of
 from finetune_operator.backends.aks.progress import ProgressReader
 from finetune_operator.backends.aks.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.aks.reasons import may_be_explained_by_events

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 
 import orjson
 
+from finetune_operator.embedded.api_requests import VERBS, ApiRequest, parse_request
 from finetune_operator.embedded.patches import MERGE
 from finetune_operator.embedded.status_errors import StatusError
 from finetune_operator.embedded.store import Store
-from finetune_operator.embedded.verbs import VERBS, ApiRequest, parse_request
 from finetune_operator.embedded.watching import Watch
+from finetune_operator.kube.api_errors import error_of
 from finetune_operator.kube.client import Call, KubeClient
-from finetune_operator.kube.errors import error_of
 from finetune_operator.kube.resources import Object
 
 
