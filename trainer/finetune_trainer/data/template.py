@@ -11,7 +11,6 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
-from finetune_trainer.data.beginnings import Beginnings, instrument, render_beginnings
 from finetune_trainer.data.formats import Message
 from finetune_trainer.errors import ConfigError, DataError
 
@@ -42,7 +41,6 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._dated: dict[str, str] = {}
-        self._instrumented: dict[str, Any] = {}
         added = tokenizer.added_tokens_decoder.values()
         special = {str(one) for one in added if one.special} | set(tokenizer.all_special_tokens)
         plain = {str(one) for one in added} - special
@@ -67,52 +65,6 @@ class ChatTemplate:
         text, _ = self._render(messages, tools, where, add_generation_prompt=add_generation_prompt)
         return text
 
-    def beginnings(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        counts: Iterable[int],
-        others: Mapping[int, Message],
-        *,
-        add_generation_prompt: bool,
-    ) -> Beginnings | None:
-        """Render many beginnings of a conversation at once; None where that cannot be done.
-
-        `counts` says of how many messages each, and `others` what takes the place of the last one
-        of a further beginning. What is not proven to be the same as rendered by itself is missing.
-        """
-        source = self._source(bool(tools))
-        try:
-            from transformers.utils.chat_template_utils import (
-                _alias_reasoning_fields,
-                _compile_jinja_template,
-                _plain_template_data,
-            )
-
-            if source not in self._instrumented:
-                environment = _compile_jinja_template(source).environment
-                self._instrumented[source] = instrument(environment, source)
-            template = self._instrumented[source]
-            if template is None:
-                return None
-            plain = _alias_reasoning_fields(_plain_template_data(list(messages)))
-            replaced = _alias_reasoning_fields(_plain_template_data(list(others.values())))
-            return render_beginnings(
-                template,
-                plain,
-                counts=frozenset(counts),
-                others=dict(zip(others, replaced, strict=True)),
-                variables={
-                    **_plain_template_data(self._tokenizer.special_tokens_map),
-                    "tools": _plain_template_data(list(tools) or None),
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                },
-                is_marked=bool(GENERATION_MARK.search(source)),
-            )
-        except Exception:  # whatever it is, rendering each beginning by itself meets it, and tells
-            return None
-
     def generation_marks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], where: str
     ) -> list[Span] | None:
@@ -121,14 +73,10 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation.
         """
-        if not self.has_generation_marks(bool(tools)):
+        if not GENERATION_MARK.search(self._source(bool(tools))):
             return None
         _, marks = self._render(messages, tools, where, return_assistant_tokens_mask=True)
         return marks
-
-    def has_generation_marks(self, has_tools: bool) -> bool:
-        """Whether the template says itself what is learned."""
-        return GENERATION_MARK.search(self._source(has_tools)) is not None
 
     def stop_after(self, tail: str) -> int | None:
         """Return where the stop token ends that `tail` begins with, white space aside."""

@@ -7,10 +7,8 @@ docs/decisions/0050-what-is-learned.md.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from finetune_trainer.data.beginnings import Beginnings
 from finetune_trainer.data.formats import Conversation, Message
 from finetune_trainer.data.marking import THOUGHTS, legible, mark_turn, without_marks
 from finetune_trainer.data.special import (
@@ -69,7 +67,6 @@ def learned_rows(
             or drops or changes what a turn says.
     """
     finder = _Finder(template, control, conversation, where)
-    finder.render_at_once(conversation.learned)
     rows: list[Rendered] = []
     for found in reversed([finder.find(turn) for turn in conversation.learned]):
         said = found.text[: found.end]
@@ -119,33 +116,8 @@ class _Finder:
                     f"{where}: {error}, so it cannot be distinguished from text; "
                     "set spec.dataset.allowSpecialTokens, or delete the row"
                 ) from error
-        self._texts = self._prompts = Beginnings()
         if self._tools:
             self._refuse_unseen_tools()
-
-    def render_at_once(self, learned: tuple[int, ...]) -> None:
-        """Render what the turns need in two passes, without a prompt and with one.
-
-        Kept is what the template is proven to make of each beginning, if it also makes the whole
-        conversation as it does by itself. A row that writes out special tokens needs more.
-        """
-        if len(learned) < 2 or self.is_shielded:
-            return
-        marked = {turn: mark_turn(self._messages[turn]).message for turn in learned}
-        beginnings = partial(self._template.beginnings, self._messages, self._tools)
-        after = {turn + 1 for turn in learned} | {len(self._messages)}
-        texts = beginnings(after, marked, add_generation_prompt=False)
-        prompts = beginnings(learned, {}, add_generation_prompt=True)
-        if texts and prompts and texts.whole == self.render(self._messages):
-            self._texts, self._prompts = texts, prompts
-
-    def _beginning(self, count: int, *, add_generation_prompt: bool = False) -> str:
-        """Return what the template makes of the first messages."""
-        known = self._prompts if add_generation_prompt else self._texts
-        text = known.text(count)
-        if text is not None:
-            return text
-        return self.render(self._messages[:count], add_generation_prompt=add_generation_prompt)
 
     def render(self, messages: tuple[Message, ...], *, add_generation_prompt: bool = False) -> str:
         """Render messages; broken special tokens must not have changed what the template does."""
@@ -170,9 +142,9 @@ class _Finder:
         """Place one learned turn."""
         where = f"{self._where}: turn {turn + 1}"
         before = self._messages[:turn]
-        text = self._beginning(turn + 1)
+        text = self.render(self._messages[: turn + 1])
         try:
-            prompt = self._beginning(turn, add_generation_prompt=True)
+            prompt = self.render(before, add_generation_prompt=True)
         except DataError as error:
             if before:
                 raise
@@ -229,11 +201,10 @@ class _Finder:
         """
         said = self._messages[turn]
         marked, mark_of, marks_of_calls = mark_turn(said)
-        shown = self._texts.other(turn)
-        if shown is None:
-            shown = self._template.render((*self._messages[:turn], marked), self._tools, where)
         every = [*mark_of.values(), *marks_of_calls]
-        shown = legible(shown, every)
+        shown = legible(
+            self._template.render((*self._messages[:turn], marked), self._tools, where), every
+        )
         if any(mark not in shown for mark in marks_of_calls):
             raise DataError(_left_out(self._where, "tool_calls"))
         for name, mark in mark_of.items():
@@ -278,11 +249,9 @@ class _Finder:
         all the same, as inference has to produce it.
         """
         messages = self._messages[: turn + 1]
-        if not self._template.has_generation_marks(bool(self._tools)):
-            return
-        marks = self._texts.marks(turn + 1)
+        marks = self._template.generation_marks(messages, self._tools, self._where)
         if marks is None:
-            marks = self._template.generation_marks(messages, self._tools, self._where) or []
+            return
         start, end = learned
         own = [(first, last) for first, last in marks if last > start]
         said_start = None
