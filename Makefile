@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-dev bench-silent bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -189,14 +189,6 @@ KUBE_KIT ?= $(patsubst %/up,%,$(firstword $(wildcard ../*/kube/up)))
 bench-operator: install  ## Measure the operator beside plain batch Jobs (22 min; KUBE_KIT=FOLDER)
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_operator.py \
 	  $(if $(KUBE_KIT),--kit $(KUBE_KIT)) $(BENCH_ARGS)
-
-# Compares speeds, too.
-bench-dev: install quickstart-assets  ## Measure what `ftctl dev` adds to a bare run (5 min)
-	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/benchmarks/dev_share.py $(BENCH_ARGS)
-
-# Compares speeds, too. A real API server shares no process with the client: BENCH_ARGS="--kubeconfig FILE".
-bench-silent: install  ## Measure other jobs while the service of a backend is silent (7 min)
-	PYTHONPATH=tests:$(PLUGIN) $(BIN)/python tests/benchmarks/silent_backend.py $(BENCH_ARGS)
 
 # Compares speeds, too, in its second half.
 bench-azureml: install  ## Measure 500 jobs in the request budget of an Azure ML workspace (25 min)

@@ -21,17 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import loop_lag
 from bench_cluster import peak_mib
 from measured import FOLDER, Limit, commit, figures_table, machine, spread
-from silent_backend import Run, figures, in_pairs, namespace, p99
+from silent_workspace import (
+    HASTE,
+    TIMEOUT,
+    UNDER_WAY,
+    BesideAzure,
+    figures,
+    in_pairs,
+    namespace,
+)
 
 from azureml_cases import profile
 from azureml_service import ServiceClient, running_service
 from azureml_service.answers import Record
 from builders import manifest
 from clusters import embedded_cluster
-from finetune_operator.backends.azureml.workspace_client import REQUESTS_PER_SECOND
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
@@ -41,15 +47,9 @@ Result = dict[str, Any]
 
 BUDGET = 2.0
 """Requests a second that an operator sends to a workspace, unless it is told otherwise."""
-HASTE = {REQUESTS_PER_SECOND: "50"}
-"""For what is not measured: with the budget, 500 submissions take eight minutes."""
 WINDOW_SECONDS = 10.0
 PROBES = 10
-TIMEOUT = 300.0
-EVERYTHING = "*"
 
-_RUNS = ("Starting", "Running")
-"""Nothing reports steps here, so that a job is never told to train."""
 _CHECKS = ("compute.get", "environment.get", "sizes.list")
 _CREATES, _ENDS = ("job.put",), ("mlflow.runs.set-tag", "job.cancel")
 _NOT_BUDGETED = ("token", "discovery.get", "log.get")
@@ -100,7 +100,7 @@ def main() -> None:
         pairs = asyncio.run(measure_pairs(options, kubeconfig, service, folder))
     measured = {
         **load,
-        **figures(pairs, ("status", "loop_lag")),
+        **figures(pairs),
         "pairs": pairs,
         "jobs": options.jobs,
         "seconds": options.seconds,
@@ -147,7 +147,7 @@ async def measure_pairs(
 
     async def run(client: KubeClient, name: str, is_silent: bool) -> Result:
         one = BesideAzure(client, name, options.others, options.silence / 2)
-        return await one.measure_beside(kubeconfig, folder / f"{name}.json", service, is_silent)
+        return await one.measure(kubeconfig, folder / f"{name}.json", service, is_silent)
 
     return await in_pairs(options.pairs, kubeconfig, run)
 
@@ -258,7 +258,7 @@ class Crowd:
 
     async def _until_running(self, names: Sequence[str]) -> None:
         async with asyncio.timeout(TIMEOUT):
-            while any(phase_of(one) not in _RUNS for one in (await self._listed()).values()):
+            while any(phase_of(one) not in UNDER_WAY for one in (await self._listed()).values()):
                 await asyncio.sleep(1.0)
         assert len(await self._listed()) == len(names)
 
@@ -276,52 +276,6 @@ class Crowd:
             yield process
         finally:
             await asyncio.to_thread(process.end)
-
-
-class BesideAzure(Run):
-    """A run whose other backend is Azure ML.
-
-    Attributes:
-        silent: Names of its jobs.
-    """
-
-    silent: Sequence[str] = ()
-
-    async def measure_beside(
-        self, kubeconfig: str, lags: Path, service: ServiceClient, is_silent: bool
-    ) -> Result:
-        """Return the 99th percentiles beside jobs of a silent workspace, or without them."""
-        environ = {**service.environ(), **HASTE, loop_lag.ENV_FILE: str(lags)}
-        async with self._watching():
-            operator = OperatorProcess(
-                kubeconfig,
-                self.namespace,
-                source=Path(__file__).parent,
-                environ=environ,
-                backends="configmap=loop_lag:ProbedBackend",
-            )
-            try:
-                await asyncio.to_thread(operator.wait_for, "synced")
-                silent = self.silent = [f"silent-{one}" for one in range(self.jobs * is_silent)]
-                await asyncio.gather(*(self._apply(name, "azureml") for name in silent))
-                await self._until(self.told, silent)
-                await self._apply("warm-up")
-                await self._until(self.created, ["warm-up"])
-                service.fault(EVERYTHING, delay=float("inf"))
-                began = asyncio.get_running_loop().time()
-                await self._each(self._apply, self.created)
-                reports = await self._each(self._play, self.told)
-                ended = asyncio.get_running_loop().time()
-            finally:
-                await asyncio.to_thread(operator.end)
-                service.clear_faults()
-        late = [lag for due, lag in json.loads(lags.read_text()) if began <= due <= ended]
-        return {"status": p99(reports), "loop_lag": p99(late)}
-
-    def _note_job(self, kind: str, made: Object, now: float) -> None:
-        name, phases = made["metadata"]["name"], ("Running",)
-        if made.get("status") and phase_of(made) in (_RUNS if name in self.silent else phases):
-            self.told.setdefault(name, now)
 
 
 def attempt_of(job: Object) -> str:

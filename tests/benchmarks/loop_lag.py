@@ -1,6 +1,6 @@
 """A backend plugin that measures how late the event loop of the operator's process is.
 
-`silent_backend.py` has the operator load it in place of the ConfigMap backend of the tests.
+`silent_workspace.py` has the operator load it in place of the ConfigMap backend of the tests.
 """
 
 import asyncio

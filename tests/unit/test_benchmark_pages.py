@@ -5,11 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import azureml_load
-import dev_share
 import gpu_page
 import metrics_cost
 import pytest
-import silent_backend
 import times_by_file
 from measured import FOLDER
 from operator_page import LIMITS, page
@@ -29,8 +27,6 @@ def row(text: str, name: str) -> list[str]:
     ("name", "render"),
     [
         ("operator", page),
-        ("dev", dev_share.page),
-        ("silent-backend", silent_backend.page),
         ("azureml", azureml_load.page),
         ("metrics", metrics_cost.page),
         ("gpu", gpu_page.page),

@@ -90,7 +90,7 @@ def tokenizer(template: str, special: list[str], added: list[str], **named: Any)
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [tuple(merge.split(" ")) for merge in MERGES]
+    merges = [(left, right) for left, right in map(str.split, MERGES)]
     words = [*letters, *("".join(merge) for merge in merges)]
     model = models.BPE({word: at for at, word in enumerate(words)}, merges)
     backend = Tokenizer(model)
