@@ -232,6 +232,10 @@ class FakeApi(KubeClient):
         """Make every resourceVersion so far too old to watch from."""
         self.oldest_version = self._version
 
+    def load(self, resource: Resource, stored: Object) -> None:
+        """Store an object of another cluster with its status and uid."""
+        self._leave("", resource, "ADDED", copied(stored))
+
     def remove(self, resource: Resource, name: str, namespace: str) -> None:
         """Take an object away, as somebody else would."""
         self._leave("", resource, "DELETED", self._found(resource, name, namespace))

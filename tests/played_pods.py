@@ -45,8 +45,8 @@ class ProgressServer:
     unread: int = 0
 
     @asynccontextmanager
-    async def serving(self, address: str) -> AsyncIterator["ProgressServer"]:
-        server = await asyncio.start_server(self._answer, address, 0)
+    async def serving(self, address: str, port: int = 0) -> AsyncIterator["ProgressServer"]:
+        server = await asyncio.start_server(self._answer, address, port)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self
