@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from finetune_trainer.checkpoint.shards import read_shards
 from finetune_trainer.config import Termination, TrainConfig
 from finetune_trainer.control import leave
-from finetune_trainer.launch.report import RankReport
+from finetune_trainer.launch.rank_report import RankReport
 from finetune_trainer.launch.worker import run_rank
 from launches import free_port
 from warm_processes import Forks, beside_deepspeed, forkserver

@@ -5,7 +5,7 @@ Arguments: NAME=PATH... STAND_IN.
 
 import sys
 
-from finetune_trainer.launch.azureml.main import main
+from finetune_trainer.launch.azureml.entry import main
 
 if __name__ == "__main__":
     main(sys.argv[1:-1], entry=f"rank_entries:{sys.argv[-1]}")

@@ -22,7 +22,7 @@ from finetune_trainer.gpu import CudaClock, find_gpu, free_memory
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.dump import Recorded, read_dump
-from finetune_trainer.telemetry.collectives.recorder import recorder_of_nccl, turn_timing_on
+from finetune_trainer.telemetry.collectives.flight_recorder import recorder_of_nccl, turn_timing_on
 from finetune_trainer.telemetry.node.gpus import Gpus
 from finetune_trainer.world import World
 from launches import until

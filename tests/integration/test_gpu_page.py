@@ -14,7 +14,7 @@ from finetune_trainer.config import Progress, TelemetryConfig, gpu_metrics
 from finetune_trainer.config.metrics import combinations
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.telemetry.node.gpus import Gpus
-from finetune_trainer.telemetry.node.start import node_page
+from finetune_trainer.telemetry.node.start_page import node_page
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from launches import is_alive, train_config, until
 from node_pages import ask, free_ports, page_processes, scrape

@@ -19,7 +19,7 @@ import pytest
 
 from finetune_trainer.config import Phase, Progress, TelemetryConfig
 from finetune_trainer.telemetry import StepReport, Telemetry
-from finetune_trainer.telemetry.node.start import node_page
+from finetune_trainer.telemetry.node.start_page import node_page
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from launches import Launch, clean_environment, free_port, is_alive, train_config, until
 from node_pages import ask, folder_of, free_ports, page_processes, scrape

@@ -21,7 +21,7 @@ from aiohttp import web
 from builders import manifest
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, PODS, Object
 from finetune_trainer.config import TelemetryConfig
-from finetune_trainer.telemetry.node.start import node_page
+from finetune_trainer.telemetry.node.start_page import node_page
 from finetune_trainer.telemetry.shared import Shared
 from launches import until
 from local_runs import kill_what_runs_below

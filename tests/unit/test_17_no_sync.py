@@ -23,7 +23,7 @@ from finetune_trainer.control import Agreement, StopSignal
 from finetune_trainer.data.batch import collate, eval_batches
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset
-from finetune_trainer.data.store import StoredTokens
+from finetune_trainer.data.token_store import StoredTokens
 from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.model import attention
 from finetune_trainer.model.loss import loss_inputs

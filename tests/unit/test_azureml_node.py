@@ -7,7 +7,7 @@ from finetune_trainer.config import ENV_TRAIN_CONFIG, TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.launch.azureml.mounts import put_paths, read_mounts
 from finetune_trainer.launch.azureml.node import environment_of_supervisor
-from finetune_trainer.launch.ranks import Node, read_node
+from finetune_trainer.launch.start_ranks import Node, read_node
 from finetune_trainer.launchers import launched_by_another, read_launch
 
 MOUNTS = {"model": "/mnt/m", "rows": "/mnt/rows.jsonl", "out": "/mnt/o/", "local": "/tmp/l"}

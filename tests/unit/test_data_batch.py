@@ -10,7 +10,7 @@ import torch
 from finetune_trainer.config import DataReport
 from finetune_trainer.data.batch import collate, eval_batches
 from finetune_trainer.data.sequences import TokenDataset
-from finetune_trainer.data.store import StoredTokens
+from finetune_trainer.data.token_store import StoredTokens
 from text_fixtures import tiny_model
 
 PAD = 0

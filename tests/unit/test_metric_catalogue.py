@@ -8,8 +8,8 @@ import pytest
 
 from finetune_trainer.config import gpu_metrics, metrics
 from finetune_trainer.config.metrics import Metric, MetricType, Needs, combinations
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.node.page import RankCollector
-from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.shared import NodePage, Shared
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import pytest
 
 from finetune_trainer.config import StrategyConfig, metrics
 from finetune_trainer.telemetry.collectives.dump import UnknownDumpError, read_dump
-from finetune_trainer.telemetry.collectives.groups import GroupNames
-from finetune_trainer.telemetry.collectives.recorder import (
+from finetune_trainer.telemetry.collectives.flight_recorder import (
     MOST_OF_THE_TIME,
     FlightRecorder,
     recorder_of_nccl,
 )
+from finetune_trainer.telemetry.collectives.groups import GroupNames
 from finetune_trainer.telemetry.collectives.tally import Tallies
 from finetune_trainer.telemetry.slots import Block
 from nccl_dumps import RANKS, Entry, dump, entry, pg_config

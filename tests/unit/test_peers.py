@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from finetune_trainer.telemetry.boundary import Boundary
 from finetune_trainer.telemetry.node.looks import RankLook
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks
+from finetune_trainer.telemetry.node.node_watch import NodeWatch, WatchConfig
 from finetune_trainer.telemetry.node.peers import (
     MAX_NEWS_BYTES,
     MAX_RANKS_OF_NODE,
@@ -25,9 +27,7 @@ from finetune_trainer.telemetry.node.peers import (
     RankZero,
     send,
 )
-from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.node.server import JSON, Answer, PageServer, Route
-from finetune_trainer.telemetry.node.watch import NodeWatch, WatchConfig
 
 WORD = "a word"
 BOUNDARY = Boundary(

@@ -9,7 +9,7 @@ import pytest
 
 from finetune_trainer.config.metrics import PHASE_SECONDS, TimedPhase
 from finetune_trainer.telemetry import Lap
-from finetune_trainer.telemetry.node.ranks import NodeRanks
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.phases import PhaseClock, read_phases, running_phase
 from finetune_trainer.telemetry.processes import TICK_SECONDS, seconds_since_start
 from finetune_trainer.telemetry.slots import Block, layout_of_node

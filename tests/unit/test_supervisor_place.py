@@ -12,7 +12,7 @@ import pytest
 from finetune_trainer import rendezvous
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.launch.oom import count_oom_kills
-from finetune_trainer.launch.ranks import Node, read_node
+from finetune_trainer.launch.start_ranks import Node, read_node
 from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.launchers import Launch, read_launch
 from finetune_trainer.rendezvous import wait_for_rank_zero

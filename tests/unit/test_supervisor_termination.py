@@ -13,7 +13,7 @@ from finetune_trainer.config import (
     SampleAnswer,
     Termination,
 )
-from finetune_trainer.launch.report import RankReport
+from finetune_trainer.launch.rank_report import RankReport
 from finetune_trainer.launch.termination_message import (
     MAX_TERMINATION_BYTES,
     EndedBy,

@@ -17,8 +17,8 @@ from finetune_trainer.config import (
     metrics,
 )
 from finetune_trainer.telemetry import Gpu, GpuMemory, StepReport, Telemetry
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.node.page import RankCollector
-from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.numbers import info_labels
 from finetune_trainer.telemetry.shared import NodePage, Shared, block_file, info_file
 from finetune_trainer.telemetry.slots import Block, Word

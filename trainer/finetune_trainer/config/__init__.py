@@ -6,8 +6,8 @@ else crosses. This package imports pydantic alone, so the operator never imports
 Keys are camelCase in JSON and snake_case in Python; unknown keys are refused.
 """
 
-from finetune_trainer.config.base import ContractModel as ContractModel
-from finetune_trainer.config.base import JobRef as JobRef
+from finetune_trainer.config.contract_model import ContractModel as ContractModel
+from finetune_trainer.config.contract_model import JobRef as JobRef
 from finetune_trainer.config.inputs import COMPRESSIONS as COMPRESSIONS
 from finetune_trainer.config.inputs import DATA_SUFFIXES as DATA_SUFFIXES
 from finetune_trainer.config.inputs import ColumnMap as ColumnMap

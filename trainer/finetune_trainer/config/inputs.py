@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from finetune_trainer.config.base import ContractModel
+from finetune_trainer.config.contract_model import ContractModel
 
 
 class ModelConfig(ContractModel):

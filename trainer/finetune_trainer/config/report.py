@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
-from finetune_trainer.config.base import ContractModel
+from finetune_trainer.config.contract_model import ContractModel
 
 
 class ExitCode(IntEnum):

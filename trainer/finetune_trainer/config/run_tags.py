@@ -6,7 +6,7 @@ not send SIGTERM.
 
 from pydantic import AwareDatetime, Field
 
-from finetune_trainer.config.base import ContractModel
+from finetune_trainer.config.contract_model import ContractModel
 
 PROGRESS_TAG = "finetune.progress"  # Progress, shortened
 HEARD_TAG = "finetune.heard"  # Heard

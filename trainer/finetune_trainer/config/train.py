@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from finetune_trainer.config.base import ContractModel, JobRef
+from finetune_trainer.config.contract_model import ContractModel, JobRef
 from finetune_trainer.config.inputs import DataConfig, ModelConfig
 from finetune_trainer.config.training import MethodConfig, TrainingConfig
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from finetune_trainer.config.base import ContractModel
+from finetune_trainer.config.contract_model import ContractModel
 
 
 class LoraSettings(ContractModel):

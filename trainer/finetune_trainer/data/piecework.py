@@ -15,7 +15,7 @@ from finetune_trainer.config import DataConfig, LongRows
 from finetune_trainer.data.encoding import ROWS_PER_BATCH, Encoded, RowEncoder
 from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import texts_of
-from finetune_trainer.data.store import ARRAYS, Sequence
+from finetune_trainer.data.token_store import ARRAYS, Sequence
 
 # Characters of a batch: a third of a second's work, so that processes end at about the same time.
 # It is held in memory as text and as tokens, for each process twice.

@@ -23,7 +23,7 @@ from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.data.crew import Crew
 from finetune_trainer.data.piecework import SPECIAL_TEXT, BatchEncoder, batches, fit
 from finetune_trainer.data.source import Rows, open_rows
-from finetune_trainer.data.store import Sequence, StoredTokens, TokenStore
+from finetune_trainer.data.token_store import Sequence, StoredTokens, TokenStore
 from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]

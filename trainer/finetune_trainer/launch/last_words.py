@@ -1,7 +1,7 @@
 """What a rank says on stderr before C++ ends its process, where Python can report nothing.
 
 NCCL's watchdog is a thread of C++ that aborts the process when a collective does not end or a peer
-is gone. `watch` reads every rank's stderr, passes it on at once, and looks here into the end of it.
+is gone. `rank_ends` reads each rank's stderr, forwards it at once, and searches its end here.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import IO
 
 from finetune_trainer.config import FailureClass, Termination
 from finetune_trainer.control import judge
-from finetune_trainer.launch.report import RankReport
+from finetune_trainer.launch.rank_report import RankReport
 
 _STDERR = 2
 _KEPT_BYTES = 2**18  # an abort adds the frames of C++

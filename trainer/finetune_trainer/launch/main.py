@@ -26,7 +26,7 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import leave
 from finetune_trainer.launch.problems import sentences
-from finetune_trainer.launch.report import DEFAULT_ENTRY, RankReport
+from finetune_trainer.launch.rank_report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, write_termination_message
 from finetune_trainer.launchers import launched_by_another
 

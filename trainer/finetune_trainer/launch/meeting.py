@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from finetune_trainer.files import replace_text
 from finetune_trainer.launchers import Launch
+from finetune_trainer.telemetry.node.node_watch import RANK_ZERO_FILE
 from finetune_trainer.telemetry.node.peers import RankZero
-from finetune_trainer.telemetry.node.watch import RANK_ZERO_FILE
 from finetune_trainer.telemetry.shared import NodePage
 from finetune_trainer.world import World, gather_objects
 

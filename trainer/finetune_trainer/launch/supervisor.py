@@ -23,22 +23,22 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import StopSignal, Verdict, guard
 from finetune_trainer.launch.oom import count_oom_kills
-from finetune_trainer.launch.ranks import Node, read_node, start_ranks
-from finetune_trainer.launch.report import (
+from finetune_trainer.launch.rank_ends import Watch
+from finetune_trainer.launch.rank_report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
     ENV_STARTED,
     ENV_SUPERVISOR_PID,
 )
 from finetune_trainer.launch.stacks import TimerTraces
+from finetune_trainer.launch.start_ranks import Node, read_node, start_ranks
 from finetune_trainer.launch.termination_message import (
     agree,
     preempted_before_training,
     with_published,
     write_termination,
 )
-from finetune_trainer.launch.watch import Watch
-from finetune_trainer.telemetry.node.start import node_page, watch_config
+from finetune_trainer.telemetry.node.start_page import node_page, watch_config
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from finetune_trainer import first_signal
 from finetune_trainer.config import ExitCode, FailureClass, Progress, SampleAnswer, Termination
 from finetune_trainer.files import replace_text
-from finetune_trainer.launch.report import RankReport
+from finetune_trainer.launch.rank_report import RankReport
 
 MAX_TERMINATION_BYTES = 4096  # what Kubernetes reads of a termination message
 

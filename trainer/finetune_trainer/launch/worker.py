@@ -31,7 +31,7 @@ from finetune_trainer.garbage import uncollected
 from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.launch.cuda_environment import cuda_environment
 from finetune_trainer.launch.meeting import tell_nodes
-from finetune_trainer.launch.report import (
+from finetune_trainer.launch.rank_report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
     ENV_STARTED,
@@ -43,8 +43,8 @@ from finetune_trainer.launch.stacks import stacks_path
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.launchers import ACCELERATE, Launch, read_launch, restart_count
 from finetune_trainer.telemetry import Telemetry
-from finetune_trainer.telemetry.collectives.recorder import turn_timing_on
-from finetune_trainer.telemetry.node.start import page_without_supervisor
+from finetune_trainer.telemetry.collectives.flight_recorder import turn_timing_on
+from finetune_trainer.telemetry.node.start_page import page_without_supervisor
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
 from finetune_trainer.unused_packages import hide_unused
 from finetune_trainer.watchdog import limit_of, watch_progress

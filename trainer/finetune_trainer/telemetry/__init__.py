@@ -5,7 +5,7 @@ loop. `node` is a process of its own, the page of a node. No module here imports
 """
 
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
-from finetune_trainer.telemetry.gpu import Gpu, GpuMemory
+from finetune_trainer.telemetry.gpu_device import Gpu, GpuMemory
 from finetune_trainer.telemetry.recorder import Telemetry
 from finetune_trainer.telemetry.step import Lap, StepReport
 

@@ -4,7 +4,7 @@ import math
 from importlib.metadata import version
 
 from finetune_trainer.config import CheckpointRef, TrainConfig, metrics
-from finetune_trainer.telemetry.gpu import Gpu, GpuMemory
+from finetune_trainer.telemetry.gpu_device import Gpu, GpuMemory
 from finetune_trainer.telemetry.slots import Block
 from finetune_trainer.telemetry.step import StepReport, Throughput
 

@@ -25,7 +25,7 @@ from finetune_trainer.telemetry.boundary import StepBoundaries
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.collectives import Collectives
 from finetune_trainer.telemetry.flops import peak_flops
-from finetune_trainer.telemetry.gpu import Gpu
+from finetune_trainer.telemetry.gpu_device import Gpu
 from finetune_trainer.telemetry.journal import Event, Journal
 from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import GpuNumbers, Numbers, info_labels

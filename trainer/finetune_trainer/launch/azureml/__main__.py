@@ -9,6 +9,6 @@ if __name__ == "__main__":
     from finetune_trainer import safe_path
 
     safe_path.leave_out_the_current_folder()
-    from finetune_trainer.launch.azureml.main import main
+    from finetune_trainer.launch.azureml.entry import main
 
     main(sys.argv[1:])

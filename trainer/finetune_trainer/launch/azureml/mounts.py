@@ -1,6 +1,6 @@
 """`mount://NAME/REST` in a configuration: a place whose path only the node knows.
 
-Azure ML mounts inputs and outputs where it likes and puts the paths into the command. `main` reads
+Azure ML mounts inputs and outputs where it likes and puts the paths into the command. `entry` reads
 them from there and puts them into the configuration, before anything else reads that.
 `mount://scratch` is no mount: it is on the node's own disk, new for each start.
 """

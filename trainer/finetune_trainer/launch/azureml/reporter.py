@@ -1,6 +1,6 @@
 """Tells Azure ML how the run goes, and hears from there that it shall stop.
 
-A thread in the main process of node 0, started by `main`: it reads what rank 0 writes to the local
+A thread in the main process of node 0, started by `entry`: it reads what rank 0 writes to the local
 disk, so no training process waits for it, shares its interpreter with it, or imports MLflow.
 """
 

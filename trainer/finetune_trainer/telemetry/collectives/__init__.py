@@ -1,7 +1,7 @@
 """What the collectives of a rank cost: calls, bytes, seconds, and the numbers of the newest.
 
 `Collectives` is what the rest of the trainer sees of it. Groups of gloo are seen by `intercept`,
-those of NCCL by `recorder`; both count in the same `Tallies`.
+those of NCCL by `flight_recorder`; both count in the same `Tallies`.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from finetune_trainer.config import StrategyConfig
+from finetune_trainer.telemetry.collectives.flight_recorder import FlightRecorder, recorder_of_nccl
 from finetune_trainer.telemetry.collectives.groups import GroupNames
 from finetune_trainer.telemetry.collectives.intercept import Interception
-from finetune_trainer.telemetry.collectives.recorder import FlightRecorder, recorder_of_nccl
 from finetune_trainer.telemetry.collectives.tally import Tallies
 
 if TYPE_CHECKING:

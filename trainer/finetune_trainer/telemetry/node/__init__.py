@@ -1,5 +1,5 @@
 """The page of a node: a process that serves what the node's ranks share, whatever they do.
 
-`start` is for whoever starts it; the rest is the process itself. It imports no torch, and touches
-neither a disk nor a driver to answer.
+`start_page` starts it from another process; the other modules run in the process itself, which
+imports no torch and serves requests without access to a disk or a driver.
 """

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from finetune_trainer import first_signal
 from finetune_trainer.telemetry.node.gpus import Gpus
-from finetune_trainer.telemetry.node.ranks import NodeRanks
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks
+from finetune_trainer.telemetry.node.node_watch import read_watch
 from finetune_trainer.telemetry.node.routes import routes
 from finetune_trainer.telemetry.node.server import PageServer
-from finetune_trainer.telemetry.node.watch import read_watch
 from finetune_trainer.telemetry.shared import tell_warning
 
 

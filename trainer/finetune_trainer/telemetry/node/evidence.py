@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 
-from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks, RankNow
 from finetune_trainer.telemetry.node.recorders import ask_recorder
 from finetune_trainer.telemetry.processes import PROCESS_STATES, threads_of
 from finetune_trainer.telemetry.slots import Word

@@ -5,18 +5,14 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from finetune_trainer.config import metrics
 from finetune_trainer.config.metrics import Metric, MetricType, combinations
-from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
-from finetune_trainer.telemetry.node.watch import NodeWatch
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks, RankNow
+from finetune_trainer.telemetry.node.node_watch import NodeWatch
 from finetune_trainer.telemetry.slots import layout_of_node
 
 

@@ -9,11 +9,11 @@ from http import HTTPStatus
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from finetune_trainer.telemetry.node.gpus import Gpus
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks
+from finetune_trainer.telemetry.node.node_watch import NodeWatch
 from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.node.peers import MAX_NEWS_BYTES, PEERS_PATH
-from finetune_trainer.telemetry.node.ranks import NodeRanks
 from finetune_trainer.telemetry.node.server import JSON, Answer, Route, Routes
-from finetune_trainer.telemetry.node.watch import NodeWatch
 
 
 def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None = None) -> Routes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from finetune_trainer.config import ExitCode
 from finetune_trainer.control import StopSignal
 from finetune_trainer.launch.last_words import LastWords, report_of_abort
-from finetune_trainer.launch.report import RankReport, read_report
+from finetune_trainer.launch.rank_report import RankReport, read_report
 from finetune_trainer.launch.stacks import TimerTraces
 from finetune_trainer.launch.termination_message import EndedBy, RankExit
 

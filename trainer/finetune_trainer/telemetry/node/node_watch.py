@@ -23,8 +23,8 @@ from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 from finetune_trainer.telemetry.node.evidence import STALLS_KEPT, Evidence, evidence_folder
 from finetune_trainer.telemetry.node.judge import Judge
 from finetune_trainer.telemetry.node.looks import RankLook
+from finetune_trainer.telemetry.node.node_ranks import NodeRanks, RankNow
 from finetune_trainer.telemetry.node.peers import News, NewsDesk, RankZero, Reply, send
-from finetune_trainer.telemetry.node.ranks import NodeRanks, RankNow
 from finetune_trainer.telemetry.node.recorders import ask_recorder, begun_in
 from finetune_trainer.telemetry.node.slow import SlowPace
 from finetune_trainer.telemetry.node.stuck import STOPPED, StuckPace

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from finetune_trainer.config import ENV_NODE_NAME, TelemetryConfig, TrainConfig
 from finetune_trainer.files import remove_tree
+from finetune_trainer.telemetry.node.node_watch import ENV_WATCH_SPEED, WATCH_FILE, WatchConfig
 from finetune_trainer.telemetry.node.process import PageProcess
-from finetune_trainer.telemetry.node.watch import ENV_WATCH_SPEED, WATCH_FILE, WatchConfig
 from finetune_trainer.telemetry.shared import NodePage, tell_warning
 
 _MEMORY = Path("/dev/shm")

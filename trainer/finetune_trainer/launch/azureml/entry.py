@@ -28,7 +28,7 @@ from finetune_trainer.launch.azureml.mounts import SCRATCH, put_paths, read_moun
 from finetune_trainer.launch.azureml.node import environment_of_supervisor
 from finetune_trainer.launch.azureml.reporter import Reporter
 from finetune_trainer.launch.problems import sentences
-from finetune_trainer.launch.report import DEFAULT_ENTRY
+from finetune_trainer.launch.rank_report import DEFAULT_ENTRY
 from finetune_trainer.launch.supervisor import Supervisor, explain, write_termination_message
 from finetune_trainer.launch.termination_message import message_text
 

@@ -10,12 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from finetune_trainer.telemetry.collectives.dump import (
-    Dump,
-    Recorded,
-    UnknownDumpError,
-    read_dump,
-)
+from finetune_trainer.telemetry.collectives.dump import Dump, Recorded, UnknownDumpError, read_dump
 from finetune_trainer.telemetry.collectives.groups import GroupNames
 from finetune_trainer.telemetry.collectives.sample import Sample
 from finetune_trainer.telemetry.collectives.tally import Sequence, Tallies
