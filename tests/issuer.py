@@ -26,17 +26,25 @@ def make_certificate(folder: Path, name: str, authority: str | None) -> None:
 
 
 class Issuer:
-    """Signs tokens, and renews them for whoever has a refresh token; a context manager.
+    """Signs tokens, and renews them with single-use refresh tokens; a context manager.
 
     Attributes:
         address: Its URL, which API servers and clients ask.
-        renewed: The refresh tokens that were given.
+        authorization: The client's header, which a refresh must have.
+        lifetime: Seconds until a renewed token expires.
+        requests: Paths of the requests that were received.
+        renewed: The refresh tokens that were used.
+        clients: Names of the clients in these forms; a client with a secret is in the header.
     """
 
     def __init__(self, folder: Path) -> None:
         make_certificate(folder, "issuer", authority=None)
         self._key = folder / "issuer.key"
+        self.authorization: str | None = f"Basic {base64.b64encode(b'operator:secret').decode()}"
+        self.lifetime = 3600.0
+        self.requests: list[str] = []
         self.renewed: list[str] = []
+        self.clients: list[str] = []
         issuer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,18 +53,28 @@ class Issuer:
                     "/.well-known/openid-configuration": issuer._about,
                     "/keys": issuer._keys,
                 }
+                issuer.requests.append(self.path)
                 self._answer(known[self.path]())
 
             def do_POST(self) -> None:
+                issuer.requests.append(self.path)
                 length = int(self.headers["Content-Length"])
                 form = parse_qs(self.rfile.read(length).decode())
                 assert form["grant_type"] == ["refresh_token"]
-                issuer.renewed += form["refresh_token"]
-                self._answer({"id_token": issuer.token("new@example.com"), "refresh_token": "x"})
+                assert self.headers["Authorization"] == issuer.authorization
+                (used,) = form["refresh_token"]
+                if used in issuer.renewed:
+                    self._answer({"error": "invalid_grant"}, 400)
+                    return
+                issuer.renewed.append(used)
+                issuer.clients += form.get("client_id", [])
+                token = issuer.token("new@example.com", issuer.lifetime)
+                rotated = f"refresh-{len(issuer.renewed)}"
+                self._answer({"id_token": token, "refresh_token": rotated})
 
-            def _answer(self, value: object) -> None:
+            def _answer(self, value: object, status: int = 200) -> None:
                 body = json.dumps(value).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

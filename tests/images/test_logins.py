@@ -133,6 +133,9 @@ def test_by_oidc_with_a_token_that_is_renewed(
         "client-secret": "secret",
         "idp-issuer-url": cluster.issuer.address,
         "id-token": cluster.issuer.token("old@example.com", seconds=-60),
+        "idp-certificate-authority-data": base64.b64encode(
+            (cluster.folder / "issuer.crt").read_bytes()
+        ).decode(),
         "refresh-token": "again",
     }
     user: dict[str, object] = {"auth-provider": {"name": "oidc", "config": config}}

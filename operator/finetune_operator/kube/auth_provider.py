@@ -1,53 +1,63 @@
-"""Logging in by an auth-provider of the kubeconfig (OIDC), which the package kubernetes knows.
+"""Login by an auth-provider of the kubeconfig (OIDC), through the package kubernetes.
 
-`kubeconfig.py` makes it. Every other way to log in is in `credentials.py` and needs no package.
+`kubeconfig.py` creates it. All other logins are in `credentials.py` and need no package.
 """
 
-from typing import Any
+import asyncio
+from pathlib import Path
 
 from finetune_operator.kube.api_errors import KubeConfigError
 from finetune_operator.kube.login import Certificate
 
 
 class AuthProvider:
-    """Gets tokens as the package does, which writes those it has renewed into the kubeconfig.
+    """Reads the token of an auth-provider, and renews an expired one.
 
     Args:
-        name: The provider's, such as oidc.
-        paths: The kubeconfig.
+        name: Name of the provider, such as oidc.
+        file: The kubeconfig that contains the user; renewed tokens are saved there.
+        user: Name of the user.
     """
 
     certificate: Certificate | None = None
 
-    def __init__(self, name: str, paths: str) -> None:
+    def __init__(self, name: str, file: Path, user: str) -> None:
         self._name = name
-        self._paths = paths
-        self._configuration: Any = None
-        self._loader: Any = None
+        self._file = file
+        self._user = user
+        self._unsaved: dict[str, str] = {}
+        self._header: str | None = None
+        self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
 
     async def log_in(self) -> None:
-        """Read the token, and renew it where it has ended.
+        """Read the token from the kubeconfig, and renew it if it has expired.
 
         Raises:
-            KubeConfigError: the package is not installed.
+            KubeConfigError: the package is not installed, or the issuer issues no token.
         """
         try:
             from kubernetes.aio.client import Configuration
-            from kubernetes.aio.config import load_kube_config
+
+            from finetune_operator.kube.oidc import OidcLoader
         except ModuleNotFoundError as error:
             raise KubeConfigError(
                 f"the kubeconfig logs in by auth-provider {self._name}, which needs the package "
                 'kubernetes; pip install "finetune-operator[operator]"'
             ) from error
-        self._configuration = Configuration()
-        self._loader = await load_kube_config(self._paths, client_configuration=self._configuration)
+        # One refresh at a time: an issuer may accept a refresh token only once.
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            loader = OidcLoader(self._file, self._user, self._unsaved)
+            configuration = Configuration()
+            await loader.load_and_set(configuration)
+            self._unsaved = loader.unsaved
+            self._header = await configuration.get_api_key_with_prefix(
+                "BearerToken", alias="authorization"
+            )
 
     async def header(self) -> str | None:
         """Return the token as a header."""
-        made = self._configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
-        header: str | None = await made
-        return header
+        return self._header
 
     async def renew(self) -> None:
-        """Read the token again, and renew it where it has ended."""
-        await self._loader.load_and_set(self._configuration)
+        """Read the token again, because another process may have renewed it; else as `log_in`."""
+        await self.log_in()

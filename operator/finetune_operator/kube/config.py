@@ -13,7 +13,7 @@ from pathlib import Path
 from finetune_operator.kube.api_errors import KubeConfigError, UnauthorizedError
 from finetune_operator.kube.credentials import TokenFile
 from finetune_operator.kube.kubeconfig import read_login
-from finetune_operator.kube.login import Login
+from finetune_operator.kube.login import Login, verified_context
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _DEFAULT = "~/.kube/config"
@@ -51,18 +51,7 @@ class ClusterAccess:
         Raises:
             KubeConfigError: a certificate cannot be read.
         """
-        ca = self._login.ca
-        try:
-            context = ssl.create_default_context(
-                cafile=ca if isinstance(ca, Path) else None,
-                cadata=ca if isinstance(ca, str) else None,
-            )
-        except OSError as error:  # an SSLError is one
-            named = f" {ca}" if isinstance(ca, Path) else ""
-            raise KubeConfigError(
-                f"the certificate authority{named} of the kubeconfig cannot be used ({error}); get "
-                "a new kubeconfig"
-            ) from error
+        context = verified_context(self._login.ca)
         if (certificate := self._login.credentials.certificate) is not None:
             certificate.load_into(context)
         if not self._login.verifies:

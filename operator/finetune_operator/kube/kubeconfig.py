@@ -1,7 +1,6 @@
 """A kubeconfig, or several that are read as one, as kubectl does; `config.py` calls it."""
 
 import base64
-import binascii
 import os
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from finetune_operator.kube.api_errors import KubeConfigError
 from finetune_operator.kube.auth_provider import AuthProvider
 from finetune_operator.kube.credentials import ExecCommand, ExecPlugin, TokenFile
-from finetune_operator.kube.login import Certificate, Credentials, Fixed, Login
+from finetune_operator.kube.login import Certificate, Credentials, Fixed, Login, file_or_text
 
 
 class _Part(BaseModel):
@@ -77,7 +76,7 @@ def read_login(paths: str) -> Login:
         KubeConfigError: it cannot be read, or names what it does not hold.
     """
     files = [Path(one).expanduser() for one in paths.split(os.pathsep) if one]
-    found = [(file, _content(file)) for file in files if file.exists()]
+    found = [(file, read_content(file)) for file in files if file.exists()]
     if not found:
         raise KubeConfigError(f"there is no kubeconfig {paths}")
     current = next((one["current-context"] for _, one in found if one.get("current-context")), None)
@@ -94,8 +93,8 @@ def read_login(paths: str) -> Login:
         )
     return Login(
         cluster.server.rstrip("/"),
-        _credentials(user, its, cluster, paths),
-        _file_or_text(cluster.ca, cluster.ca_data, beside),
+        _credentials(user, context.user, its, cluster),
+        file_or_text(cluster.ca, cluster.ca_data, beside.parent),
         not cluster.insecure,
         cluster.server_name or None,
         cluster.proxy or None,
@@ -103,7 +102,12 @@ def read_login(paths: str) -> Login:
     )
 
 
-def _content(file: Path) -> dict[str, Any]:
+def read_content(file: Path) -> dict[str, Any]:
+    """Return the content of one kubeconfig.
+
+    Raises:
+        KubeConfigError: the file cannot be read or is not a kubeconfig.
+    """
     try:
         made = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -117,12 +121,12 @@ def _content(file: Path) -> dict[str, Any]:
 def _named(
     found: list[tuple[Path, dict[str, Any]]], kind: str, name: str, model: type[_Found]
 ) -> tuple[_Found, Path]:
-    """Return the part of that name, and the folder of its file."""
+    """Return the part of that name, and its file."""
     for file, content in found:
         for one in content.get(f"{kind}s") or ():
             if isinstance(one, dict) and str(one.get("name")) == name:
                 try:
-                    return model.model_validate(one.get(kind) or {}), file.parent
+                    return model.model_validate(one.get(kind) or {}), file
                 except ValidationError as error:
                     # Never what it holds, which may be a password.
                     where = ".".join(map(str, error.errors()[0]["loc"]))
@@ -132,11 +136,12 @@ def _named(
     raise KubeConfigError(f"{found[0][0]} has no {kind} {name}, which its current context names")
 
 
-def _credentials(user: _User, folder: Path, cluster: _Cluster, paths: str) -> Credentials:
+def _credentials(user: _User, name: str, file: Path, cluster: _Cluster) -> Credentials:
     if user.provider is not None:
-        return AuthProvider(str(user.provider.get("name")), paths)
-    shown = _file_or_text(user.certificate, user.certificate_data, folder)
-    key = _file_or_text(user.key, user.key_data, folder)
+        return AuthProvider(str(user.provider.get("name")), file, name)
+    folder = file.parent
+    shown = file_or_text(user.certificate, user.certificate_data, folder)
+    key = file_or_text(user.key, user.key_data, folder)
     certificate = Certificate(shown, key) if shown is not None else None
     if user.token_file:
         return TokenFile(folder / user.token_file, certificate)
@@ -162,12 +167,3 @@ def _command(plugin: _Exec, folder: Path, cluster: _Cluster) -> ExecCommand:
         told if plugin.tells_cluster else None,
         plugin.interactive,
     )
-
-
-def _file_or_text(file: str, data: str, folder: Path) -> Path | str | None:
-    if data:
-        try:
-            return base64.b64decode(data, validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError) as error:
-            raise KubeConfigError("a certificate or key in the kubeconfig is no base64") from error
-    return (folder / file) if file else None

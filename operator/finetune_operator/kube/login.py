@@ -3,11 +3,13 @@
 The ways to log in are in `credentials.py`. `config.py` makes the TLS context and headers of it.
 """
 
+import base64
+import binascii
 import os
+import ssl
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from ssl import SSLContext
 from typing import Protocol
 
 from finetune_operator.kube.api_errors import KubeConfigError
@@ -24,7 +26,7 @@ class Certificate:
     certificate: Path | str
     key: Path | str | None
 
-    def load_into(self, context: SSLContext) -> None:
+    def load_into(self, context: ssl.SSLContext) -> None:
         """Show it to servers.
 
         Raises:
@@ -101,6 +103,47 @@ class Login:
     server_name: str | None = None
     proxy: str | None = None
     namespace: str = "default"
+
+
+def verified_context(ca: Path | str | None) -> ssl.SSLContext:
+    """Return a TLS context that verifies servers.
+
+    Args:
+        ca: Certificate authority of the servers, a file or PEM text; None for those of the system.
+
+    Raises:
+        KubeConfigError: the certificate authority cannot be read.
+    """
+    try:
+        return ssl.create_default_context(
+            cafile=ca if isinstance(ca, Path) else None,
+            cadata=ca if isinstance(ca, str) else None,
+        )
+    except OSError as error:  # an SSLError is one
+        named = f" {ca}" if isinstance(ca, Path) else ""
+        raise KubeConfigError(
+            f"the certificate authority{named} of the kubeconfig cannot be used ({error}); get a "
+            "new kubeconfig"
+        ) from error
+
+
+def file_or_text(file: str, data: str, folder: Path) -> Path | str | None:
+    """Return a certificate or key of a kubeconfig: the file, or PEM text if there is data.
+
+    Args:
+        file: Path, which may be relative to the folder; empty for none.
+        data: PEM in base64; empty for none.
+        folder: Folder of the kubeconfig.
+
+    Raises:
+        KubeConfigError: the data is not base64.
+    """
+    if data:
+        try:
+            return base64.b64decode(data, validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError) as error:
+            raise KubeConfigError("a certificate or key in the kubeconfig is no base64") from error
+    return (folder / file) if file else None
 
 
 def _as_file(part: Path | str, folder: str) -> Path:
