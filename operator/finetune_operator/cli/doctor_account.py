@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 from finetune_operator.cli.asking import Asking
 from finetune_operator.cli.doctor_pods import CHART
-from finetune_operator.cli.top_rows import told_in
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, PODS, Object, Resource
+from finetune_operator.kernel.rights import review_access
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, PODS
 
-_REVIEWS = Resource(
-    "authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", False
-)
 _NEEDED = (
     ("list", FINE_TUNE_JOBS, ""),
     ("patch", FINE_TUNE_JOBS, "status"),
@@ -60,35 +57,22 @@ class Account:
 async def check_account(asking: Asking, topic: str, account: Account) -> None:
     """Note whether an account has what the chart gives it in the caller's namespace."""
     title = f"its rights in {asking.namespace}"
-    reviews = (_review(asking, account, *one) for one in _NEEDED)
-    said = await asking.ask(topic, title, asyncio.gather(*reviews))
-    if said is None:
+    who = f"{account.namespace}:{account.name}"
+    reviews = (
+        review_access(
+            asking.client, verb, resource, asking.namespace, subresource=part, account=who
+        )
+        for verb, resource, part in _NEEDED
+    )
+    statuses = await asking.ask(topic, title, asyncio.gather(*reviews))
+    if statuses is None:
         return
     lacks = [
         f"{verb} {resource}{f'/{part}' if part else ''}"
-        for (verb, resource, part), one in zip(_NEEDED, said, strict=True)
-        if not told_in(one, "status", "allowed")
+        for (verb, resource, part), status in zip(_NEEDED, statuses, strict=True)
+        if not status["allowed"]
     ]
-    who = f"{account.namespace}:{account.name}"
     if lacks:
         asking.wrong(topic, title, f"{who} may not {', '.join(lacks)}", account.grant)
     else:
         asking.ok(topic, title, f"{who} may do its work")
-
-
-async def _review(
-    asking: Asking, account: Account, verb: str, resource: Resource, subresource: str
-) -> Object:
-    attributes = {
-        "verb": verb,
-        "group": resource.group,
-        "resource": resource.plural,
-        "subresource": subresource,
-        "namespace": asking.namespace,
-    }
-    user = f"system:serviceaccount:{account.namespace}:{account.name}"
-    groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
-    groups.append("system:authenticated")
-    spec = {"user": user, "groups": groups, "resourceAttributes": attributes}
-    kind = {"apiVersion": _REVIEWS.api_version, "kind": _REVIEWS.kind}
-    return await asking.client.create(_REVIEWS, {**kind, "spec": spec})

@@ -2,24 +2,20 @@
 
 import re
 
-from finetune_operator.api.crd import custom_resource_definition, profile_definition
 from finetune_operator.api.crd_revision import revision, revision_of
 from finetune_operator.api.v1alpha1 import GROUP, VERSION
 from finetune_operator.cli.asking import Asking
 from finetune_operator.cli.top_rows import told_in
+from finetune_operator.kernel.definitions import APPLY, NAMES, is_served
 from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
-from finetune_operator.kube.resources import Resource
+from finetune_operator.kube.resources import CRDS
 
 OLDEST, NEWEST_TESTED = (1, 30), (1, 34)
 """Minors of Kubernetes: the chart's oldest, and the newest that tests have run on."""
 
-APPLY_CRDS = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
 NOT_THERE = "is not in the cluster"
 _TOPIC = "API server"
 _UPGRADE = "az aks upgrade --name CLUSTER --resource-group GROUP"
-_CRDS = Resource(
-    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
-)
 
 
 async def check_version(asking: Asking, host: str) -> bool:
@@ -46,16 +42,16 @@ async def check_version(asking: Asking, host: str) -> bool:
 
 async def check_crds(asking: Asking) -> None:
     """Note whether both kinds are there, and of which revision."""
-    for ours in (custom_resource_definition(), profile_definition()):
-        await _check_crd(asking, ours["metadata"]["name"])
+    for name in NAMES:
+        await _check_crd(asking, name)
 
 
 async def _check_crd(asking: Asking, name: str) -> None:
     topic = "CustomResourceDefinitions"
     try:
-        found = await asking.client.get(_CRDS, name)
+        found = await asking.client.get(CRDS, name)
     except NotFoundError:
-        asking.wrong(topic, name, NOT_THERE, APPLY_CRDS)
+        asking.wrong(topic, name, NOT_THERE, APPLY)
         return
     except ForbiddenError:
         await _check_served(asking, topic, name)
@@ -64,11 +60,10 @@ async def _check_crd(asking: Asking, name: str) -> None:
         asking.unknown(topic, name, str(error) or "no answer in time")
         return
     has, wants = revision_of(found), revision(name)
-    served = [one for one in told_in(found, "spec", "versions") or () if one.get("served")]
     conditions = told_in(found, "status", "conditions") or ()
     refused = [one for one in conditions if one["status"] == "False" and one["type"] in _NEEDED]
-    if VERSION not in [one.get("name") for one in served]:
-        asking.wrong(topic, name, f"does not serve {GROUP}/{VERSION}", APPLY_CRDS)
+    if not is_served(found):
+        asking.wrong(topic, name, f"does not serve {GROUP}/{VERSION}", APPLY)
     elif refused:
         said = refused[0].get("message", "")
         remedy = f"kubectl describe crd {name}  # another CRD may have its names"
@@ -76,7 +71,7 @@ async def _check_crd(asking: Asking, name: str) -> None:
     elif has < wants:
         of = f"revision {has}" if has else "without a revision"
         text = f"{of}, older than this ftctl's {wants}; newer fields would be dropped"
-        asking.wrong(topic, name, text, APPLY_CRDS)
+        asking.wrong(topic, name, text, APPLY)
     elif has > wants:
         asking.ok(topic, name, f"revision {has}, newer than this ftctl's {wants}")
     else:
@@ -94,7 +89,7 @@ async def _check_served(asking: Asking, topic: str, name: str) -> None:
     if name.partition(".")[0] in [one.get("name") for one in told_in(found, "resources") or ()]:
         asking.unknown(topic, name, "is there; you may not read of which revision")
     else:
-        asking.wrong(topic, name, NOT_THERE, APPLY_CRDS)
+        asking.wrong(topic, name, NOT_THERE, APPLY)
 
 
 _NEEDED = ("NamesAccepted", "Established")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from finetune_operator import __version__
 from finetune_operator.cli.asking import Asking
-from finetune_operator.cli.doctor_api import APPLY_CRDS, NOT_THERE, check_crds, check_version
+from finetune_operator.cli.doctor_api import NOT_THERE, check_crds, check_version
 from finetune_operator.cli.doctor_places import (
     check_gpus,
     check_policy,
@@ -21,6 +21,7 @@ from finetune_operator.cli.doctor_replicas import INSTALL, check_operator
 from finetune_operator.cli.doctor_rights import check_rights
 from finetune_operator.cli.findings import Finding
 from finetune_operator.errors import FineTuneError
+from finetune_operator.kernel.definitions import APPLY
 from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.client import ClientOptions
 from finetune_operator.kube.config import ClusterAccess, load_access
@@ -79,7 +80,7 @@ async def _ask_all(client: HttpClient, access: ClusterAccess, namespace: str) ->
 
 def _installed_by_helm(found: list[Finding]) -> list[Finding]:
     """Have helm bring the definitions with the operator: later it renews only what it has made."""
-    unfit = [one for one in found if one.remedy == APPLY_CRDS]
+    unfit = [one for one in found if one.remedy == APPLY]
     is_new = all(one.detail == NOT_THERE for one in unfit)
     if not is_new or all(one.remedy != INSTALL for one in found):
         return found

@@ -4,22 +4,17 @@ import asyncio
 from dataclasses import dataclass
 
 from finetune_operator.cli.asking import Asking
-from finetune_operator.cli.top_rows import told_in
+from finetune_operator.kernel.rights import own_name, review_access
 from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.resources import (
     FINE_TUNE_JOBS,
     FINE_TUNE_PROFILES,
     NAMESPACES,
     PODS,
-    Object,
     Resource,
 )
 
 _TOPIC = "your rights"
-_REVIEWS = Resource(
-    "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", False
-)
-_WHO = Resource("authentication.k8s.io", "v1", "selfsubjectreviews", "SelfSubjectReview", False)
 
 
 @dataclass(frozen=True)
@@ -69,15 +64,13 @@ def _order(name: str) -> int:
 
 
 async def _check_who(asking: Asking) -> None:
-    body = {"apiVersion": _WHO.api_version, "kind": _WHO.kind}
     try:
-        said = await asking.ask(_TOPIC, "user", asking.client.create(_WHO, body))
+        name = await asking.ask(_TOPIC, "user", own_name(asking.client))
     except NotFoundError:
         return
-    if said is not None:
-        user = told_in(said, "status", "userInfo") or {}
-        asking.who = str(user.get("username", ""))
-        asking.ok(_TOPIC, "user", asking.who)
+    if name is not None:
+        asking.who = name
+        asking.ok(_TOPIC, "user", name)
 
 
 async def _check_namespace(asking: Asking) -> None:
@@ -91,32 +84,22 @@ async def _check_namespace(asking: Asking) -> None:
 
 async def _check_right(asking: Asking, right: Right) -> None:
     title = _title(right)
-    said = await asking.ask(_TOPIC, title, _review(asking, right))
-    if said is None:
+    namespace = asking.namespace if right.resource.namespaced else None
+    review = review_access(
+        asking.client, right.verb, right.resource, namespace, subresource=right.subresource
+    )
+    status = await asking.ask(_TOPIC, title, review)
+    if status is None:
         return
-    if told_in(said, "status", "allowed"):
+    if status["allowed"]:
         asking.ok(_TOPIC, title, right.use)
         return
-    if why := told_in(said, "status", "evaluationError"):
+    if why := status.get("evaluationError"):
         asking.unknown(_TOPIC, title, str(why))
         return
     place = f" in {asking.namespace}" if right.resource.namespaced else ""
     note = asking.wrong if right.is_needed else asking.absent
     note(_TOPIC, title, f"is not allowed{place}; needed {right.use}", _grant(asking, right))
-
-
-async def _review(asking: Asking, right: Right) -> Object:
-    attributes = {
-        "verb": right.verb,
-        "group": right.resource.group,
-        "resource": right.resource.plural,
-        "subresource": right.subresource,
-        "namespace": asking.namespace if right.resource.namespaced else "",
-    }
-    kind = {"apiVersion": _REVIEWS.api_version, "kind": _REVIEWS.kind}
-    return await asking.client.create(
-        _REVIEWS, {**kind, "spec": {"resourceAttributes": attributes}}
-    )
 
 
 def _grant(asking: Asking, right: Right) -> str:

@@ -14,7 +14,7 @@ from finetune_operator.kube.resources import CRDS, Object
 
 NAMES = tuple(REVISIONS)
 _HELM = "meta.helm.sh/release"
-_APPLY = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
+APPLY = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ async def look_at(client: KubeClient, name: str) -> Unfit | None:
         return judge(await client.get(CRDS, name))
     except NotFoundError:
         said = f"the cluster has no CustomResourceDefinition {name}"
-        return Unfit(f"{said}, which version {__version__} needs", _APPLY)
+        return Unfit(f"{said}, which version {__version__} needs", APPLY)
 
 
 def judge(definition: Object) -> Unfit | None:
@@ -57,7 +57,7 @@ def judge(definition: Object) -> Unfit | None:
         older = f"{said} has revision {found} (version {version})"
         needs = f"this operator (version {__version__}) needs revision {needed}"
         return Unfit(f"{older}, and {needs}", _cure(definition), is_older=True)
-    if not any(one["name"] == VERSION and one["served"] for one in definition["spec"]["versions"]):
+    if not is_served(definition):
         gone = f"{said} serves no {VERSION}, which this operator (version {__version__}) needs"
         return Unfit(gone, _cure(definition))
     conditions = (definition.get("status") or {}).get("conditions") or ()
@@ -67,10 +67,15 @@ def judge(definition: Object) -> Unfit | None:
     return None
 
 
+def is_served(definition: Object) -> bool:
+    """Whether a CRD serves the version of this operator."""
+    return any(one["name"] == VERSION and one["served"] for one in definition["spec"]["versions"])
+
+
 def _cure(definition: Object) -> str:
     annotations = definition["metadata"].get("annotations") or {}
     release, namespace = (annotations.get(f"{_HELM}-{part}") for part in ("name", "namespace"))
     if not release:
-        return _APPLY
+        return APPLY
     chart = "charts/finetune-operator"
     return f"helm upgrade {release} {chart} --namespace {namespace} --reset-then-reuse-values"

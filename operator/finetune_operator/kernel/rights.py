@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 
 from finetune_operator.kube.api_errors import ForbiddenError, NotFoundError
 from finetune_operator.kube.client import KubeClient
-from finetune_operator.kube.resources import ACCESS_REVIEWS, SELF_REVIEWS, Resource
+from finetune_operator.kube.resources import (
+    ACCESS_REVIEWS,
+    ACCOUNT_ACCESS_REVIEWS,
+    SELF_REVIEWS,
+    Object,
+    Resource,
+)
 
 _ACCOUNT = "system:serviceaccount:"
 _NAMELESS = "finetune-operator"
@@ -68,29 +74,70 @@ class Rights:
         """
         if not self._account:
             try:
-                made = await self._client.create(SELF_REVIEWS, {"metadata": {}})
+                self._account = await own_name(self._client)
             except ForbiddenError as error:
                 named = _REFUSED_USER.search(error.message)
                 return named[1] if named else ""
             except NotFoundError:
                 return ""
-            self._account = str(made["status"]["userInfo"]["username"])
         return self._account
 
     async def _is_given(self, right: Right, verb: str) -> bool:
-        asked = {
-            "group": right.resource.group,
-            "resource": right.resource.plural,
-            "verb": verb,
-            "namespace": right.namespace or "",
-            "name": right.name,
-        }
-        body = {"metadata": {}, "spec": {"resourceAttributes": asked}}
         try:
-            made = await self._client.create(ACCESS_REVIEWS, body)
+            status = await review_access(
+                self._client, verb, right.resource, right.namespace, name=right.name
+            )
         except (ForbiddenError, NotFoundError):
             return True
-        return bool(made["status"]["allowed"])
+        return bool(status["allowed"])
+
+
+async def own_name(client: KubeClient) -> str:
+    """Return the user name of the caller, as the API server knows it."""
+    created = await client.create(SELF_REVIEWS, {"metadata": {}})
+    return str(created["status"]["userInfo"]["username"])
+
+
+async def review_access(
+    client: KubeClient,
+    verb: str,
+    resource: Resource,
+    namespace: str | None = None,
+    *,
+    name: str = "",
+    subresource: str = "",
+    account: str = "",
+) -> Object:
+    """Return the status of an access review: `allowed`, and `evaluationError` if it failed.
+
+    Args:
+        client: Client of the caller.
+        verb: Verb to review.
+        resource: Kind to review.
+        namespace: None for the whole cluster.
+        name: Object to review; empty for all objects.
+        subresource: Such as `log`; empty for the object itself.
+        account: `NAMESPACE:NAME` of the service account to review; empty for the caller.
+    """
+    spec: Object = {
+        "resourceAttributes": {
+            "verb": verb,
+            "group": resource.group,
+            "resource": resource.plural,
+            "subresource": subresource,
+            "namespace": namespace or "",
+            "name": name,
+        }
+    }
+    if account:
+        space, _, _ = account.partition(":")
+        groups = ["system:serviceaccounts", f"system:serviceaccounts:{space}"]
+        groups.append("system:authenticated")
+        spec |= {"user": f"{_ACCOUNT}{account}", "groups": groups}
+    kind = ACCOUNT_ACCESS_REVIEWS if account else ACCESS_REVIEWS
+    created = await client.create(kind, {"metadata": {}, "spec": spec})
+    status: Object = created["status"]
+    return status
 
 
 def command_for(right: Right, account: str) -> str:
