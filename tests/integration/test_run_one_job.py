@@ -59,7 +59,7 @@ async def work(
     stop = StopSignals()
     with RunFolder(folders.run, folders.checkpoint) as folder:
         opened = await open_job(
-            manifest, folder, context, stop=stop, say=print, fresh=fresh, command=STAND_IN
+            manifest, folder, context, stop=stop, report=print, fresh=fresh, command=STAND_IN
         )
         return await follow(
             opened.job,
@@ -83,7 +83,7 @@ def note_of(context: BackendContext, manifest: FineTuneJob) -> str:
     """Return what `ftctl run` says before it goes on."""
     folders = folders_of(manifest, context.manifest_dir)
     with RunFolder(folders.run, folders.checkpoint) as folder:
-        opening = open_job(manifest, folder, context, stop=StopSignals(), say=print)
+        opening = open_job(manifest, folder, context, stop=StopSignals(), report=print)
         return asyncio.run(opening).note
 
 

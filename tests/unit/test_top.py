@@ -18,7 +18,7 @@ from finetune_operator.backends.local.records import AttemptRecord, NodeRecord
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.app import app
 from finetune_operator.cli.top_cluster import row_of
-from finetune_operator.cli.top_ranks import PageLook, ranks_of, read_page
+from finetune_operator.cli.top_ranks import NodePage, ranks_of, read_page
 from finetune_operator.cli.top_rows import (
     JobRow,
     RankRow,
@@ -31,7 +31,7 @@ from finetune_operator.cli.top_table import tables
 from served_pages import served
 
 
-def page(node: str = "a", **ranks: str) -> PageLook:
+def page(node: str = "a", **ranks: str) -> NodePage:
     """Return the page of a node; `ranks` is the text of `r0` and so on, a series a line."""
     lines = []
     for name, series in ranks.items():
@@ -76,7 +76,7 @@ def test_a_rank_has_its_own_gpu_and_the_memory_of_its_process() -> None:
     text = 'finetune_gpu_utilization_ratio{gpu="GPU-x"} 0.9\n'
     text += 'finetune_gpu_utilization_ratio{gpu="GPU-z"} 0.1\n'
     gpus = read_page("a", text).samples
-    first, second = ranks_of([], [PageLook("a", {**now.samples, **gpus})], ["a"], 2)
+    first, second = ranks_of([], [NodePage("a", {**now.samples, **gpus})], ["a"], 2)
     assert (first.gpu, first.gpu_utilization_ratio, first.step_seconds) == ("GPU-x", 0.9, 0.25)
     assert (second.gpu, second.gpu_utilization_ratio, second.step_seconds) == ("GPU-y", None, None)
     assert first.memory_bytes == {"host_rss": 7}

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from finetune_operator.cli.top import _show
-from finetune_operator.cli.top_looks import Look
 from finetune_operator.cli.top_rows import Screen
+from finetune_operator.cli.top_screens import ReadScreen
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["a look is cancelled", "it is kept"])
@@ -18,7 +18,7 @@ def test_ctrl_c_ends_it_while_it_looks(*, is_kept: bool) -> None:
     looked = 0
 
     @asynccontextmanager
-    async def looks() -> AsyncIterator[Look]:
+    async def looks() -> AsyncIterator[ReadScreen]:
         async def look() -> Screen:
             nonlocal looked
             looked += 1

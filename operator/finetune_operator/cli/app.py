@@ -1,6 +1,6 @@
-"""`ftctl`: the table of its commands, and the one place where an error becomes an exit code.
+"""`ftctl`: the table of its commands, and the only place that turns an error into an exit code.
 
-A command is a function in a file of its name, imported only when it is called, so that
+Each command is a function in a file of the same name, imported when it is called, so that
 `ftctl --help` loads neither pydantic nor a backend.
 """
 
@@ -27,14 +27,14 @@ COMMANDS = {
     "doctor": "Show what is installed and what is missing.",
     "crd": "Print or write the CustomResourceDefinition.",
 }
-"""What `ftctl --help` says of each command; its own help is its function's docstring."""
+"""Summaries for `ftctl --help`; the help of a command is the docstring of its function."""
 
 
 class LazyGroup(TyperGroup):
-    """Shows stand-ins in help and completion; imports the real command when one is called."""
+    """Shows placeholders in help and completion; imports the real command when it is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command named by the first argument, and import it."""
+        """Resolve the command that the first argument names, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
         if name in COMMANDS:
             command = _load(name)
@@ -48,7 +48,7 @@ def _load(name: str) -> Any:
 
 
 def _listed_only() -> None:
-    """Stand in for a command in help; `LazyGroup` never calls it."""
+    """Serve as a placeholder of a command in help; `LazyGroup` never calls it."""
 
 
 def _version(is_asked: bool) -> None:
@@ -62,28 +62,28 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Take the options of `ftctl` itself; each acts in its own callback."""
+    """Declare the options of `ftctl` itself; each has a callback."""
 
 
 def _make_app() -> typer.Typer:
-    made = typer.Typer(
+    root = typer.Typer(
         name="ftctl",
         cls=LazyGroup,
         help="Fine-tune language models from one manifest.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    made.callback()(_options)
+    root.callback()(_options)
     for name, summary in COMMANDS.items():
-        made.command(name, help=summary)(_listed_only)
-    return made
+        root.command(name, help=summary)(_listed_only)
+    return root
 
 
 app = _make_app()
 
 
 def main() -> None:
-    """Run `ftctl`; a `FineTuneError` is its message on standard error and exit code 1."""
+    """Run `ftctl`; a `FineTuneError` prints its message to standard error and exits with 1."""
     out = guard()
     try:
         code = _run()
@@ -98,16 +98,16 @@ def main() -> None:
 def _run() -> Any:
     try:
         app(prog_name="ftctl")
-    except SystemExit as end:  # click's own way to end
+    except SystemExit as end:  # click exits this way
         return end.code
-    # An OSError comes from a current folder that was removed, or a name that is too long.
+    # An OSError means that the current folder was removed, or that a name is too long.
     except (FineTuneError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         named = next((word for word in sys.argv[1:] if word in COMMANDS), "")
-        if (said := sentence(f"ftctl {named}".strip(), error)) is None:
+        if (message := sentence(f"ftctl {named}".strip(), error)) is None:
             raise
-        print(said, file=sys.stderr)
+        print(message, file=sys.stderr)
         return 1
     return 0

@@ -1,7 +1,7 @@
-"""The log of one rank of a job in a cluster: its pod's, or the lines kept of a pod that is gone.
+"""Read the log of one rank of a job in a cluster, from its pod or the stored tail of a deleted pod.
 
-`ftctl logs` calls it. It reads FineTuneJobs, batch Jobs, pods and logs with the user's own rights,
-and FineTuneProfiles for a backend that asks a service.
+`ftctl logs` calls it. It reads FineTuneJobs, batch Jobs, pods and logs with the user's permissions,
+and FineTuneProfiles for a backend that calls a service.
 """
 
 import os
@@ -29,8 +29,8 @@ class RankLog:
     """Which log to print.
 
     Attributes:
-        previous: That of the attempt before the newest one.
-        follow: Go on until the attempt ends.
+        previous: Whether to print the log of the attempt before the newest one.
+        follow: Whether to print new lines until the attempt ends.
     """
 
     rank: int
@@ -42,12 +42,13 @@ async def print_log(job: Key, wanted: RankLog, profiles: Mapping[str, FineTunePr
     """Print the log of one rank of a job in the cluster that kubectl uses.
 
     Args:
-        job: Whose log.
-        wanted: Which log.
-        profiles: By name; they count more than the cluster's own.
+        job: The job.
+        wanted: The rank and the attempt.
+        profiles: Profiles by name; they take precedence over those of the cluster.
 
     Raises:
-        FineTuneError: there is no such job, attempt or batch Job, or the cluster cannot be reached.
+        FineTuneError: the job, attempt or batch Job does not exist, or the cluster cannot be
+            reached.
     """
     async with await HttpClient.connect() as client:
         async for line in _lines(client, job, wanted, profiles):
@@ -55,13 +56,13 @@ async def print_log(job: Key, wanted: RankLog, profiles: Mapping[str, FineTunePr
 
 
 def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> int:
-    """Return the number of the attempt whose log is meant.
+    """Return the number of the attempt whose log the user wants.
 
-    `previous` is the one before the newest, or the only one if it has failed: who asks wants to
-    know why the job does not run any more.
+    `previous` means the attempt before the newest, or the only attempt if it has failed: the user
+    wants to know why the job no longer runs.
 
     Raises:
-        FineTuneError: there is no such attempt.
+        FineTuneError: no such attempt exists.
     """
     newest = status.attempt
     if not previous or newest > 1:
@@ -75,29 +76,30 @@ def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> in
 async def _lines(
     client: HttpClient, job: Key, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
 ) -> AsyncIterator[str]:
-    made = await _get_job(client, job)
-    if not made.status.attempt:
-        said = next((one.message for one in made.status.conditions if one.type == "Ready"), "")
-        raise FineTuneError(f"FineTuneJob {job} has no attempt yet ({said})")
-    kind = registry.load(made.spec.backend.type)
+    stored = await _get_job(client, job)
+    if not stored.status.attempt:
+        reason = next((one.message for one in stored.status.conditions if one.type == "Ready"), "")
+        raise FineTuneError(f"FineTuneJob {job} has no attempt yet ({reason})")
+    kind = registry.load(stored.spec.backend.type)
     cluster = await cluster_for(kind, client, profiles)
     context = BackendContext(Path(), dict(os.environ), cluster)
-    async for line in lines_of(kind(context), made, wanted):
+    async for line in lines_of(kind(context), stored, wanted):
         yield line
 
 
 async def cluster_for(
     kind: type[Backend], client: KubeClient, profiles: Mapping[str, FineTuneProfile]
 ) -> Cluster:
-    """Return the cluster as a backend needs it to find an attempt.
+    """Return a cluster with the caches that a backend needs to find an attempt.
 
-    One that finds attempts in the cluster reads there what its caches lack. Any other has its
-    attempts elsewhere, and in its caches what it watches of the whole cluster, such as profiles.
+    A backend that finds attempts in the cluster gets empty caches: it reads missing objects from
+    the API server. For any other backend, the caches hold the cluster-scoped kinds that it watches,
+    such as profiles.
 
     Args:
-        kind: The backend.
-        client: With the user's rights.
-        profiles: By name; they count more than the cluster's own.
+        kind: Class of the backend.
+        client: Client with the user's permissions.
+        profiles: Profiles by name; they take precedence over those of the cluster.
 
     Raises:
         FineTuneError: the user may not read one of the kinds.
@@ -115,7 +117,7 @@ async def cluster_for(
 async def _read(
     client: KubeClient, watch: Watch, given: Mapping[str, FineTuneProfile]
 ) -> dict[str, Object]:
-    """Return the objects of a kind by name, where those that are given count more."""
+    """Return the objects of a kind by name; `given` takes precedence."""
     try:
         listing = await client.list(watch.resource, trim=watch.trim)
         found = {one["metadata"]["name"]: one for one in listing.items}
@@ -134,10 +136,10 @@ async def _read(
 
 
 async def lines_of(backend: Backend, job: FineTuneJob, wanted: RankLog) -> AsyncIterator[str]:
-    """Yield the log of one rank; its backend is started for that, and may not write.
+    """Yield the log of one rank; the backend is started for it, without write access.
 
     Raises:
-        FineTuneError: there is no such attempt or log, or the backend cannot be asked.
+        FineTuneError: the attempt or log does not exist, or the backend fails.
     """
     name = f"FineTuneJob {job.metadata.namespace}/{job.metadata.name}"
     number = attempt_number(name, job.status, previous=wanted.previous)
@@ -151,7 +153,7 @@ async def lines_of(backend: Backend, job: FineTuneJob, wanted: RankLog) -> Async
 
 
 async def _find_attempt(backend: HostedBackend, job: FineTuneJob, number: int) -> AttemptRef:
-    # As if nothing was known of its attempts: what stands in the way of a new one is left alone.
+    # Without its status, the job has no known attempt, so `find` leaves conflicting objects alone.
     unopened = job.model_copy(update={"status": FineTuneJobStatus()})
     found = await backend.find(unopened, Attempt(number))
     key = Key(job.metadata.namespace, job.metadata.name)

@@ -1,4 +1,4 @@
-"""What is printed at the end of a job that was followed, and the exit code for it."""
+"""Print the end of a job that the user followed, and choose the exit code."""
 
 import shlex
 
@@ -28,15 +28,15 @@ def conclude(
     """Print how a job ended that the user followed.
 
     Args:
-        console: Where it is printed.
-        target: The job as the manifest has it.
-        job: The job as it is now.
-        last: The last view of it.
-        seconds: How long it was followed.
-        again: The command that runs it again.
+        console: Console to print to.
+        target: The job in the manifest.
+        job: The job in its present state.
+        last: The last view of the job.
+        seconds: How long the job was followed.
+        again: The command that runs the job again.
 
     Raises:
-        typer.Exit: it is not Complete; with the exit code that says why.
+        typer.Exit: the job is not Complete; the exit code gives the reason.
     """
     status, took = job.status, f"after {duration(seconds)}"
     if is_true(status, ConditionType.COMPLETE):
@@ -54,29 +54,29 @@ def conclude(
     attempt = attempts.current(status)
     if attempt and not target.backend.runs_on_this_machine:
         if handle := handle_of(status):
-            _say_that_it_goes_on(console, job.metadata.name, handle, again)
+            _print_left_running(console, job.metadata.name, handle, again)
         else:
-            _say_that_it_may_start(console, job.metadata.name, attempt.number, again)
+            _print_may_start(console, job.metadata.name, attempt.number, again)
         raise typer.Exit(EXIT_STOPPED)
-    # Not the progress of the last attempt, which may have ended before its first step.
-    at = status.checkpoint.last
-    if at is not None:
-        kept = f"the checkpoint of step {at.step} is kept"
+    # The last attempt may have ended before its first step, so use the status, not its progress.
+    last_checkpoint = status.checkpoint.last
+    if last_checkpoint is not None:
+        saved = f"the checkpoint of step {last_checkpoint.step} is kept"
     elif target.job.spec.checkpoint.enabled is False:
-        kept = "there is no checkpoint (spec.checkpoint.enabled), so the next run begins anew"
+        saved = "there is no checkpoint (spec.checkpoint.enabled), so the next run begins anew"
     elif target.backend.runs_on_this_machine or not status.attempt:
-        kept = "there is no checkpoint yet"
+        saved = "there is no checkpoint yet"
     else:
-        kept = "no checkpoint of it is known"
-    console.print(Text(f"\nStopped {took}; {kept}", style="bold yellow"))
+        saved = "no checkpoint of it is known"
+    console.print(Text(f"\nStopped {took}; {saved}", style="bold yellow"))
     if target.job.spec.suspend:
         console.print(Text("spec.suspend is true; set it to false to go on"))
     console.print(Text(f"Go on with: {again}"))
     raise typer.Exit(EXIT_STOPPED)
 
 
-def _say_that_it_goes_on(console: Console, name: str, handle: Handle, again: str) -> None:
-    _say(
+def _print_left_running(console: Console, name: str, handle: Handle, again: str) -> None:
+    _print_lines(
         console,
         f"{name} goes on: {handle.url or handle.name}",
         f"Nothing restarts it while nobody follows it. Follow it again: {again}",
@@ -84,8 +84,8 @@ def _say_that_it_goes_on(console: Console, name: str, handle: Handle, again: str
     )
 
 
-def _say_that_it_may_start(console: Console, name: str, number: int, again: str) -> None:
-    _say(
+def _print_may_start(console: Console, name: str, number: int, again: str) -> None:
+    _print_lines(
         console,
         f"{name} may be starting as attempt {number}, which had no answer yet",
         f"Follow it, or see that it runs: {again}",
@@ -93,15 +93,15 @@ def _say_that_it_may_start(console: Console, name: str, number: int, again: str)
     )
 
 
-def _say(console: Console, first: str, *more: str) -> None:
-    """Print lines that can be copied."""
+def _print_lines(console: Console, first: str, *more: str) -> None:
+    """Print lines without wrapping, so that they can be copied."""
     console.print(Text(f"\n{first}", style="bold yellow"), soft_wrap=True)
     for line in more:
         console.print(Text(line), soft_wrap=True)
 
 
 def _outcome(target: Target, progress: Progress) -> Outcome:
-    """Find what was exported: one format is in the output folder itself, both are below it."""
+    """Find the exported model: a single format is in the output folder, both are in subfolders."""
     output, spec = target.folders.output, target.job.spec
     if spec.output.format is OutputFormat.BOTH:
         output = output / OutputFormat.ADAPTER.value

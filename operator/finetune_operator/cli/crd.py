@@ -1,4 +1,4 @@
-"""`ftctl crd`: the CustomResourceDefinitions as text, for kubectl and for `crds/`."""
+"""`ftctl crd`: print the CustomResourceDefinitions, for kubectl and for `crds/`."""
 
 from pathlib import Path
 from typing import Annotated

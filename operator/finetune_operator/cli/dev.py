@@ -1,7 +1,7 @@
-"""`ftctl dev`: a Kubernetes API and the operator on this machine, for kubectl; no cluster needed.
+"""`ftctl dev`: a Kubernetes API and the operator on this machine, for kubectl, without a cluster.
 
-The operator is that of a cluster, and the API is in the same process. Jobs run as processes of this
-machine.
+The operator is the one that runs in a cluster; the API is served by the same process. Jobs run as
+processes of this machine.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ def dev(
 ) -> None:
     """Serve a Kubernetes API with the operator on this machine, for kubectl.
 
-    Jobs of the local backend run here, with their files beside the manifests of FOLDER. The first
-    line printed makes kubectl ask this API. Ctrl-C once stops all jobs with a checkpoint, twice
-    kills them; the next start goes on with them. Jobs that a service runs, such as Azure ML, go on.
+    Jobs of the local backend run here; their files are beside the manifests in FOLDER. The first
+    printed line makes kubectl use this API. Ctrl-C once stops all jobs with a checkpoint, twice
+    kills them; the next start resumes them. Jobs of a service, such as Azure ML, continue there.
     """
     if run is not None or fresh or plain:
         options = " --fresh" * fresh + " --plain" * plain
@@ -42,7 +42,7 @@ def dev(
             "ftctl dev serves a folder and runs no job by itself; use: "
             f"ftctl run {shlex.quote(str(run or 'FILE'))}{options}"
         )
-    # Imported here: kopf takes half a second, which --help need not wait.
+    # Imported here: kopf takes half a second, and --help must be fast.
     from finetune_operator.cli.dev_server import serve
     from finetune_operator.kernel.logs import set_up
     from finetune_operator.kernel.settings import LogFormat, LogLevel

@@ -1,6 +1,7 @@
-"""What `ftctl dev` keeps between two starts: objects, kubeconfig and lock, in runs/.dev.
+"""State of `ftctl dev` across restarts, in runs/.dev: objects, kubeconfig and lock.
 
-One process at a time serves a folder. It holds the kernel's lock on a file, which ends with it.
+One process at a time serves a folder. It holds a file lock of the operating system, which is
+released when the process ends.
 """
 
 import os
@@ -26,9 +27,9 @@ class DevFolder:
 
     Attributes:
         base: The folder, absolute.
-        state: File of the API's objects.
-        kubeconfig: File for kubectl; the path is the same at each start.
-        export: The line that makes kubectl use this API.
+        state: File with the objects of the API.
+        kubeconfig: File for kubectl; the path is the same at every start.
+        export: Shell line that makes kubectl use this API.
     """
 
     def __init__(self, base: Path) -> None:
@@ -40,10 +41,10 @@ class DevFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock of the process that serves it.
+        """Hold the lock of the folder.
 
         Raises:
-            DevFolderError: another process does, or it cannot be written.
+            DevFolderError: another process holds the lock, or the folder cannot be written.
         """
         lock = self._path / "lock"
         with ExitStack() as stack:

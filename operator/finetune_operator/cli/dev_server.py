@@ -1,4 +1,4 @@
-"""The API and the operator of `ftctl dev`, in this process: started together, ended together."""
+"""Run the API and the operator of `ftctl dev` in this process, from start to stop."""
 
 import asyncio
 import logging
@@ -34,18 +34,18 @@ class DevServerError(FineTuneError):
 
 
 async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINER) -> None:
-    """Serve a folder until Ctrl-C; its first line on standard output is `DevFolder.export`.
+    """Serve a folder until Ctrl-C; the first line on standard output is `DevFolder.export`.
 
-    Attempts that still run at its end run on.
+    Attempts that are still running at the end continue to run.
 
     Args:
-        folder: The folder; nobody else serves it meanwhile.
+        folder: The folder; locked while it is served.
         port: Port of the API on the loopback address; 0 takes a free one.
-        command: What a node of a job runs.
+        command: Command of a node.
 
     Raises:
-        DevFolderError: another process serves it, or it cannot be written.
-        DevServerError: the port is taken, or the operator ended by itself.
+        DevFolderError: another process serves the folder, or it cannot be written.
+        DevServerError: the port is taken, or the operator terminated unexpectedly.
         StateError: the stored objects cannot be read.
     """
     signals, stop = StopSignals(), asyncio.Event()
@@ -64,7 +64,7 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
         work = operate(_settings(folder), stop, backends=backends, folder=folder.base)
         operator = asyncio.create_task(work)
         try:
-            print(folder.export, flush=True)  # where it cannot be, no job is resumed
+            print(folder.export, flush=True)  # if this fails, no job is resumed
             await resume_all(client)
             log.info("serving", extra={"folder": str(folder.base)})
             await _first_of(operator, asyncio.create_task(signals.asked.wait()))
@@ -83,16 +83,16 @@ async def _api(folder: DevFolder, port: int) -> AsyncIterator[None]:
         try:
             await stack.enter_async_context(api)
         except OSError as error:
-            said = os.strerror(error.errno) if error.errno else str(error)
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise DevServerError(
-                f"--port {port} cannot be used ({said}); choose another, or 0 for a free one"
+                f"--port {port} cannot be used ({reason}); choose another, or 0 for a free one"
             ) from error
         folder.write_kubeconfig(yaml.safe_dump(api.kubeconfig(), sort_keys=False))
         yield
 
 
 async def _first_of(operator: "asyncio.Task[None]", *tasks: "asyncio.Task[Any]") -> None:
-    """Return when one of the tasks has ended; an end of the operator is an error."""
+    """Wait for the first of the tasks; the end of the operator is an error."""
     await asyncio.wait({operator, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     if operator.done():
         operator.result()
@@ -102,9 +102,9 @@ async def _first_of(operator: "asyncio.Task[None]", *tasks: "asyncio.Task[Any]")
 async def _stop_jobs(
     client: KubeClient, operator: "asyncio.Task[None]", signals: StopSignals, here: Collection[str]
 ) -> None:
-    """Stop all jobs with a checkpoint, and kill them when the user insists.
+    """Stop all jobs with a checkpoint, and kill them on a second signal.
 
-    Jobs of backends that are not among `here` run on, as they do not need this machine.
+    Jobs of backends that are not in `here` continue: they do not need this machine.
     """
     if others := await running_elsewhere(client, here):
         log.info("left running, and found by the next start: %s", ", ".join(others))
@@ -127,7 +127,7 @@ async def _stop_jobs(
 def _settings(folder: DevFolder) -> Settings:
     return Settings(
         kubeconfig=str(folder.kubeconfig),
-        leader_election=False,  # the lock on the folder is as good
+        leader_election=False,  # the lock on the folder serves the same purpose
         identity="ftctl-dev",
         lease_namespace="default",
         health_host="127.0.0.1",

@@ -1,7 +1,7 @@
-"""Stop the jobs of `ftctl dev` with it, and let them go on at its next start.
+"""Stop the jobs of `ftctl dev` when it ends, and resume them when it starts again.
 
-Ctrl-C suspends, as in `ftctl run`. The jobs are marked in the same write, so that the next start
-resumes these, also after a crash, and leaves those alone that a person has suspended.
+Ctrl-C suspends jobs, as in `ftctl run`. The same write marks them, so that the next start resumes
+them, also after a crash, and leaves jobs suspended that a person has suspended.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_finished, is_true
 
 SUSPENDED_BY = "finetune.dev/suspended-by"
-"""Annotation of a job that was suspended only because its operator ended."""
+"""Annotation of a job that was suspended only because its operator stopped."""
 
 _DEV = "ftctl-dev"
 _POLL_SECONDS = 0.2
 
 
 async def resume_all(client: KubeClient) -> None:
-    """Resume the jobs that were suspended because their operator ended."""
+    """Resume the jobs that were suspended because their operator stopped."""
     for known in await _jobs(client):
         annotations = known.raw["metadata"].get("annotations") or {}
         if annotations.get(SUSPENDED_BY) == _DEV:
@@ -32,7 +32,7 @@ async def resume_all(client: KubeClient) -> None:
 
 
 async def running_elsewhere(client: KubeClient, here: Collection[str]) -> list[str]:
-    """Return the names of the jobs with an attempt by a backend that is not among `here`."""
+    """Return the names of jobs with an open attempt of a backend that is not in `here`."""
     return [
         str(key_of(known.raw))
         for known in await _jobs(client)
@@ -41,7 +41,7 @@ async def running_elsewhere(client: KubeClient, here: Collection[str]) -> list[s
 
 
 async def stop_all(client: KubeClient, here: Collection[str]) -> None:
-    """Suspend the jobs of the backends `here`; return when their status says that none runs."""
+    """Suspend the jobs of the backends in `here`, and wait until their attempts have ended."""
     while running := [
         known for known in await _jobs(client) if known.backend in here and not _is_stopped(known)
     ]:
@@ -56,14 +56,14 @@ def _is_stopped(known: JobView) -> bool:
     if not known.is_ours:
         return True
     if _is_deleted(known):
-        return False  # it goes when nothing of it runs
+        return False  # it is removed when all its processes have ended
     if is_finished(status):
         return True
     if not known.raw["spec"].get("suspend"):
         return False
     if status.observed_generation < known.metadata.generation:
         return False
-    # Suspended with an open attempt: that one was never created.
+    # A Suspended job with an open attempt: the attempt was never created.
     return attempts.current(status) is None or is_true(status, ConditionType.SUSPENDED)
 
 

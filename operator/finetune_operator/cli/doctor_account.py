@@ -1,13 +1,13 @@
-"""`ftctl doctor --cluster`: whether the operator's account may work in the caller's namespace.
+"""`ftctl doctor --cluster`: check the permissions of the operator in the caller's namespace.
 
-A Role goes with its namespace, and one of the same name that is made later has none.
+A Role is deleted with its namespace, so a recreated namespace of the same name lacks it.
 """
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.cluster_probe import Probe
 from finetune_operator.cli.doctor_pods import CHART
 from finetune_operator.kernel.rights import review_access
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, JOBS, PODS
@@ -18,7 +18,7 @@ _NEEDED = (
     ("create", JOBS, ""),
     ("list", PODS, ""),
 )
-"""Of each rule without which no job runs, a verb; the chart gives all of them together."""
+"""A verb of each rule that jobs need; the chart grants all verbs of a rule together."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Account:
     """An operator's service account.
 
     Attributes:
-        namespace: Of the operator.
-        name: Of the account.
-        deployment: Of the operator.
-        release: Of helm; empty where something else installed it.
-        namespaces: Those that the operator serves; empty for all.
+        namespace: Namespace of the operator.
+        name: Name of the account.
+        deployment: Name of the operator's Deployment.
+        release: Name of the helm release; empty if the operator was installed without helm.
+        namespaces: Namespaces that the operator serves; empty for all.
     """
 
     namespace: str
@@ -41,7 +41,7 @@ class Account:
 
     @property
     def grant(self) -> str:
-        """The command that makes its roles anew."""
+        """The command that recreates the roles of the account."""
         if self.release:
             options = f"{CHART} -n {self.namespace} --reset-then-reuse-values"
             return f"helm upgrade {self.release} {options}"
@@ -54,17 +54,15 @@ class Account:
         )
 
 
-async def check_account(asking: Asking, topic: str, account: Account) -> None:
-    """Note whether an account has what the chart gives it in the caller's namespace."""
-    title = f"its rights in {asking.namespace}"
+async def check_account(probe: Probe, topic: str, account: Account) -> None:
+    """Check that an account has the permissions of the chart in the caller's namespace."""
+    title = f"its rights in {probe.namespace}"
     who = f"{account.namespace}:{account.name}"
     reviews = (
-        review_access(
-            asking.client, verb, resource, asking.namespace, subresource=part, account=who
-        )
+        review_access(probe.client, verb, resource, probe.namespace, subresource=part, account=who)
         for verb, resource, part in _NEEDED
     )
-    statuses = await asking.ask(topic, title, asyncio.gather(*reviews))
+    statuses = await probe.ask(topic, title, asyncio.gather(*reviews))
     if statuses is None:
         return
     lacks = [
@@ -73,6 +71,6 @@ async def check_account(asking: Asking, topic: str, account: Account) -> None:
         if not status["allowed"]
     ]
     if lacks:
-        asking.wrong(topic, title, f"{who} may not {', '.join(lacks)}", account.grant)
+        probe.wrong(topic, title, f"{who} may not {', '.join(lacks)}", account.grant)
     else:
-        asking.ok(topic, title, f"{who} may do its work")
+        probe.ok(topic, title, f"{who} may do its work")

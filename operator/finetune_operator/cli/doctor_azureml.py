@@ -1,7 +1,7 @@
-"""`ftctl doctor --azureml`: whether Azure has what the profiles of a file name.
+"""`ftctl doctor --azureml`: check that Azure has the resources named by the profiles of a file.
 
-It asks as whoever runs it, and only reads. Run it in the operator's pod to check the operator's own
-identity.
+The command only reads, with the identity of its caller. Run it in the operator's pod to check the
+operator's own identity.
 """
 
 import logging
@@ -31,53 +31,53 @@ _IS_PATTERN = re.compile(r"[*?]")
 
 
 def examine_azureml(file: Path | None, environ: Mapping[str, str]) -> list[Finding]:
-    """Return a finding for each thing in Azure that the profiles of a file name.
+    """Return a finding for each Azure resource that the profiles of a file name.
 
     Raises:
-        FineTuneError: the file names no workspace, or the Azure SDK is missing.
+        FineTuneError: the file has no profile with a workspace, or the Azure SDK is missing.
         InvalidJobError: a profile cannot be used.
     """
     if file is None:
         raise FineTuneError("--azureml asks for what a profile names; add --profile FILE")
-    made = [one for one in profiles_of(None, file).values() if one.spec.azureml is not None]
-    if not made:
+    profiles = [one for one in profiles_of(None, file).values() if one.spec.azureml is not None]
+    if not profiles:
         raise FineTuneError(f"{file} has no FineTuneProfile with azureml; name a file that has one")
     load()
-    logging.getLogger("azure").setLevel(logging.CRITICAL)  # what it says is in the findings
-    return [found for one in made for found in _of_profile(one, environ)]
+    logging.getLogger("azure").setLevel(logging.CRITICAL)  # the findings report its errors
+    return [found for one in profiles for found in _of_profile(one, environ)]
 
 
 def _of_profile(profile: FineTuneProfile, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is found for one profile; what needs something that fails is not asked for."""
+    """Yield the findings of a profile; checks that depend on a failed check are left out."""
     topic = f"azureml, profile {profile.metadata.name}"
     settings, allow = profile.spec.azureml, profile.spec.allow
     assert settings is not None
-    made: list[Sdk] = []
+    logged_in: list[Sdk] = []
 
     def identity() -> str:
-        who = credential(environ, settings.client_id, _let_pass)
-        log_in(who)
-        made.append(Sdk(workspace_id(settings), who, _let_pass))
+        account = credential(environ, settings.client_id, _refuse_writes)
+        log_in(account)
+        logged_in.append(Sdk(workspace_id(settings), account, _refuse_writes))
         return settings.client_id or environ.get("AZURE_CLIENT_ID", "whoever is logged in here")
 
-    yield _asked(topic, "identity", identity)
-    if not made:
+    yield _checked(topic, "identity", identity)
+    if not logged_in:
         return
-    (sdk,) = made
+    (sdk,) = logged_in
     name = settings.workspace
-    workspace = _asked(topic, f"workspace {name}", lambda: sdk.ml.workspaces.get(name).location)
+    workspace = _checked(topic, f"workspace {name}", lambda: sdk.ml.workspaces.get(name).location)
     yield workspace
     if workspace.state is not State.OK:
         return
     for name in _named(settings.compute, allow.computes):
-        yield _asked(topic, f"compute {name}", partial(_compute, sdk, name))
+        yield _checked(topic, f"compute {name}", partial(_compute, sdk, name))
     for name in _named(settings.environment, allow.environments):
         yield _environment(topic, sdk, name)
     for name in _named(settings.datastore, allow.datastores):
-        yield _asked(topic, f"datastore {name}", partial(_datastore, sdk, name))
+        yield _checked(topic, f"datastore {name}", partial(_datastore, sdk, name))
 
 
-def _asked(topic: str, name: str, ask: Callable[[], Any]) -> Finding:
+def _checked(topic: str, name: str, ask: Callable[[], Any]) -> Finding:
     try:
         with errors_told():
             return Finding(topic, name, State.OK, str(ask()))
@@ -105,14 +105,14 @@ def _environment(topic: str, sdk: Sdk, name: str) -> Finding:
     match = _IN_WORKSPACE.fullmatch(name)
     if match is None:
         return Finding(topic, title, State.ABSENT, "is of a registry, which is not asked")
-    return _asked(topic, title, lambda: sdk.ml.environments.get(*match.groups()).image or "found")
+    return _checked(topic, title, lambda: sdk.ml.environments.get(*match.groups()).image or "found")
 
 
 def _named(own: str | None, allowed: list[str]) -> list[str]:
-    """Return the profile's own and those that jobs may choose, as far as they are no patterns."""
+    """Return the profile's own name and those that jobs may choose, without patterns."""
     names = dict.fromkeys([*([own] if own else []), *allowed])
     return [name for name in names if not _IS_PATTERN.search(name)]
 
 
-def _let_pass(is_write: bool) -> None:
+def _refuse_writes(is_write: bool) -> None:
     assert not is_write, "doctor only reads"

@@ -1,7 +1,7 @@
-"""`ftctl doctor --cluster`: what a cluster lacks for jobs, with the commands that mend it.
+"""`ftctl doctor --cluster`: check a cluster for jobs, and print commands that fix the faults.
 
-It only reads, as whoever runs it, and ends within a minute whatever the API server does: each group
-of questions has a time limit, and what could not be asked is among the findings.
+The command only reads, as its caller, and ends within a minute whatever the API server does: each
+group of checks has a timeout, and checks that could not be run are among the findings.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from finetune_operator import __version__
-from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.cluster_probe import Probe
 from finetune_operator.cli.doctor_api import NOT_THERE, check_crds, check_version
 from finetune_operator.cli.doctor_places import (
     check_gpus,
@@ -31,7 +31,7 @@ REQUEST_SECONDS = 5.0
 GROUP_SECONDS = 20.0
 LOGIN_SECONDS = 30.0
 
-Check = Callable[[Asking], Awaitable[None]]
+Check = Callable[[Probe], Awaitable[None]]
 
 CHECKS: dict[str, Check] = {
     "CustomResourceDefinitions": check_crds,
@@ -45,13 +45,13 @@ CHECKS: dict[str, Check] = {
 
 
 async def examine_cluster(namespace: str | None) -> list[Finding]:
-    """Return a finding for each thing that is asked of the cluster that kubectl uses.
+    """Check the cluster that kubectl uses, and return a finding per check.
 
     Args:
-        namespace: Where the caller wants to make jobs; None takes the kubeconfig's.
+        namespace: Namespace in which the caller wants to create jobs; None takes the kubeconfig's.
 
     Raises:
-        FineTuneError: no cluster is configured, or there is no way to log in.
+        FineTuneError: no cluster is configured, or the login fails.
     """
     try:
         async with asyncio.timeout(LOGIN_SECONDS):
@@ -68,18 +68,18 @@ async def examine_cluster(namespace: str | None) -> list[Finding]:
 
 
 async def _ask_all(client: HttpClient, access: ClusterAccess, namespace: str) -> list[Finding]:
-    first = Asking(client, namespace)
+    first = Probe(client, namespace)
     if not await check_version(first, access.host):
         for topic in CHECKS:
             first.unknown(topic, "", "not asked, as the API server does not answer")
         return first.findings
-    groups = [_within_limit(Asking(client, namespace), topic, one) for topic, one in CHECKS.items()]
+    groups = [_within_limit(Probe(client, namespace), topic, one) for topic, one in CHECKS.items()]
     found = [one for group in await asyncio.gather(*groups) for one in group]
     return [*first.findings, *_installed_by_helm(found)]
 
 
 def _installed_by_helm(found: list[Finding]) -> list[Finding]:
-    """Have helm bring the definitions with the operator: later it renews only what it has made."""
+    """Install the CRDs with the operator by helm: helm upgrades only CRDs that it has installed."""
     unfit = [one for one in found if one.remedy == APPLY]
     is_new = all(one.detail == NOT_THERE for one in unfit)
     if not is_new or all(one.remedy != INSTALL for one in found):
@@ -87,12 +87,12 @@ def _installed_by_helm(found: list[Finding]) -> list[Finding]:
     return [replace(one, remedy=INSTALL) if one in unfit else one for one in found]
 
 
-async def _within_limit(asking: Asking, topic: str, check: Check) -> list[Finding]:
+async def _within_limit(probe: Probe, topic: str, check: Check) -> list[Finding]:
     try:
         async with asyncio.timeout(GROUP_SECONDS):
-            await check(asking)
+            await check(probe)
     except TimeoutError:
-        asking.unknown(topic, "the rest", f"was not told within {GROUP_SECONDS:g} s")
+        probe.unknown(topic, "the rest", f"was not told within {GROUP_SECONDS:g} s")
     except ApiError as error:
-        asking.unknown(topic, "the rest", str(error))
-    return asking.findings
+        probe.unknown(topic, "the rest", str(error))
+    return probe.findings

@@ -1,12 +1,12 @@
-"""`ftctl doctor --cluster`: profiles, shared storage, GPU nodes and the admission policy."""
+"""`ftctl doctor --cluster`: check profiles, shared storage, GPU nodes and admission policy."""
 
 from collections.abc import Sequence
 
 from finetune_operator.backends.allow_rules import fits
-from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.cluster_probe import Probe
 from finetune_operator.cli.doctor_pods import CHART
 from finetune_operator.cli.doctor_replicas import DEPLOYMENTS, SELECTOR, read
-from finetune_operator.cli.top_rows import told_in
+from finetune_operator.cli.top_rows import get_in
 from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, NODES, Object, Resource
 
@@ -21,7 +21,7 @@ _BINDINGS = Resource(
 )
 _MANY = "ReadWriteMany"
 
-# A StorageClass does not say which access modes it has; its driver's documentation does.
+# A StorageClass does not list its access modes; the documentation of the driver does.
 _SHARED = (
     "blob.csi.azure.com", "file.csi.azure.com", "kubernetes.io/azure-file",
     "azurelustre.csi.azure.com",
@@ -40,86 +40,86 @@ _GPU_LABELS = {
     "kubernetes.azure.com/accelerator": "nvidia",
     "accelerator": "nvidia",
 }
-"""Labels of nodes that have GPUs, whether or not their driver works."""
+"""Labels of nodes with GPUs, whether or not the driver works."""
 
 _GPU_OPERATOR = "helm install gpu-operator nvidia/gpu-operator -n gpu-operator --create-namespace"
 
 
-async def check_profiles(asking: Asking) -> None:
-    """Note each profile, and whether one is for the namespace."""
+async def check_profiles(probe: Probe) -> None:
+    """List the profiles, and check that one may be used in the namespace."""
     topic = "profiles"
-    found = await asking.list(topic, "FineTuneProfiles", FINE_TUNE_PROFILES)
+    found = await probe.list(topic, "FineTuneProfiles", FINE_TUNE_PROFILES)
     if found is None:
         return
     if not found:
         remedy = "kubectl apply -f examples/profiles/h100.yaml  # changed for this cluster"
-        asking.wrong(topic, "FineTuneProfiles", "there are none, and jobs of aks need one", remedy)
+        probe.wrong(topic, "FineTuneProfiles", "there are none, and jobs of aks need one", remedy)
         return
     usable = False
     for one in found:
         name, spec = one["metadata"]["name"], one.get("spec")
-        allowed = [str(word) for word in told_in(spec, "allow", "namespaces") or ()]
-        what = told_in(spec, "image") or f"workspace {told_in(spec, 'azureml', 'workspace')}"
-        usable = usable or fits(asking.namespace, allowed)
-        asking.ok(topic, name, f"{what}, for {', '.join(allowed) or 'no namespace'}")
+        allowed = [str(word) for word in get_in(spec, "allow", "namespaces") or ()]
+        what = get_in(spec, "image") or f"workspace {get_in(spec, 'azureml', 'workspace')}"
+        usable = usable or fits(probe.namespace, allowed)
+        probe.ok(topic, name, f"{what}, for {', '.join(allowed) or 'no namespace'}")
     if not usable:
         first = found[0]["metadata"]["name"]
-        is_new = not told_in(found[0], "spec", "allow", "namespaces")
-        value = f'["{asking.namespace}"]' if is_new else f'"{asking.namespace}"'
+        is_new = not get_in(found[0], "spec", "allow", "namespaces")
+        value = f'["{probe.namespace}"]' if is_new else f'"{probe.namespace}"'
         at = "/spec/allow/namespaces" + "/-" * (not is_new)
         patch = f'[{{"op":"add","path":"{at}","value":{value}}}]'
-        asking.wrong(
+        probe.wrong(
             topic,
-            f"namespace {asking.namespace}",
+            f"namespace {probe.namespace}",
             "no profile may be used in it",
             f"kubectl patch finetuneprofile {first} --type=json -p '{patch}'",
         )
 
 
-async def check_storage(asking: Asking) -> None:
-    """Note which storage classes give volumes that several nodes can write."""
+async def check_storage(probe: Probe) -> None:
+    """Check which storage classes offer volumes that several nodes can write."""
     topic = f"storage that several nodes write ({_MANY})"
-    classes = await asking.list(topic, "StorageClasses", _CLASSES)
-    volumes = await asking.list(topic, "PersistentVolumes", _VOLUMES)
-    shared = [one for one in volumes or () if _MANY in (told_in(one, "spec", "accessModes") or ())]
-    shown = {told_in(one, "spec", "storageClassName") or "" for one in shared}
+    classes = await probe.list(topic, "StorageClasses", _CLASSES)
+    volumes = await probe.list(topic, "PersistentVolumes", _VOLUMES)
+    shared = [one for one in volumes or () if _MANY in (get_in(one, "spec", "accessModes") or ())]
+    shown = {get_in(one, "spec", "storageClassName") or "" for one in shared}
     offers = False
     for one in classes or ():
         name, driver = one["metadata"]["name"], str(one.get("provisioner"))
         if driver in _SHARED or driver.endswith(_SHARED_ENDS):
-            asking.ok(topic, name, driver)
+            probe.ok(topic, name, driver)
             offers = True
         elif name in shown:
-            asking.ok(topic, name, f"{driver}, as a volume of the cluster shows")
+            probe.ok(topic, name, f"{driver}, as a volume of the cluster shows")
             offers = True
         elif driver in _ALONE:
-            asking.absent(topic, name, f"{driver} is for one node")
+            probe.absent(topic, name, f"{driver} is for one node")
         else:
-            asking.unknown(topic, name, f"whether {driver} offers it is not known here")
+            probe.unknown(topic, name, f"whether {driver} offers it is not known here")
             offers = True
     if by_hand := [one["metadata"]["name"] for one in shared if not _class_of(one, classes or ())]:
-        asking.ok(topic, "volumes made by hand", ", ".join(sorted(by_hand)[:5]))
+        probe.ok(topic, "volumes made by hand", ", ".join(sorted(by_hand)[:5]))
     elif classes is not None and not offers:
         text = "none; jobs of several nodes need one, or a profile with another shared volume"
         remedy = "az aks update --enable-file-driver --name CLUSTER --resource-group GROUP"
-        asking.absent(topic, "StorageClasses", text, remedy)
+        probe.absent(topic, "StorageClasses", text, remedy)
 
 
 def _class_of(volume: Object, classes: Sequence[Object]) -> bool:
-    name = told_in(volume, "spec", "storageClassName")
+    name = get_in(volume, "spec", "storageClassName")
     return any(one["metadata"]["name"] == name for one in classes)
 
 
-async def check_gpus(asking: Asking) -> None:
-    """Note the nodes with GPUs, and those whose GPUs no pod can ask for."""
+async def check_gpus(probe: Probe) -> None:
+    """Count the nodes with GPUs, and report nodes whose GPUs no pod can request."""
     topic = "GPU nodes"
-    nodes = await asking.list(topic, "Nodes", NODES)
+    nodes = await probe.list(topic, "Nodes", NODES)
     if nodes is None:
         return
     counts: dict[tuple[str, str], int] = {}
     for node in nodes:
-        labels = told_in(node, "metadata", "labels") or {}
-        offered = told_in(node, "status", "allocatable") or {}
+        labels = get_in(node, "metadata", "labels") or {}
+        offered = get_in(node, "status", "allocatable") or {}
         kind = next((one for one in _GPUS if str(offered.get(one, "0")) != "0"), "")
         name = node["metadata"]["name"]
         if kind:
@@ -131,65 +131,65 @@ async def check_gpus(asking: Asking) -> None:
             counts[key] = counts.get(key, 0) + 1
         elif any(labels.get(label) == value for label, value in _GPU_LABELS.items()):
             text = "has GPUs, and offers none: its driver or device plugin does not run"
-            asking.wrong(topic, name, text, _GPU_OPERATOR)
+            probe.wrong(topic, name, text, _GPU_OPERATOR)
     for (what, trouble), count in sorted(counts.items()):
         title = f"{count} node{'s' * (count != 1)}"
         if trouble:
-            asking.absent(topic, title, f"{what} each, {trouble}")
+            probe.absent(topic, title, f"{what} each, {trouble}")
         else:
-            asking.ok(topic, title, f"{what} each")
+            probe.ok(topic, title, f"{what} each")
     if not counts:
         text = f"none of {len(nodes)} nodes offers GPUs; a pool that scales to 0 has none now"
         remedy = (
             "az aks nodepool add --name gpu --node-vm-size Standard_NC24ads_A100_v4 --node-count 1 "
             "--cluster-name CLUSTER --resource-group GROUP"
         )
-        asking.absent(topic, "Nodes", text, remedy)
+        probe.absent(topic, "Nodes", text, remedy)
 
 
 def _trouble(node: Object) -> str:
-    """Return why nothing can be scheduled there; empty where it can."""
-    if told_in(node, "spec", "unschedulable"):
+    """Return why no pod can be scheduled on a node; empty if pods can be."""
+    if get_in(node, "spec", "unschedulable"):
         return "cordoned"
-    ready = [one for one in told_in(node, "status", "conditions") or () if one["type"] == "Ready"]
+    ready = [one for one in get_in(node, "status", "conditions") or () if one["type"] == "Ready"]
     return "" if ready and ready[0]["status"] == "True" else "not Ready"
 
 
-async def check_policy(asking: Asking) -> None:
-    """Note whether an admission policy limits what the operator's account may make."""
+async def check_policy(probe: Probe) -> None:
+    """Check that an admission policy limits the objects that the operator may create."""
     topic = "admission policy"
-    policies = await asking.list(
+    policies = await probe.list(
         topic, "ValidatingAdmissionPolicies", _POLICIES, label_selector=SELECTOR
     )
     if policies is None:
         return
     if not policies:
         text = "none limits what the operator's account may make"
-        asking.absent(topic, "ValidatingAdmissionPolicy", text, await _limiting(asking))
+        probe.absent(topic, "ValidatingAdmissionPolicy", text, await _policy_command(probe))
         return
-    bindings = await asking.list(topic, "its bindings", _BINDINGS)
-    bound = {str(told_in(one, "spec", "policyName")) for one in bindings or ()}
+    bindings = await probe.list(topic, "its bindings", _BINDINGS)
+    bound = {str(get_in(one, "spec", "policyName")) for one in bindings or ()}
     for one in policies:
         name = one["metadata"]["name"]
-        warnings = told_in(one, "status", "typeChecking", "expressionWarnings") or ()
+        warnings = get_in(one, "status", "typeChecking", "expressionWarnings") or ()
         if warnings:
-            said = str(warnings[0].get("warning", "")).splitlines()[0]
+            warning = str(warnings[0].get("warning", "")).splitlines()[0]
             remedy = f"kubectl get validatingadmissionpolicy {name} -o yaml"
-            asking.wrong(topic, name, f"cannot be evaluated ({said})", remedy)
+            probe.wrong(topic, name, f"cannot be evaluated ({warning})", remedy)
         elif bindings is not None and name not in bound:
             text = "has no binding, and so no effect"
-            asking.wrong(topic, name, text, await _limiting(asking))
+            probe.wrong(topic, name, text, await _policy_command(probe))
         else:
-            asking.ok(topic, name, "limits what the operator's account may make")
+            probe.ok(topic, name, "limits what the operator's account may make")
 
 
-async def _limiting(asking: Asking) -> str:
-    """Return the command that makes the policy of the operator that is there, however it came."""
+async def _policy_command(probe: Probe) -> str:
+    """Return the command that creates the admission policy of the installed operator."""
     name, namespace, release = "finetune-operator", "finetune-operator", "finetune-operator"
     try:
-        found = (await asking.client.list(DEPLOYMENTS, label_selector=SELECTOR)).items
+        found = (await probe.client.list(DEPLOYMENTS, label_selector=SELECTOR)).items
     except (ApiError, TimeoutError):
-        found = []  # told at the operator
+        found = []  # check_operator reports the error
     for one in map(read, found[:1]):
         name, namespace, release = one.name, one.namespace, one.release
     if release:

@@ -1,14 +1,14 @@
-"""`ftctl doctor --cluster`: why replicas of the operator are not Ready, and what mends it. Pure.
+"""`ftctl doctor --cluster`: find why replicas of the operator are not Ready, and how to fix it.
 
-A Deployment says what refuses its pods, and a pod what keeps its container from running. A known
-fault of image, quota or node becomes one sentence and one command.
+Pure functions. A Deployment reports why its pods are refused, and a pod why its container does not
+run. A known fault of image, quota or node becomes one sentence and one command.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from finetune_operator.cli.top_rows import told_in
+from finetune_operator.cli.top_rows import get_in
 from finetune_operator.kube.resources import Object
 
 CHART = "charts/finetune-operator"
@@ -21,11 +21,11 @@ _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNe
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose pods they are, as far as commands name it.
+    """The Deployment of the operator, with the names that commands need.
 
     Attributes:
-        release: Of helm; empty where something else installed it.
-        selector: Labels of its pods.
+        release: Name of the helm release; empty if the operator was installed without helm.
+        selector: Labels of the pods.
     """
 
     namespace: str
@@ -34,20 +34,20 @@ class Owner:
     selector: str
 
     def another_user(self) -> str:
-        """Return the command that has it run as the user of its image."""
+        """Return the command that runs the pods as the user of the image."""
         if self.release:
             return self._upgrade("--set podSecurityContext.runAsUser=65532")
         patch = '{"spec":{"template":{"spec":{"securityContext":{"runAsUser":65532}}}}}'
         return f"kubectl -n {self.namespace} patch deployment {self.name} -p '{patch}'"
 
     def another_image(self, image: str) -> str:
-        """Return the command that names another image."""
+        """Return the command that sets another image."""
         if self.release:
             return self._upgrade(f"--set image.repository={image}")
         return f"kubectl -n {self.namespace} set image deployment/{self.name} operator={image}"
 
     def description(self) -> str:
-        """Return the command that shows its pods with their Events."""
+        """Return the command that shows the pods with their Events."""
         return f"kubectl -n {self.namespace} describe pods -l {self.selector}"
 
     def _upgrade(self, options: str) -> str:
@@ -57,28 +57,28 @@ class Owner:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why, which may be unknown, and the command that mends it or says more."""
+    """A reason, empty if unknown, and the command that fixes it or shows more."""
 
     why: str
     remedy: str
 
 
 def trouble_of(owner: Owner, deployment: Object, pods: Iterable[Object]) -> Trouble:
-    """Return why fewer replicas are Ready than are wanted; the first fault that is found."""
-    for told in told_in(deployment, "status", "conditions") or ():
-        if told["type"] == "ReplicaFailure" and told["status"] == "True":
-            return _not_made(owner, str(told.get("message", "")))
+    """Return why fewer replicas are Ready than wanted, by the first fault found."""
+    for condition in get_in(deployment, "status", "conditions") or ():
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return _not_created(owner, str(condition.get("message", "")))
     for pod in pods:
-        told = told_in(pod, "status", "conditions") or ()
-        if any(one["type"] == "Ready" and one["status"] == "True" for one in told):
+        conditions = get_in(pod, "status", "conditions") or ()
+        if any(one["type"] == "Ready" and one["status"] == "True" for one in conditions):
             continue
         if found := _of_pod(owner, pod):
             return found
     return Trouble("", owner.description())
 
 
-def _not_made(owner: Owner, text: str) -> Trouble:
-    """Return what keeps pods from being made."""
+def _not_created(owner: Owner, text: str) -> Trouble:
+    """Return why pods are not created."""
     if quota := _QUOTA.search(text):
         remedy = f"kubectl -n {owner.namespace} edit resourcequota {quota[1]}  # it needs more room"
     elif "violates PodSecurity" in text:
@@ -90,38 +90,40 @@ def _not_made(owner: Owner, text: str) -> Trouble:
 
 
 def _of_pod(owner: Owner, pod: Object) -> Trouble | None:
-    for state in told_in(pod, "status", "initContainerStatuses") or ():
+    for state in get_in(pod, "status", "initContainerStatuses") or ():
         if found := _of_init_container(owner, state):
             return found
-    for state in told_in(pod, "status", "containerStatuses") or ():
-        waiting = told_in(state, "state", "waiting") or {}
-        ended = told_in(state, "state", "terminated") or told_in(state, "lastState", "terminated")
-        said = [waiting.get("reason"), waiting.get("message"), (ended or {}).get("message")]
-        if words := ": ".join(str(word).strip() for word in said if word):
+    for state in get_in(pod, "status", "containerStatuses") or ():
+        waiting = get_in(state, "state", "waiting") or {}
+        ended = get_in(state, "state", "terminated") or get_in(state, "lastState", "terminated")
+        parts = [waiting.get("reason"), waiting.get("message"), (ended or {}).get("message")]
+        if words := ": ".join(str(part).strip() for part in parts if part):
             return _of_container(owner, str(state.get("image", "")), words)
-    for told in told_in(pod, "status", "conditions") or ():
-        if told["type"] == "PodScheduled" and told["status"] == "False":
-            return Trouble(str(told.get("message", "it has no node")), "kubectl describe nodes")
+    for condition in get_in(pod, "status", "conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return Trouble(
+                str(condition.get("message", "it has no node")), "kubectl describe nodes"
+            )
     return None
 
 
 def _of_init_container(owner: Owner, state: Object) -> Trouble | None:
-    """Return what keeps the operator's container from being started after this one."""
-    waiting = told_in(state, "state", "waiting") or {}
-    ended = told_in(state, "state", "terminated") or {}
+    """Return why an init container keeps the operator's container from starting."""
+    waiting = get_in(state, "state", "waiting") or {}
+    ended = get_in(state, "state", "terminated") or {}
     reason = str(waiting.get("reason") or ended.get("reason") or "")
     if reason in ("", "PodInitializing", "Completed"):
         return None
     name = state.get("name")
-    said = ": ".join(filter(None, (reason, waiting.get("message") or ended.get("message"))))
+    detail = ": ".join(filter(None, (reason, waiting.get("message") or ended.get("message"))))
     remedy = f"kubectl -n {owner.namespace} logs -l {owner.selector} -c {name} --tail=20"
     if reason in _NO_IMAGE:
         remedy = owner.description()
-    return Trouble(f"its init container {name} does not end well ({said})", remedy)
+    return Trouble(f"its init container {name} does not end well ({detail})", remedy)
 
 
 def _of_container(owner: Owner, image: str, words: str) -> Trouble:
-    """Return what keeps a container from running, by the words of the node."""
+    """Return why a container does not run, by the message of the kubelet."""
     own = "REGISTRY/finetune-operator"
     if _OTHER_PROCESSOR.search(words):
         why = f"the image {image} is for another processor than its node has ({words})"
@@ -137,6 +139,6 @@ def _of_container(owner: Owner, image: str, words: str) -> Trouble:
     if words.startswith(_NO_IMAGE):
         why = f"the image {image} cannot be pulled ({words})"
         return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")
-    if words in ("ContainerCreating", "PodInitializing"):  # its Events say why it takes long
+    if words in ("ContainerCreating", "PodInitializing"):  # its Events give the reason for a delay
         return Trouble(words, owner.description())
     return Trouble(words, f"kubectl -n {owner.namespace} logs -l {owner.selector} --tail=20")

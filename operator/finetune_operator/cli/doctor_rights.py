@@ -1,9 +1,9 @@
-"""`ftctl doctor --cluster`: what the caller may do, as the API server says itself."""
+"""`ftctl doctor --cluster`: check the caller's permissions with access reviews."""
 
 import asyncio
 from dataclasses import dataclass
 
-from finetune_operator.cli.asking import Asking
+from finetune_operator.cli.cluster_probe import Probe
 from finetune_operator.kernel.rights import own_name, review_access
 from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.resources import (
@@ -19,11 +19,11 @@ _TOPIC = "your rights"
 
 @dataclass(frozen=True)
 class Right:
-    """Something that a user of jobs may do.
+    """A permission of a user of jobs.
 
     Attributes:
-        use: What it is for.
-        is_needed: Without it no job can be made.
+        use: Purpose of the permission.
+        is_needed: Whether no job can be created without it.
     """
 
     verb: str
@@ -34,7 +34,7 @@ class Right:
 
     @property
     def kind(self) -> str:
-        """As `kubectl` names it: `pods/log`."""
+        """The kind in the syntax of `kubectl`, such as `pods/log`."""
         return f"{self.resource}/{self.subresource}" if self.subresource else str(self.resource)
 
 
@@ -50,12 +50,12 @@ RIGHTS = (
 )
 
 
-async def check_rights(asking: Asking) -> None:
-    """Note who asks, and each right that users of jobs have."""
-    await _check_who(asking)
-    await _check_namespace(asking)
-    await asyncio.gather(*(_check_right(asking, one) for one in RIGHTS))
-    asking.findings.sort(key=lambda one: _order(one.name))
+async def check_rights(probe: Probe) -> None:
+    """Check the user's name, the namespace, and the permissions that users of jobs need."""
+    await _check_user(probe)
+    await _check_namespace(probe)
+    await asyncio.gather(*(_check_right(probe, one) for one in RIGHTS))
+    probe.findings.sort(key=lambda one: _order(one.name))
 
 
 def _order(name: str) -> int:
@@ -63,56 +63,56 @@ def _order(name: str) -> int:
     return names.index(name) if name in names else -1
 
 
-async def _check_who(asking: Asking) -> None:
+async def _check_user(probe: Probe) -> None:
     try:
-        name = await asking.ask(_TOPIC, "user", own_name(asking.client))
+        name = await probe.ask(_TOPIC, "user", own_name(probe.client))
     except NotFoundError:
         return
     if name is not None:
-        asking.who = name
-        asking.ok(_TOPIC, "user", name)
+        probe.user = name
+        probe.ok(_TOPIC, "user", name)
 
 
-async def _check_namespace(asking: Asking) -> None:
-    name = f"namespace {asking.namespace}"
+async def _check_namespace(probe: Probe) -> None:
+    name = f"namespace {probe.namespace}"
     try:
-        await asking.ask(_TOPIC, name, asking.client.get(NAMESPACES, asking.namespace))
+        await probe.ask(_TOPIC, name, probe.client.get(NAMESPACES, probe.namespace))
     except NotFoundError:
-        remedy = f"kubectl create namespace {asking.namespace}"
-        asking.wrong(_TOPIC, name, "does not exist", remedy)
+        remedy = f"kubectl create namespace {probe.namespace}"
+        probe.wrong(_TOPIC, name, "does not exist", remedy)
 
 
-async def _check_right(asking: Asking, right: Right) -> None:
+async def _check_right(probe: Probe, right: Right) -> None:
     title = _title(right)
-    namespace = asking.namespace if right.resource.namespaced else None
+    namespace = probe.namespace if right.resource.namespaced else None
     review = review_access(
-        asking.client, right.verb, right.resource, namespace, subresource=right.subresource
+        probe.client, right.verb, right.resource, namespace, subresource=right.subresource
     )
-    status = await asking.ask(_TOPIC, title, review)
+    status = await probe.ask(_TOPIC, title, review)
     if status is None:
         return
     if status["allowed"]:
-        asking.ok(_TOPIC, title, right.use)
+        probe.ok(_TOPIC, title, right.use)
         return
     if why := status.get("evaluationError"):
-        asking.unknown(_TOPIC, title, str(why))
+        probe.unknown(_TOPIC, title, str(why))
         return
-    place = f" in {asking.namespace}" if right.resource.namespaced else ""
-    note = asking.wrong if right.is_needed else asking.absent
-    note(_TOPIC, title, f"is not allowed{place}; needed {right.use}", _grant(asking, right))
+    place = f" in {probe.namespace}" if right.resource.namespaced else ""
+    note = probe.wrong if right.is_needed else probe.absent
+    note(_TOPIC, title, f"is not allowed{place}; needed {right.use}", _grant(probe, right))
 
 
-def _grant(asking: Asking, right: Right) -> str:
-    """Return what an administrator runs: a role of the cluster's that has it, or one of its own."""
-    account = asking.who.removeprefix("system:serviceaccount:")
-    flag = "user" if account == asking.who else "serviceaccount"
+def _grant(probe: Probe, right: Right) -> str:
+    """Return the command for an administrator, with an existing ClusterRole or a new one."""
+    account = probe.user.removeprefix("system:serviceaccount:")
+    flag = "user" if account == probe.user else "serviceaccount"
     subject = f"--{flag}={account or 'USER'}"
     if not right.resource.namespaced:
         name = "finetune-profiles"
         rights = f"--verb=get,list,watch --resource={right.resource}"
         bind = f"kubectl create clusterrolebinding {name} --clusterrole={name} {subject}"
         return f"kubectl create clusterrole {name} {rights}; {bind}"
-    bind = f"kubectl -n {asking.namespace} create rolebinding finetune-users"
+    bind = f"kubectl -n {probe.namespace} create rolebinding finetune-users"
     return f"{bind} --clusterrole=edit {subject}"
 
 

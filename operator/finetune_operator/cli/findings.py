@@ -1,16 +1,16 @@
-"""What `ftctl doctor` finds, here and in a cluster."""
+"""Findings of `ftctl doctor`, on this machine and in a cluster."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class State(StrEnum):
-    """What was found."""
+    """Result of a check."""
 
     OK = "ok"
-    ABSENT = "absent"  # and not needed
-    MISSING = "missing"  # and needed
-    UNKNOWN = "unknown"  # as it could not be asked
+    ABSENT = "absent"  # and optional
+    MISSING = "missing"  # and required
+    UNKNOWN = "unknown"  # the check could not be run
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: Heading it is printed under.
+        topic: Heading of the line.
         detail: Version, size or reason.
-        requirement: What pip installs to get it; empty when there is nothing to install.
-        remedy: Command that mends it, where that is not pip; empty for none.
+        requirement: Requirement for pip; empty if there is nothing to install.
+        remedy: Command that fixes the fault, unless pip does; empty for none.
     """
 
     topic: str

@@ -1,7 +1,7 @@
-"""The local backend as `ftctl` gives it to the operator: one job at a time owns a run folder.
+"""The local backend of `ftctl`, in which one job at a time owns a run folder.
 
-The folder is named by the job's namespace and name, which a later job may use again: what the
-earlier one left there is moved aside before the first attempt. `job.json` says whose the folder is,
+The folder is named after the job's namespace and name, which a later job may reuse: files of the
+earlier job are moved aside before the first attempt. `job.json` records the owner of the folder,
 for `ftctl run`, `ftctl dev` and `ftctl logs`.
 """
 
@@ -35,10 +35,10 @@ class FolderBackend(LocalBackend):
     """Backend `local` that locks each run folder while a process of its job runs.
 
     Args:
-        context: The folder of the manifests, and the environment that is passed on in part.
-        is_forced: Whether an attempt that is cancelled gets no grace.
-        command: What a node runs; the path of its configuration is appended.
-        held: The run folder of the only job, which the caller has locked already.
+        context: The folder of the manifests, and the environment, part of which is passed on.
+        is_forced: Whether a cancelled attempt gets no grace period.
+        command: Command of a node; the path of its configuration is appended.
+        held: The run folder of the only job, already locked by the caller.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class FolderBackend(LocalBackend):
         return super().render(plan, attempt)
 
     async def submit(self, request: Request) -> Handle:
-        """Start the attempt in a folder that is its job's own.
+        """Start the attempt in a folder that belongs to its job.
 
         Raises:
-            RunFolderError: another process runs a job in the folder, or it holds other things.
-            BackendError: processes of the job before are still alive, or as for every backend.
+            RunFolderError: another process runs a job in the folder, or it holds other files.
+            BackendError: processes of the previous job are still alive, or as for every backend.
         """
         job = self._jobs[request.job_uid]
         folders = self.folders(job)
@@ -75,14 +75,14 @@ class FolderBackend(LocalBackend):
         return await super().submit(request)
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Observe the attempt; its folder is unlocked when no process of it runs."""
+        """Observe the attempt, and unlock its folder when all its processes have ended."""
         run_dir = folder_of(ref.handle, self._base).run_dir
         seen = await super().observe(ref)
         if seen.all_gone:
             self._release(run_dir)
         elif run_dir.is_dir():
             try:
-                self._hold(run_dir)  # it may have been started by a process before this one
+                self._hold(run_dir)  # an earlier process may have started the attempt
             except RunFolderError as error:
                 raise TransientError(str(error)) from error
         return seen
@@ -109,13 +109,13 @@ class FolderBackend(LocalBackend):
 
 
 def _claim(store: RunFolder, job: FineTuneJob, number: int) -> None:
-    """Move aside what another job has left, and write down whose attempt this is.
+    """Move aside the files of another job, and record the owner of the attempt.
 
-    A job with `takeOver` goes on with the files of the other one, and only renames its attempts.
+    A job with `takeOver` continues with the files of the other job, and only renames its attempts.
     """
-    there = store.load()
-    if there is not None and there.metadata.uid != job.metadata.uid:
-        if alive := proc.marked(ENV_MARK, f"{there.metadata.uid}-"):
+    existing = store.load()
+    if existing is not None and existing.metadata.uid != job.metadata.uid:
+        if alive := proc.marked(ENV_MARK, f"{existing.metadata.uid}-"):
             raise BackendError(
                 f"{store.run_dir} is still written by process {alive[0].pid} of an earlier job of "
                 "that name; end that one first"
@@ -125,9 +125,9 @@ def _claim(store: RunFolder, job: FineTuneJob, number: int) -> None:
         else:
             moved = store.move_aside(job.metadata)
             log.info("earlier run moved aside", extra={"folder": str(moved)})
-        there = None
-    if there is None or there.status.attempt < number:
-        # The status of a job whose operator died right after it opened the attempt.
+        existing = None
+    if existing is None or existing.status.attempt < number:
+        # Record the status as if the operator had crashed right after it opened the attempt.
         before = job.status.model_copy(update={"attempt": number - 1, "attempts": []})
         status = attempts.open_next(before, datetime.now(UTC))
         store.save(job.model_copy(update={"status": status}))

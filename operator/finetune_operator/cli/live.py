@@ -1,4 +1,4 @@
-"""`ftctl run` on a terminal: a few lines stay in place, and events scroll by above them."""
+"""`ftctl run` on a terminal: a frame stays in place, and events scroll above it."""
 
 from collections.abc import Callable
 from typing import Self
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from finetune_operator.cli.view import View, duration, news
 
-# Enough for a smooth spinner, and too few to show in a profile of two cores.
+# A smooth spinner, at a cost that does not show in a profile of two cores.
 FRAMES_PER_SECOND = 5
 SHOWN_WARNINGS = 2
 _STYLES = {"Training": "green", "Failed": "red", "Succeeded": "green", "Suspended": "yellow"}
@@ -23,7 +23,7 @@ class LiveScreen:
 
     Args:
         console: Terminal to draw on.
-        first: The view before anything started; only what differs from it becomes an event.
+        first: The view before the start; only differences from it become events.
         clock: Monotonic seconds.
     """
 
@@ -48,13 +48,13 @@ class LiveScreen:
         self._live.stop()
 
     def show(self, view: View) -> None:
-        """Print the events since the last view; the frame itself follows within 0.2 s."""
+        """Print the events since the last view; the frame is redrawn within 0.2 s."""
         before, self._view = self._view, view
         for sentence in news(before, view):
             self.note(sentence)
 
     def note(self, sentence: str) -> None:
-        """Print one line above the frame, with the time since the start."""
+        """Print a line above the frame, with the time since the start."""
         elapsed = duration(self._clock() - self._start)
         style = "yellow" if sentence.startswith(("warning:", "attempt")) else ""
         self._console.print(
@@ -63,7 +63,7 @@ class LiveScreen:
 
 
 def frame(view: View, elapsed_seconds: float, spinner: Spinner | None = None) -> RenderableType:
-    """Build the lines that stay in place."""
+    """Build the frame."""
     warnings = view.progress.warnings[-SHOWN_WARNINGS:]
     return Group(
         _headline(view, elapsed_seconds, spinner),

@@ -1,4 +1,4 @@
-"""`ftctl logs`: the log of one rank, of this attempt or the one before, here or in a cluster."""
+"""`ftctl logs`: print the log of a rank, of the newest or the previous attempt."""
 
 import asyncio
 import os
@@ -46,9 +46,9 @@ def logs(
 ) -> None:
     """Print the log of one rank of a job on this machine, or in a cluster.
 
-    With --namespace, or a manifest whose backend needs a cluster, it is read from the cluster that
-    kubectl uses; there the last lines of an attempt stay readable after its pods are gone.
-    Otherwise a NAME is searched for as runs/NAMESPACE/NAME in this folder and those below it.
+    With --namespace, or a manifest whose backend needs a cluster, the log is read from the cluster
+    that kubectl uses. The last lines of an attempt stay readable there after its pods are deleted.
+    Otherwise, NAME is searched for as runs/NAMESPACE/NAME in this folder and its subfolders.
     """
     wanted = RankLog(rank, previous, follow)
     manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
@@ -74,7 +74,7 @@ def _print_local(
     if kind.name != BACKEND:
         backend = kind(BackendContext(run_dir.parents[2], dict(os.environ), profiles=profiles))
         return _until_ctrl_c(_print(lines_of(backend, stored, wanted)))
-    # Relative to the run directory itself, which may be anywhere and needs no manifest.
+    # Relative to the run directory, which may be anywhere and needs no manifest.
     backend = kind(BackendContext(run_dir, dict(os.environ)))
     number = attempt_number(job, stored.status, previous=wanted.previous)
     folder = attempt_folder(run_dir, number)
@@ -88,7 +88,7 @@ def _print_local(
 
 
 def _until_ctrl_c(printing: Coroutine[Any, Any, None]) -> None:
-    """Print; Ctrl-C is the normal way to end following, so nothing is printed about it."""
+    """Print the log; Ctrl-C is the normal way to stop following, so it prints no message."""
     try:
         asyncio.run(printing)
     except KeyboardInterrupt:

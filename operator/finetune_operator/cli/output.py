@@ -1,7 +1,7 @@
-"""Standard output and error of every command, whatever they are connected to.
+"""Guard standard output and error of every command.
 
-`app.main` calls `guard` before anything is printed, so that no command ends in a traceback because
-of a reader that goes away, a full disk, a closed descriptor, or a locale that lacks a character.
+`app.main` calls `guard` before any output, so that no command ends in a traceback if the reader
+closes the pipe, the disk is full, a descriptor is closed, or the locale lacks a character.
 """
 
 import codecs
@@ -15,22 +15,22 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 EXIT_UNWRITTEN = 1
-EXIT_UNREAD = 141  # as a shell reports a program that wrote to a pipe nobody reads
+EXIT_UNREAD = 141  # the exit code of a shell for a program that is killed by SIGPIPE
 
 _STDIN, _STDOUT, _STDERR = range(3)
-_INSTEAD = {"→": "->", "…": "...", "━": "-", "╸": "-", "╺": "-"} | {
+_REPLACEMENTS = {"→": "->", "…": "...", "━": "-", "╸": "-", "╺": "-"} | {
     chr(code): "*"
     for code in range(0x2800, 0x2900)  # the dots of a spinner
 }
 
 
 class OutputLostError(Exception):
-    """Standard output cannot be written any more.
+    """Standard output can no longer be written.
 
-    Not an `OSError`, which click would handle itself.
+    The class is not an `OSError`, which click would handle itself.
 
     Attributes:
-        code: What the command exits with.
+        code: Exit code of the command.
     """
 
     def __init__(self, error: OSError, sentence: str = "") -> None:
@@ -41,17 +41,17 @@ class OutputLostError(Exception):
         self._is_quiet = self._is_unread and not sentence
 
     def report(self) -> None:
-        """Print it on standard error, unless a reader such as `head` just had enough."""
+        """Print the error to standard error, unless a reader such as `head` has simply finished."""
         if not self._is_quiet:
             print(self, file=sys.stderr)
 
 
 class Outlet(io.RawIOBase):
-    """One descriptor, below the buffer and the encoding.
+    """A file descriptor, below the buffer and the encoding.
 
     Args:
-        number: The descriptor's.
-        is_last: There is nowhere to report that it cannot be written, so the output is dropped.
+        number: Number of the descriptor.
+        is_last: Whether a failed write cannot be reported anywhere, so that output is dropped.
     """
 
     def __init__(self, number: int, *, is_last: bool) -> None:
@@ -60,7 +60,7 @@ class Outlet(io.RawIOBase):
         self._lost: OSError | None = None
         self._on_loss: Callable[[OSError], object] | None = None
         self._is_stopping: Callable[[], bool] = bool
-        self._instead: int | None = None
+        self._fallback: int | None = None
 
     def writable(self) -> bool:
         """Return True, as `BufferedWriter` demands."""
@@ -71,14 +71,14 @@ class Outlet(io.RawIOBase):
         return self._number
 
     def isatty(self) -> bool:
-        """Say whether it is a terminal."""
+        """Whether the descriptor is a terminal."""
         return os.isatty(self._number)
 
     def write(self, data: Any, /) -> int:
         """Write some bytes, or drop them all after `drop` or inside `watched`.
 
         Raises:
-            OutputLostError: they cannot be written.
+            OutputLostError: the descriptor cannot be written.
         """
         if self._lost is None:
             try:
@@ -87,29 +87,29 @@ class Outlet(io.RawIOBase):
                 self._lost = error
                 if self._on_loss is not None:
                     self._on_loss(error)
-        if self._instead is None and self._is_stopping():
-            self._instead = _STDERR
-        if self._instead is not None:
+        if self._fallback is None and self._is_stopping():
+            self._fallback = _STDERR
+        if self._fallback is not None:
             with suppress(OSError):
-                return _write(self._instead, data)
+                return _write(self._fallback, data)
         elif self._on_loss is None and not self._is_last:
             raise OutputLostError(self._lost) from self._lost
         return len(data)
 
     def drop(self) -> None:
-        """Drop what is written from now on."""
+        """Drop all further output."""
         self._is_last, self._lost = True, self._lost or OSError()
 
     @contextmanager
     def watched(
         self, on_loss: Callable[[OSError], object], is_stopping: Callable[[], bool]
     ) -> Iterator[None]:
-        """Inside the block, call `on_loss` once instead of raising, and drop all further output.
+        """Call `on_loss` once in this context instead of raising, and drop all further output.
 
         Args:
-            on_loss: Called on the thread that writes.
-            is_stopping: Whether the user has pressed Ctrl-C, which also ends readers such as `tee`;
-                then further output goes to standard error, after the block as well.
+            on_loss: Called on the writing thread.
+            is_stopping: Whether the user has pressed Ctrl-C, which also ends readers such as `tee`.
+                Further output then goes to standard error, also after this context.
         """
         self._on_loss, self._is_stopping = on_loss, is_stopping
         try:
@@ -124,8 +124,8 @@ def guard() -> Outlet:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # else the next file that is opened gets this number
-    codecs.register_error("ftctl", _spelled)
+            os.open(os.devnull, os.O_RDWR)  # otherwise the next opened file gets this number
+    codecs.register_error("ftctl", _replace_character)
     out, err = Outlet(_STDOUT, is_last=False), Outlet(_STDERR, is_last=True)
     sys.stdout = _text(out, sys.stdout)
     sys.stderr = _text(err, sys.stderr, by_line=True)
@@ -133,13 +133,13 @@ def guard() -> Outlet:
 
 
 def outlet() -> Outlet | None:
-    """Return the outlet of standard output, where it is guarded."""
+    """Return the outlet of standard output; None if it is not guarded."""
     found = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return found if isinstance(found, Outlet) else None
 
 
 def takes_unicode() -> bool:
-    """Say whether standard output can encode every character."""
+    """Whether standard output can encode every character."""
     return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
@@ -157,18 +157,18 @@ def _write(number: int, data: Any) -> int:
     while True:
         try:
             return os.write(number, data)
-        except BlockingIOError:  # another program made the pipe or terminal that it shares so
+        except BlockingIOError:  # another process has set O_NONBLOCK on the shared pipe or terminal
             select.select([], [number], [])
 
 
-def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
+def _replace_character(error: UnicodeError) -> tuple[str | bytes, int]:
     """Return the replacement of a character that the stream's encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character, end = error.object[error.start], error.start + 1
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:
-        return bytes([code - 0xDC00]), end  # of a file name that is no text
-    if character in _INSTEAD:
-        return _INSTEAD[character], end
+        return bytes([code - 0xDC00]), end  # a byte of an undecodable file name
+    if character in _REPLACEMENTS:
+        return _REPLACEMENTS[character], end
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}", end

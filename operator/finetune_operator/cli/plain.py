@@ -1,7 +1,7 @@
-"""`ftctl run` as lines, for a log file or a pipe: an event at most once, progress now and then.
+"""`ftctl run` as lines, for a log file or a pipe: each event once, progress at intervals.
 
-Of the checkpoints and evaluations between two views only the newest is printed; rank 0's log has
-them all.
+Only the newest of several checkpoints or evaluations between two views is printed; the log of
+rank 0 has all of them.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ LINE_SECONDS = 5.0
 
 
 class PlainScreen:
-    """Writes a line for each change of phase and each event, and for steps at most one in 5 s.
+    """Writes a line per change of phase and per event, and at most one line per 5 s for steps.
 
     Args:
-        out: Where lines go.
-        first: The view before anything started; only what differs from it is printed.
+        out: Stream of the lines.
+        first: The view before the start; only differences from it are printed.
         clock: Monotonic seconds.
     """
 
@@ -38,7 +38,7 @@ class PlainScreen:
             self._print_step(self._last)
 
     def show(self, view: View) -> None:
-        """Write what is new."""
+        """Write the changes since the last view."""
         before, self._last = self._last, view
         changed = view.phase != self._phase
         late = self._clock() - self._printed_at >= LINE_SECONDS
@@ -54,7 +54,7 @@ class PlainScreen:
             self.note(view.phase)
 
     def note(self, sentence: str) -> None:
-        """Write one line with the time since the start."""
+        """Write a line with the time since the start."""
         elapsed = duration(self._clock() - self._start)
         self._out.write(f"{elapsed:>6}  {sentence}\n")
         self._out.flush()
@@ -65,7 +65,7 @@ class PlainScreen:
 
 
 def step_facts(view: View) -> list[str]:
-    """Return what is known of the newest step, most wanted first."""
+    """Return the known facts of the newest step, the most important first."""
     progress = view.progress
     total = f"/{progress.total_steps}" if progress.total_steps else ""
     facts = [f"step {progress.step}{total}"]

@@ -1,6 +1,6 @@
-"""`ftctl preview`: the first rows as the trainer will see them.
+"""`ftctl preview`: show the first rows as the trainer will see them.
 
-The trainer's own code prepares the rows, in a process of its own: `ftctl` never imports it.
+The trainer's code prepares the rows in a separate process; `ftctl` never imports the trainer.
 """
 
 import json
@@ -23,7 +23,7 @@ from finetune_operator.errors import FineTuneError
 from finetune_trainer.config import DataReport, TrainConfig
 
 _READ = ("spec.backend.type", "spec.model", "spec.dataset")
-# -P: so that a torch.py beside the manifest is not imported.
+# -P prevents the import of a torch.py beside the manifest.
 PREVIEW_COMMAND = (sys.executable, "-P", "-m", "finetune_trainer.preview")
 
 
@@ -34,10 +34,10 @@ def preview(
 ) -> None:
     """Show the first rows as the trainer will see them: decoded, with the label tokens marked.
 
-    Label tokens, those the loss is taken on, are green on a terminal and in [[ ]] elsewhere.
+    Label tokens, which the loss is computed on, are green on a terminal and in [[ ]] elsewhere.
     """
     target = open_target(file, backend, runs_here=True)
-    # Nothing is written but the cache, and nothing is trained.
+    # Other problems do not matter: a preview reads these inputs, writes a cache, and never trains.
     found = target.backend.check_inputs(target.job)
     target.refuse(one for one in found if not one.path or one.path.startswith(_READ))
     config = _config_of(target.backend.render(target.plan, Attempt(number=1)))
@@ -51,17 +51,17 @@ def preview(
 
 
 def _config_of(request: Request) -> TrainConfig:
-    """Take the trainer's configuration out of a request of the local backend."""
+    """Extract the trainer's configuration from a request of the local backend."""
     files = {thing["path"]: thing["content"] for thing in request.objects if "content" in thing}
     [config] = [content for path, content in files.items() if Path(path).name == "config.json"]
     return TrainConfig.model_validate(config)
 
 
 def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
-    """Let the trainer prepare `rows` rows and a report.
+    """Run the trainer's preview of `rows` rows, and return its output.
 
     Raises:
-        FineTuneError: it refused; the message is the trainer's own sentence.
+        FineTuneError: the trainer has refused; the message is the trainer's.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"

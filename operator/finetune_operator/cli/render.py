@@ -1,4 +1,4 @@
-"""`ftctl render`: the exact request that a backend would send; nothing is sent or written."""
+"""`ftctl render`: print the exact request that a backend would send, without sending it."""
 
 import json
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from finetune_operator.cli.target import BackendOption, FileArgument, ProfileOpt
 
 
 class RequestFormat(StrEnum):
-    """How a request is written."""
+    """Output format of a request."""
 
     YAML = "yaml"
     JSON = "json"
@@ -29,10 +29,11 @@ def render(
         RequestFormat, typer.Option("-o", "--output", help="yaml or json.")
     ] = RequestFormat.YAML,
 ) -> None:
-    """Print the exact request of one attempt, and why each open choice was made.
+    """Print the exact request of one attempt, with the reason for each choice of the planner.
 
-    Nothing is sent or written. As YAML each object is a document of its own, and the reasons are
-    comments; as JSON it is the whole request. The job's uid is empty, as it is given on submission.
+    The command neither sends nor writes the request. In YAML, each object is a document and the
+    reasons are comments; JSON contains the whole request. The job's uid is empty, because it is
+    assigned on submission.
     """
     target = open_target(file, backend, profile=profile)
     request = target.backend.render(target.plan, Attempt(attempt))

@@ -1,4 +1,4 @@
-"""What `ftctl run` prints when a job is Complete: what changed, and how to use it."""
+"""Print the result of a Complete job for `ftctl run`: the losses, and how to load the model."""
 
 import json
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from finetune_trainer.config import Progress, SampleAnswer
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job that is Complete.
+    """The outcome of a Complete job.
 
     Attributes:
-        progress: What rank 0 published last.
+        progress: The last report of rank 0.
         model: Folder of the exported model.
-        is_adapter: The folder holds an adapter, which needs its base.
-        base: Local folder of an adapter's base; None when that is on the hub.
+        is_adapter: Whether the folder holds an adapter, which needs its base model.
+        base: Local folder of the base model of an adapter; None if it is on the hub.
     """
 
     progress: Progress
@@ -32,8 +32,8 @@ class Outcome:
 def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
     """Return three lines of Python that load the model and its tokenizer.
 
-    An adapter of a hub model finds its base by itself; one whose base is a local folder records
-    the base's public name for other machines, so here the folder is named.
+    An adapter of a hub model records the name of its base. An adapter of a local folder records
+    the public name of that base for other machines, so the lines name the folder.
     """
     if base is None:
         load = f"model = AutoModelForCausalLM.from_pretrained({_quoted(model)})"
@@ -48,9 +48,9 @@ def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
-    """Print what changed, the sample answers, the folder and how to load it."""
+    """Print the losses, the sample answers, the folder, and how to load the model."""
     for label, value in _figures(outcome):
-        # No table: it would wrap a long path, which must stay easy to copy.
+        # Without a table, which would wrap a long path that users copy.
         console.print(Text.assemble((f"{label:<16}", "dim"), value), soft_wrap=True)
     for sample in outcome.progress.samples:
         console.print()
@@ -58,12 +58,12 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     console.print("\nLoad it with:\n")
     base = shown_path(outcome.base) if outcome.base else None
     for line in loading_lines(shown_path(outcome.model), base):
-        # Neither wrapped nor indented, so that it can be copied.
+        # Without wrapping and indentation, so that it can be copied.
         console.print(Text(line), soft_wrap=True)
 
 
 def _quoted(text: str) -> str:
-    """Write a Python string in double quotes; JSON's escapes are Python's too."""
+    """Write a Python string in double quotes; the escapes of JSON are valid in Python."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -83,7 +83,7 @@ def _figures(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def change(before: float, after: float) -> str:
-    """Write a loss before and after with the difference in percent."""
+    """Format a loss before and after training, with the difference in percent."""
     percent = f" ({(after / before - 1) * 100:+.1f} %)" if before else ""
     return f"{before:.3f} → {after:.3f}{percent}"
 

@@ -1,7 +1,7 @@
-"""`ftctl run`: validate, plan, submit and follow one job on this machine, to its end.
+"""`ftctl run`: validate, plan, submit and follow one job on this machine.
 
-`run_operator` runs the job with the operator of a cluster; this file handles signals, shows
-progress, and turns the end into an exit code.
+`run_operator` runs the job with the operator that runs in clusters. This module handles signals,
+shows progress, and turns the end of the job into an exit code.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ def run(
         bool, typer.Option("--plain", help="Print lines, as when the output is no terminal.")
     ] = False,
 ) -> None:
-    """Run a job without a cluster and follow it; run again, it goes on where it stopped.
+    """Run a job without a cluster and follow it. The same command resumes a stopped job.
 
-    Ctrl-C once stops it with a checkpoint, twice kills it. A job that a service runs, such as
-    Azure ML, goes on there; run again, it is followed again.
+    Ctrl-C once stops the job with a checkpoint, twice kills it. A job of a service, such as
+    Azure ML, continues there; the same command follows it again.
 
-    Exit codes: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped before its end, 141
-    nobody reads the output any more: the job goes on.
+    Exit codes: 0 Complete, 1 Failed or refused, 2 wrong usage, 130 stopped before the end, 141 the
+    reader of the output has closed it: the job continues.
     """
     start = time.monotonic()
     target = open_target(file, backend, runs_here=True, profile=profile)
@@ -66,7 +66,7 @@ def run(
     folders = target.folders
     folder = RunFolder(folders.run, folders.checkpoint, folders.output)
     if not folder.path.exists():
-        target.refuse(check_start(target.job))  # with its line, and before a folder is made
+        target.refuse(check_start(target.job))  # with a line number, before a folder is created
     again = f"ftctl run {shlex.quote(target.manifest.file)}"
     if profile is not None:
         again += f" --profile {shlex.quote(str(profile))}"
@@ -80,24 +80,24 @@ def run(
 async def _follow(
     target: Target, folder: RunFolder, console: Console, *, again: str, fresh: bool, plain: bool
 ) -> tuple[FineTuneJob, View]:
-    """Follow the job to its end on a screen; return it with the last view of it."""
+    """Follow the job on a screen until it ends; return the job and its last view."""
     context = target.context
     stop = StopSignals()
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         console.print(Text(line), soft_wrap=True)
 
     stop.listen()
-    if fresh and folder.path.exists():  # what ends its attempt writes into its log
+    if fresh and folder.path.exists():  # the end of its attempt is logged there
         set_up(LogFormat.TEXT, LogLevel.INFO, LogFile(folder.log))
     try:
-        opened = await open_job(target.job, folder, context, stop=stop, say=say, fresh=fresh)
+        opened = await open_job(target.job, folder, context, stop=stop, report=report, fresh=fresh)
     except LeftRunningError as error:
-        say(f"{error}\nGo on with it: {again}\nEnd it and start anew: {again} --fresh")
+        report(f"{error}\nGo on with it: {again}\nEnd it and start anew: {again} --fresh")
         raise typer.Exit(EXIT_STOPPED) from error
     set_up(LogFormat.TEXT, LogLevel.INFO, LogFile(folder.log))
     if opened.note:
-        say(opened.note)
+        report(opened.note)
     last = view_of(opened.job, None)
     with _screen(console, last, plain=plain) as screen:
 
@@ -127,7 +127,7 @@ async def _follow(
 
 
 def _screen(console: Console, first: View, *, plain: bool) -> LiveScreen | PlainScreen:
-    """Return a screen that redraws itself on a terminal, else one that writes lines."""
+    """Return a screen that redraws itself on a terminal, otherwise a screen that writes lines."""
     if console.is_terminal and not plain:
         return LiveScreen(console, first, time.monotonic)
     return PlainScreen(sys.stdout, first, time.monotonic)

@@ -1,4 +1,4 @@
-"""The run directories of this machine that a user means, for `ftctl logs` and `ftctl top`."""
+"""Find the run directories of this machine, for `ftctl logs` and `ftctl top`."""
 
 from pathlib import Path
 
@@ -10,22 +10,22 @@ from finetune_operator.errors import FineTuneError
 
 
 def shown_path(path: Path) -> str:
-    """Return the path relative to the current folder where it is below that."""
+    """Return the path, relative if it is below the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def run_directories(name: str = "*") -> list[Path]:
-    """Return those of this folder and the folders in it, of all jobs or of those of a name."""
+    """Return the run directories of this folder and its subfolders, of all jobs or of one name."""
     patterns = (f"runs/*/{name}/job.json", f"*/runs/*/{name}/job.json")
     return sorted(stored.parent for one in patterns for stored in Path.cwd().glob(one))
 
 
 def run_directory(job: str, manifest: tuple[FineTuneJob, Manifest] | None) -> Path:
-    """Find the run directory of what the user named.
+    """Find the run directory that the user has named.
 
     Raises:
-        FineTuneError: there is none, or several of that name.
+        FineTuneError: no directory, or several, have that name.
     """
     path = Path(job)
     if path.is_dir():

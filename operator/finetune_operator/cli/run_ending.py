@@ -1,6 +1,6 @@
-"""End what an earlier run has left running, wherever that is, before `--fresh` starts anew.
+"""End the running attempt of an earlier run, on any backend, before `--fresh` starts a new job.
 
-A new job has another uid, by which nobody finds the attempt of the old one any more.
+The new job has another uid, with which the attempt of the old job could no longer be found.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, Reason, find, is_true
 
-_GRACE_SECONDS = 1  # the least that the API takes
+_GRACE_SECONDS = 1  # the minimum of the API
 _UNREACHABLE = frozenset({Reason.BACKEND_FAILED, Reason.BACKEND_NOT_FOUND})
 
 
 class NotEndedError(FineTuneError):
-    """The end of the attempt is not confirmed, so nothing may take its place."""
+    """The end of the attempt is not confirmed, so no new attempt may start."""
 
 
 class LeftRunningError(FineTuneError):
@@ -38,41 +38,41 @@ async def end_attempt(
     *,
     command: Sequence[str],
     stop: StopSignals,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
-    """End the open attempt of `job` with the least grace, and wait until nothing of it lives.
+    """End the open attempt of `job` with the shortest grace, and wait for its processes to end.
 
-    The job is suspended for that: the next run of it goes on, whatever comes of this.
+    The job is suspended for this; if ending it fails, the next run without --fresh resumes it.
 
     Args:
-        job: As it was saved last.
-        folder: Its run directory, locked by the caller.
-        context: What its backend is given.
-        command: What a node runs.
-        stop: Once asked for, nobody waits any longer.
-        say: Tells the user one line.
+        job: The job as last saved.
+        folder: Run directory of the job, locked by the caller.
+        context: Context of the backend.
+        command: Command of a node.
+        stop: Stop requests of the user; the first ends the wait.
+        report: Prints one line for the user.
 
     Raises:
-        NotEndedError: it cannot be told to stop, or its end takes longer than its backend's bound.
-        LeftRunningError: the user has asked for a stop.
+        NotEndedError: the attempt cannot be stopped, or takes longer than its backend's bound.
+        LeftRunningError: the user has requested a stop.
         RunFolderError: the job's status cannot be saved.
     """
     bound = registry.load(job.spec.backend.type).limits.unconfirmed_cancel
     clock = asyncio.get_running_loop().time
-    told_at: float | None = None
-    say(f"ending {_attempt_of(job)} first; Ctrl-C leaves it")
+    requested_at: float | None = None
+    report(f"ending {_described(job)} first; Ctrl-C leaves it")
     async with aclosing(Operator(_suspended(job), folder, context, command)) as operator:
         while not _has_ended(job := await operator.read()):
             if stop.asked.is_set():
                 raise LeftRunningError(
-                    f"left {_attempt_of(job)} as it is; it may have been told to stop by now, and "
+                    f"left {_described(job)} as it is; it may have been told to stop by now, and "
                     "no new run was started"
                 )
-            if (reason := _hindrance(job)) is not None:
+            if (reason := _blocking_reason(job)) is not None:
                 raise NotEndedError(_refusal(job, folder, reason))
-            if told_at is None and _is_acted_on(job):
-                told_at = clock()
-            waited = 0.0 if told_at is None else clock() - told_at
+            if requested_at is None and _is_observed(job):
+                requested_at = clock()
+            waited = 0.0 if requested_at is None else clock() - requested_at
             if bound is not None and waited > _GRACE_SECONDS + bound:
                 reason = f"it has not ended within {duration(waited)}"
                 raise NotEndedError(_refusal(job, folder, reason))
@@ -80,34 +80,34 @@ async def end_attempt(
 
 
 def _suspended(job: FineTuneJob) -> FineTuneJob:
-    """Return the job in a new generation, so that its status says when this one is acted on."""
+    """Return the job suspended, in a new generation that its status acknowledges when observed."""
     limits = job.spec.deadlines.model_copy(update={"termination_grace_seconds": _GRACE_SECONDS})
     spec = job.spec.model_copy(update={"suspend": True, "deadlines": limits})
     metadata = job.metadata.model_copy(update={"generation": job.metadata.generation + 1})
     return job.model_copy(update={"metadata": metadata, "spec": spec})
 
 
-def _is_acted_on(job: FineTuneJob) -> bool:
+def _is_observed(job: FineTuneJob) -> bool:
     return job.status.observed_generation >= job.metadata.generation
 
 
 def _has_ended(job: FineTuneJob) -> bool:
-    """Say whether nothing of the attempt lives; one that was never created stays open."""
+    """Whether all processes have ended; an attempt that was never created stays open."""
     if attempts.current(job.status) is None:
         return True
-    return _is_acted_on(job) and is_true(job.status, ConditionType.SUSPENDED)
+    return _is_observed(job) and is_true(job.status, ConditionType.SUSPENDED)
 
 
-def _hindrance(job: FineTuneJob) -> str | None:
-    """Return why the attempt cannot be ended; what its service says of it may pass meanwhile."""
+def _blocking_reason(job: FineTuneJob) -> str | None:
+    """Return why the attempt cannot be ended; None if there is no reason or it may be temporary."""
     found = find(job.status, ConditionType.STALLED)
-    if not _is_acted_on(job) or found is None or found.status != "True":
+    if not _is_observed(job) or found is None or found.status != "True":
         return None
     is_lasting = found.reason in _UNREACHABLE or handle_of(job.status) is None
     return found.message if is_lasting else None
 
 
-def _attempt_of(job: FineTuneJob) -> str:
+def _described(job: FineTuneJob) -> str:
     handle = handle_of(job.status)
     where = f"({handle.url or handle.name})" if handle else "(its creation had no answer yet)"
     return f"attempt {job.status.attempt} of the earlier run {where}"
@@ -115,7 +115,7 @@ def _attempt_of(job: FineTuneJob) -> str:
 
 def _refusal(job: FineTuneJob, folder: RunFolder, reason: str) -> str:
     return (
-        f"--fresh starts no new run while {_attempt_of(job)} may run: {reason}; end it there and "
+        f"--fresh starts no new run while {_described(job)} may run: {reason}; end it there and "
         f"run this again, or, once nothing of it runs, move {folder.run_dir} away and leave out "
         "--fresh"
     )

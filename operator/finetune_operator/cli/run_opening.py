@@ -1,7 +1,7 @@
-"""Decide what running a manifest means where a run directory exists already.
+"""Decide whether a manifest resumes the job of its run directory or starts a new one.
 
-Called by `ftctl run` before `follow`: the same job goes on, or an old one is moved aside and a new
-one starts. Two attempts never write one folder.
+`ftctl run` calls it before `follow`: the same job is resumed, or the old run is moved aside and a
+new job starts. Two attempts never write the same folder.
 """
 
 import uuid
@@ -31,9 +31,9 @@ class OpenedJob:
     """A job ready to be followed.
 
     Attributes:
-        job: With its uid and its status so far; already saved.
-        note: One sentence for the user about what happens to an earlier run; empty for a new job.
-        then: The spec to set once it is suspended; None keeps its spec.
+        job: The job with its uid and status; already saved.
+        note: One sentence for the user about an earlier run; empty for a new job.
+        then: The spec to set once the job is suspended; None keeps the spec.
     """
 
     job: FineTuneJob
@@ -47,35 +47,35 @@ async def open_job(
     context: BackendContext,
     *,
     stop: StopSignals,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     fresh: bool = False,
     command: Sequence[str] = TRAINER,
 ) -> OpenedJob:
-    """Return the job that running `manifest` means, saved in `folder`.
+    """Return the job to run for `manifest`, saved in `folder`.
 
-    Nothing there: a new job. Unfinished, suspended or failed: the same job goes on, from its newest
-    committed checkpoint. Complete: the old run is moved aside and a new job starts; `fresh` does
-    that in every case, and first ends an attempt that still runs.
+    An empty folder gets a new job. An unfinished, suspended or failed job is resumed from its
+    newest committed checkpoint. A Complete run is moved aside and a new job starts. `fresh` starts
+    a new job in every case, after it has ended a running attempt.
 
     Args:
-        manifest: The job as its file has it.
-        folder: Its run directory, locked by the caller.
-        context: What its backend is given.
-        stop: The user's requests to stop, which end the wait for the end of an attempt.
-        say: Tells the user one line about that wait.
-        fresh: Start anew.
-        command: What a node runs.
+        manifest: The job in the manifest.
+        folder: Run directory of the job, locked by the caller.
+        context: Context of the backend.
+        stop: Stop requests of the user, which end the wait for the end of an attempt.
+        report: Prints one line for the user about that wait.
+        fresh: Whether to start a new job.
+        command: Command of a node.
 
     Raises:
-        InvalidJobError: the manifest asks for another training than the unfinished run's, or no
-            job can begin with it.
+        InvalidJobError: the manifest changes the training of the unfinished run, or no job can
+            start with it.
         RunFolderError: the run directory holds another job, or cannot be read.
-        NotEndedError: it is not sure that the attempt which still ran has ended.
-        LeftRunningError: the user did not wait for that.
+        NotEndedError: the end of the running attempt is not confirmed.
+        LeftRunningError: the user did not wait for that end.
     """
     if fresh:
         raise_errors(check_start(manifest))
-        end = partial(end_attempt, command=command, stop=stop, say=say)
+        end = partial(end_attempt, command=command, stop=stop, report=report)
         opened = _new(manifest, await _make_way(manifest, folder, context, end))
     else:
         opened = _opened(manifest, folder)
@@ -89,9 +89,9 @@ async def _make_way(
     context: BackendContext,
     end: Callable[[FineTuneJob, RunFolder, BackendContext], Awaitable[None]],
 ) -> str:
-    """Move aside what an earlier run has left, and return what to say about that.
+    """Move an earlier run aside, and return the sentence for the user.
 
-    Nobody finds its attempt once its job is moved, so that is ended before.
+    The attempt is ended first: it can no longer be found once its job has been moved.
     """
     try:
         stored = folder.load()
@@ -117,7 +117,7 @@ def _opened(manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
             "spec.backend.local.runDirectory, or move the old run aside with --fresh"
         )
     if not is_true(stored.status, ConditionType.COMPLETE):
-        return _go_on(stored, manifest, folder)
+        return _resume(stored, manifest, folder)
     raise_errors(check_start(manifest))
     if manifest.spec.take_over:
         folder.make_way()
@@ -137,13 +137,13 @@ def _new(manifest: FineTuneJob, note: str) -> OpenedJob:
     return OpenedJob(manifest.model_copy(update=new), note)
 
 
-def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
+def _resume(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
     is_here = _is_here(manifest)
     status, newest = stored.status, folder.newest_step() if is_here else None
     if not status.attempt:
         raise_errors(check_start(manifest))
-    lives = attempts.current(status) is not None
-    is_bound = lives or newest is not None or status.checkpoint.last is not None
+    is_open = attempts.current(status) is not None
+    is_bound = is_open or newest is not None or status.checkpoint.last is not None
     if is_bound and (changed := changes_of_training(stored.spec, manifest.spec)):
         message = (
             f"differs from the unfinished run in {folder.run_dir} ({', '.join(changed)}); restore "
@@ -154,7 +154,7 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
     stored = stored.model_copy(update={"metadata": metadata})
     if is_true(status, ConditionType.FAILED):
         stored = stored.model_copy(update={"status": attempts.reopen(status, datetime.now(UTC))})
-    if lives and (changed := changes_that_suspend(stored.spec, manifest.spec)):
+    if is_open and (changed := changes_that_suspend(stored.spec, manifest.spec)):
         spec = stored.spec.model_copy(update={"suspend": True})
         note = (
             f"attempt {status.attempt} runs with another {', '.join(changed)}; it is stopped "
@@ -162,8 +162,8 @@ def _go_on(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Ope
         )
         return OpenedJob(_with_spec(stored, spec), note, manifest.spec)
     job = _with_spec(stored, manifest.spec)
-    if not lives:
-        start = _start_here(job, newest) if is_here else _start_there(job)
+    if not is_open:
+        start = _start_here(job, newest) if is_here else _start_elsewhere(job)
         return OpenedJob(job, _note(job, start))
     is_late = stored.spec != manifest.spec
     late = "; changes of the manifest take effect with the next attempt" if is_late else ""
@@ -181,7 +181,7 @@ def _is_here(job: FineTuneJob) -> bool:
 
 
 def _with_spec(job: FineTuneJob, spec: FineTuneJobSpec) -> FineTuneJob:
-    """Return the job in a new generation: also with an equal spec, as a cause may be fixed."""
+    """Return the job in a new generation, even if the spec is equal: a fault may be fixed."""
     metadata = job.metadata.model_copy(update={"generation": job.metadata.generation + 1})
     return job.model_copy(update={"metadata": metadata, "spec": spec})
 
@@ -193,7 +193,7 @@ def _note(job: FineTuneJob, start: str) -> str:
 
 
 def _start_here(job: FineTuneJob, newest: int | None) -> str:
-    """Go by the checkpoint folder, as the status may name a checkpoint that is gone."""
+    """Describe the start by the checkpoint folder: the status may name a deleted checkpoint."""
     if newest is not None:
         return f"from the checkpoint of step {newest}"
     named = job.spec.checkpoint.resume_from
@@ -202,8 +202,8 @@ def _start_here(job: FineTuneJob, newest: int | None) -> str:
     return f"from {named}"
 
 
-def _start_there(job: FineTuneJob) -> str:
-    """Go by the status, as the checkpoints are not on this machine."""
+def _start_elsewhere(job: FineTuneJob) -> str:
+    """Describe the start by the status: the checkpoints are not on this machine."""
     if (last := job.status.checkpoint.last) is not None:
         return f"from the checkpoint of step {last.step}"
     named = job.spec.checkpoint.resume_from

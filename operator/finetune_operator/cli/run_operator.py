@@ -1,7 +1,7 @@
-"""The operator of `ftctl run`: that of a cluster, for one job, on an API of this process.
+"""Run the operator for the one job of `ftctl run`, on an API in this process.
 
-The API's objects are in memory, and the job is in `job.json` of its run directory: every change of
-it is saved before the operator goes on. An attempt that runs when the operator ends keeps running.
+The API stores its objects in memory and the job in `job.json` of the run directory: every change of
+the job is saved before the operator continues. A running attempt survives the end of the operator.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ OnObservation = Callable[[FineTuneJob, Observation | None], None]
 
 
 class StalledError(FineTuneError):
-    """The job does not go on until somebody fixes the cause."""
+    """The job is stalled until the user fixes the cause."""
 
 
 async def follow(
@@ -53,24 +53,24 @@ async def follow(
     then: FineTuneJobSpec | None = None,
     command: Sequence[str] = TRAINER,
 ) -> FineTuneJob:
-    """Run `job` until it is Complete, Failed or Suspended, and return it as it is then.
+    """Run `job` until it is Complete, Failed or Suspended, and return it.
 
-    A stop leaves an attempt running that does not run on this machine, and returns.
-    Cancelling this coroutine, or killing the process, leaves a running attempt running: the next
-    call adopts it.
+    A stop request returns at once if the attempt does not run on this machine; the attempt
+    continues. A running attempt also survives the cancellation of this coroutine and the death of
+    the process: the next call adopts it.
 
     Args:
-        job: As `open_job` returned it.
-        folder: Its run directory, locked by the caller.
-        context: What its backend is given.
+        job: The result of `open_job`.
+        folder: Run directory of the job, locked by the caller.
+        context: Context of the backend.
         on_observation: Called with the job and the observation of its attempt, several times a
             second.
-        stop: The user's requests to stop it.
-        then: The spec to set once it is suspended, for changes that the API takes only then.
-        command: What a node runs.
+        stop: Stop requests of the user.
+        then: The spec to set once the job is suspended, for changes that the API takes only then.
+        command: Command of a node.
 
     Raises:
-        StalledError: somebody must fix something first.
+        StalledError: the user must fix a fault first.
         RunFolderError: the job's status cannot be saved.
     """
     async with aclosing(Operator(job, folder, context, command)) as operator:
@@ -80,7 +80,7 @@ async def follow(
             job = await operator.read()
             if stop.asked.is_set() and not operator.runs_on_this_machine:
                 return job
-            # A status of an older spec, such as Suspended, is not true any more.
+            # The status of an older spec, such as Suspended, is stale.
             if is_finished(job.status) or job.status.observed_generation >= job.metadata.generation:
                 on_observation(job, await operator.observe(job))
                 if is_settled(job.status):
@@ -100,7 +100,7 @@ def _raise_if_stalled(job: FineTuneJob) -> None:
 
 
 class Operator:
-    """API and operator of one job, which work until `aclose`."""
+    """The API and the operator of one job, which run until `aclose`."""
 
     def __init__(
         self, job: FineTuneJob, folder: RunFolder, context: BackendContext, command: Sequence[str]
@@ -128,23 +128,23 @@ class Operator:
         self._seen: Observation | None = None
 
     async def aclose(self) -> None:
-        """End the operator and save the job."""
+        """Stop the operator and save the job."""
         self._work.cancel()
         await asyncio.wait({self._work})
         if not self._is_saved:
             self._folder.save(await self.read())
 
     async def read(self) -> FineTuneJob:
-        """Return the job as it is now, or raise the error that ended the operator."""
+        """Return the job in its present state, or raise the error that ended the operator."""
         if self._work.done() and not self._work.cancelled():
             self._work.result()
-        made = await self._client.get(FINE_TUNE_JOBS, self._key.name, self._key.namespace)
-        return FineTuneJob.model_validate(made)
+        stored = await self._client.get(FINE_TUNE_JOBS, self._key.name, self._key.namespace)
+        return FineTuneJob.model_validate(stored)
 
     async def observe(self, job: FineTuneJob) -> Observation | None:
-        """Observe the attempt itself, as the status has progress less often and in less detail.
+        """Observe the attempt directly: progress in the status is less frequent and less detailed.
 
-        The operator reconciles the job, too, where something has begun or ended.
+        The operator reconciles the job as well if the phase of the attempt has changed.
         """
         handle, before = handle_of(job.status), self._seen
         if handle is None:
@@ -159,28 +159,28 @@ class Operator:
         return seen
 
     async def stop(self, spec: FineTuneJobSpec, *, kills: bool) -> None:
-        """Stop the attempt with a checkpoint, for which `kills` leaves no time; start no other."""
-        asked: Object = {} if spec.suspend else {"suspend": True}
+        """Suspend the job; `kills` shortens the grace, which leaves no time for a checkpoint."""
+        changed: Object = {} if spec.suspend else {"suspend": True}
         if kills and spec.deadlines.termination_grace_seconds > 1:
-            asked["deadlines"] = {"terminationGraceSeconds": 1}  # the least that the API takes
-        if asked:
-            change = {"spec": asked}
+            changed["deadlines"] = {"terminationGraceSeconds": 1}  # the minimum of the API
+        if changed:
+            change = {"spec": changed}
             await self._client.patch(FINE_TUNE_JOBS, self._key.name, self._key.namespace, change)
 
     async def change(self, spec: FineTuneJobSpec) -> None:
-        """Make this the spec of the job."""
+        """Replace the spec of the job."""
         job = (await self.read()).model_copy(update={"spec": spec})
         await self._client.replace(FINE_TUNE_JOBS, job.to_object(), self._key.namespace)
 
-    def _save(self, made: Object) -> None:
-        if made.get("kind") == KIND:
+    def _save(self, obj: Object) -> None:
+        if obj.get("kind") == KIND:
             self._is_saved = False
-            self._folder.save(FineTuneJob.model_validate(made))
+            self._folder.save(FineTuneJob.model_validate(obj))
             self._is_saved = True
 
 
 def _store_of(job: FineTuneJob, profiles: Iterable[FineTuneProfile]) -> Store:
-    """Return a store with the job, its namespace, the profiles, and their kinds.
+    """Return a store that holds the job, its namespace, the profiles, and their kinds.
 
     The job has the finalizer that the operator would add before the first attempt.
     """
@@ -188,12 +188,12 @@ def _store_of(job: FineTuneJob, profiles: Iterable[FineTuneProfile]) -> Store:
     for definition in (custom_resource_definition(), profile_definition()):
         store.put(store.kinds[str(CRDS)], definition)
     for one in profiles:
-        shown = one.model_dump(by_alias=True, exclude_none=True, mode="json")
-        shown["metadata"] = {"name": one.metadata.name}  # profiles have no namespace
-        store.put(store.kinds[str(FINE_TUNE_PROFILES)], shown)
+        profile = one.model_dump(by_alias=True, exclude_none=True, mode="json")
+        profile["metadata"] = {"name": one.metadata.name}  # profiles have no namespace
+        store.put(store.kinds[str(FINE_TUNE_PROFILES)], profile)
     store.put(store.kinds[str(NAMESPACES)], {"metadata": {"name": job.metadata.namespace}})
-    made = job.to_object()
-    made["metadata"].setdefault("creationTimestamp", timestamp())
-    made["metadata"].setdefault("finalizers", [FINALIZER])
-    store.put(store.kinds[str(FINE_TUNE_JOBS)], made)
+    obj = job.to_object()
+    obj["metadata"].setdefault("creationTimestamp", timestamp())
+    obj["metadata"].setdefault("finalizers", [FINALIZER])
+    store.put(store.kinds[str(FINE_TUNE_JOBS)], obj)
     return store

@@ -1,4 +1,4 @@
-"""Jobs of one `ftctl validate` that would write one folder, which a cluster would refuse."""
+"""Find jobs of an `ftctl validate` that would write the same folder, which a cluster refuses."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class Checked:
 
 
 def shared_folders(jobs: Iterable[Checked]) -> Iterator[Problem]:
-    """Yield a warning, with its line, for each folder that overlaps one of an earlier manifest.
+    """Yield a warning, with a line, for each folder that overlaps a folder of an earlier manifest.
 
-    Two manifests of one name are one job: in a cluster the one applied last replaces the other.
+    Two manifests of one name are one job: in a cluster, the manifest applied last wins.
     """
     index, seen = FolderIndex[int](), list[Checked]()
     for number, checked in enumerate(jobs):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 
 class StopSignals:
-    """What the user has asked for; use it on the event loop.
+    """Stop requests of the user; to be used on the event loop.
 
     Attributes:
-        asked: Stop with a checkpoint, as `spec.suspend: true` would; the next run goes on from it.
-        forced: Kill what still runs; the next run goes on from the last committed checkpoint.
+        asked: Stop with a checkpoint, like `spec.suspend: true`; the next run resumes from it.
+        forced: Kill all processes; the next run resumes from the last committed checkpoint.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The job a command is about: its manifest, its plan and the backend that runs it.
+"""Load the job of a command: its manifest, its plan and its backend.
 
-Called by the commands that take FILE; it starts nothing.
+The commands that take FILE call it; it starts no process.
 """
 
 import os
@@ -49,9 +49,9 @@ class Target:
     """One validated job, ready to be rendered or run.
 
     Attributes:
-        manifest: Where it was read from.
+        manifest: Manifest of the job.
         context: The manifest's folder, this process's environment and the known profiles.
-        backend: Made for that.
+        backend: Backend in that context.
     """
 
     job: FineTuneJob
@@ -62,25 +62,25 @@ class Target:
 
     @property
     def folders(self) -> Folders:
-        """Where the files of a job of the local backend are."""
+        """The folders of a job of the local backend."""
         return folders_of(self.job, self.manifest.directory)
 
     @property
     def base_folder(self) -> Path | None:
-        """The local folder of the base model; None for one on the hub."""
+        """The local folder of the base model; None if the model is on the hub."""
         source = self.job.spec.model.source
         return None if is_on_hub(source) else file_path(source, self.manifest.directory)
 
     def refuse(self, problems: Iterable[Problem]) -> None:
-        """Print the warnings, and raise if there is an error among `problems`.
+        """Print the warnings, and raise if `problems` contains an error.
 
         Raises:
-            InvalidJobError: holds the errors.
+            InvalidJobError: with all errors.
         """
         _refuse(problems, self.manifest)
 
     def refuse_fresh(self) -> None:
-        """Refuse --fresh for a job with takeOver, as they exclude each other."""
+        """Refuse --fresh for a job with takeOver: they exclude each other."""
         if self.job.spec.take_over:
             message = (
                 "true goes on in the folders of the job before, and --fresh moves them aside; "
@@ -95,17 +95,17 @@ def open_target(
     """Read, validate and plan the job in `file`.
 
     Args:
-        file: The manifest; it may hold the job's FineTuneProfile as well.
-        backend: Takes the place of the manifest's own.
+        file: The manifest; it may also hold the job's FineTuneProfile.
+        backend: Backend that replaces that of the manifest.
         profile: Another file with FineTuneProfiles.
-        runs_here: Refuse a backend that does not run without a cluster.
+        runs_here: Whether to refuse a backend that needs a cluster.
 
     Raises:
-        InvalidJobError: the manifest is refused, by the API's rules, the planner or the backend.
+        InvalidJobError: the API's rules, the planner or the backend refuse the manifest.
         UnknownBackendError: the backend is not installed.
     """
     if backend is not None:
-        registry.load(backend)  # refused by its name, before the manifest is read with it
+        registry.load(backend)  # an unknown name is refused before the manifest is read
     job, manifest = load_job(file, backend=backend, may_go_on=runs_here)
     kind = registry.load(job.spec.backend.type)
     if runs_here and not kind.runs_without_cluster:
@@ -116,42 +116,42 @@ def open_target(
         raise InvalidJobError([manifest.locate(Problem("spec.backend.type", message))])
     profiles = profiles_of(file, profile)
     context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
-    made = kind(context)
-    _refuse(made.validate(job), manifest)
+    instance = kind(context)
+    _refuse(instance.validate(job), manifest)
     try:
         plan = make_plan(job)
     except InvalidJobError as error:
         raise InvalidJobError(map(manifest.locate, error.problems)) from error
-    return Target(job=job, manifest=manifest, plan=plan, context=context, backend=made)
+    return Target(job=job, manifest=manifest, plan=plan, context=context, backend=instance)
 
 
 def known_profiles(
     manifests: Iterable[Manifest], problems: list[Problem]
 ) -> dict[str, FineTuneProfile]:
-    """Return the usable profiles by name; what is wrong with the others is added to `problems`."""
+    """Return the valid profiles by name; append the problems of the others to `problems`."""
     known = {}
     for manifest in manifests:
         if wrong := check_profile(manifest):
             problems += wrong
         else:
-            made = profile_of(manifest)
-            known[made.metadata.name] = made
+            profile = profile_of(manifest)
+            known[profile.metadata.name] = profile
     return known
 
 
 def profiles_of(file: Path | None, more: Path | None = None) -> dict[str, FineTuneProfile]:
-    """Return the profiles in a job's file and in another one, by name.
+    """Return the profiles of a job's file and of another file, by name.
 
     Args:
-        file: The job's manifest; None where it is not known.
-        more: Holds nothing but profiles.
+        file: The job's manifest; None if unknown.
+        more: A file that contains only profiles.
 
     Raises:
-        InvalidJobError: one of them cannot be used.
+        InvalidJobError: a profile is invalid.
     """
     found = read_manifests([str(more)]) if more is not None else Reading((), ())
     problems = errors_of(found.problems)
-    # A stream can be read only once, and was, for the job.
+    # A stream can be read only once, and has been read for the job.
     is_readable = file is not None and not is_stream(str(file))
     beside = read_manifests([str(file)]).profiles if is_readable else ()
     known = known_profiles([*beside, *found.profiles], problems)

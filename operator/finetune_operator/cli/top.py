@@ -1,4 +1,4 @@
-"""`ftctl top`: all jobs at a glance, or one of them with its ranks, here or in a cluster."""
+"""`ftctl top`: show all jobs, or one job with its ranks, on this machine or in a cluster."""
 
 import asyncio
 import json
@@ -18,25 +18,25 @@ from finetune_operator.backends import registry
 from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.cli.output import takes_unicode
 from finetune_operator.cli.run_directories import run_directory
-from finetune_operator.cli.top_looks import (
-    Look,
-    Looks,
+from finetune_operator.cli.top_rows import Screen
+from finetune_operator.cli.top_screens import (
+    ReadScreen,
+    ScreenSource,
     all_here,
     all_in_cluster,
     job_here,
     job_in_cluster,
 )
-from finetune_operator.cli.top_rows import Screen
 from finetune_operator.cli.top_table import tables
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
 
-_SECONDS_BETWEEN_LOOKS = 2.0
-_SECONDS_OF_ONE_LOOK = 1.0  # at a job's ranks, by what has changed meanwhile
+_REFRESH_SECONDS = 2.0
+_SAMPLE_SECONDS = 1.0  # ranks are shown by the difference of two pages
 
 
 class TopFormat(StrEnum):
-    """How it is written."""
+    """Output format."""
 
     TEXT = "text"
     JSON = "json"
@@ -63,11 +63,11 @@ def top(
         TopFormat, typer.Option("-o", "--output", help="text or json; json with --once.")
     ] = TopFormat.TEXT,
 ) -> None:
-    """Show what jobs do now, until Ctrl-C: all at a glance, or of one what each rank does.
+    """Show all jobs, or the ranks of one job, and refresh until Ctrl-C.
 
-    Without --namespace it is about the jobs of this machine, in runs/ of this folder and those
-    below it. In a cluster the ranks of a job are read from its pods through the API server, which
-    needs the rights to list pods and to get pods/proxy.
+    Without --namespace, show the jobs of this machine, in runs/ of this folder and its subfolders.
+    In a cluster, the ranks of a job are read from its pods through the API server, which needs the
+    permissions to list pods and to get pods/proxy.
     """
     if output is TopFormat.JSON and not once:
         raise typer.BadParameter("-o json prints one look; add --once")
@@ -75,14 +75,14 @@ def top(
         raise typer.BadParameter("the output is no terminal; add --once")
     if all_namespaces and (namespace is not None or job is not None):
         raise typer.BadParameter("--all-namespaces is about all jobs; leave out what names one")
-    looks = _looks(job, namespace, all_namespaces=all_namespaces)
+    source = _source(job, namespace, all_namespaces=all_namespaces)
     try:
-        asyncio.run(_print_once(looks, output) if once else _show(looks))
+        asyncio.run(_print_once(source, output) if once else _show(source))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise typer.Exit(EXIT_STOPPED) from None
 
 
-def _looks(job: str | None, namespace: str | None, *, all_namespaces: bool) -> Looks:
+def _source(job: str | None, namespace: str | None, *, all_namespaces: bool) -> ScreenSource:
     if job is None:
         return all_in_cluster(namespace) if namespace or all_namespaces else all_here()
     manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
@@ -94,24 +94,24 @@ def _looks(job: str | None, namespace: str | None, *, all_namespaces: bool) -> L
     return job_here(run_directory(job, manifest))
 
 
-async def _print_once(looks: Looks, output: TopFormat) -> None:
-    async with looks as look:
-        screen = await look()
+async def _print_once(source: ScreenSource, output: TopFormat) -> None:
+    async with source as read_screen:
+        screen = await read_screen()
         if screen.ranks is not None:
-            await asyncio.sleep(_SECONDS_OF_ONE_LOOK)
-            screen = await look()
+            await asyncio.sleep(_SAMPLE_SECONDS)
+            screen = await read_screen()
     if output is TopFormat.JSON:
         print(json.dumps(screen.as_json(), indent=2, ensure_ascii=not takes_unicode()))
     else:
-        width = None if sys.stdout.isatty() else 1000  # a file cuts no line
+        width = None if sys.stdout.isatty() else 1000  # lines in a file are not cut
         Console(highlight=False, width=width).print(tables(screen))
 
 
-async def _show(looks: Looks) -> None:
-    """Show one look after the other until Ctrl-C.
+async def _show(source: ScreenSource) -> None:
+    """Refresh the screen until Ctrl-C.
 
-    Ctrl-C cancels what is awaited, and is remembered besides: a look that ends at that very moment
-    may keep the cancellation to itself (`asyncio.wait_for` of Python 3.11 does).
+    Ctrl-C cancels the awaited call and also sets an event: a call that ends at the same moment may
+    swallow the cancellation, as `asyncio.wait_for` of Python 3.11 does.
     """
     task, loop, is_asked = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
     assert task is not None, "a coroutine runs in a task"
@@ -121,19 +121,19 @@ async def _show(looks: Looks) -> None:
         task.cancel()
 
     loop.add_signal_handler(signal.SIGINT, stop)
-    async with looks as look:
-        screen = await look()
+    async with source as read_screen:
+        screen = await read_screen()
         with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
             while not is_asked.is_set():
                 live.update(tables(screen), refresh=True)
-                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-                screen = await _next(look, screen)
+                await asyncio.sleep(_REFRESH_SECONDS)
+                screen = await _next(read_screen, screen)
     raise asyncio.CancelledError
 
 
-async def _next(look: Look, before: Screen) -> Screen:
-    """Return the next screen; the one before with a note, where there is none for now."""
+async def _next(read_screen: ReadScreen, before: Screen) -> Screen:
+    """Return the next screen, or the previous one with a note if the request fails."""
     try:
-        return await look()
+        return await read_screen()
     except FineTuneError as error:
         return before.model_copy(update={"notes": (f"{error}; this was the last answer",)})

@@ -1,7 +1,7 @@
-"""The jobs of a cluster for `ftctl top`, with the user's own rights.
+"""Read the jobs of a cluster for `ftctl top`, with the user's permissions.
 
-All jobs take one request: what their status says. Of one job it reads the pages of its pods through
-the API server, which needs the rights to list pods and to get `pods/proxy`.
+One request lists all jobs with their status. The pages of a job's pods are read through the API
+server, which needs the permissions to list pods and to get `pods/proxy`.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from finetune_operator.api.v1alpha1.lifecycle import Observability
 from finetune_operator.backends.aks.child_names import BACKEND as AKS
 from finetune_operator.backends.aks.child_names import INDEX_LABEL
-from finetune_operator.cli.top_ranks import PageLook, read_page
+from finetune_operator.cli.top_ranks import NodePage, read_page
 from finetune_operator.cli.top_rows import (
     JobRow,
     SuspectRow,
     count_in,
+    get_in,
     progress_in,
     suspects_in,
-    told_in,
 )
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
@@ -33,17 +33,17 @@ _DEFAULT_PORT = Observability().metrics_port
 
 @dataclass
 class PodPages:
-    """What the pods of one job said.
+    """The pages of the pods of one job.
 
     Attributes:
         nodes: Names of the nodes, in the order of their ranks.
-        ranks_per_node: Ranks of each.
-        notes: Why a page could not be read.
+        ranks_per_node: Ranks of each node.
+        notes: Reasons why pages could not be read.
     """
 
     nodes: list[str]
     ranks_per_node: int = 0
-    pages: list[PageLook] = field(default_factory=list)
+    pages: list[NodePage] = field(default_factory=list)
     suspects: tuple[SuspectRow, ...] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ async def rows_of(client: KubeClient, namespace: str | None) -> list[JobRow]:
     """Return all jobs of a namespace, or of the cluster.
 
     Raises:
-        FineTuneError: they cannot be listed.
+        FineTuneError: the jobs cannot be listed.
     """
     listing = await client.list(FINE_TUNE_JOBS, namespace)
     return sorted((row_of(one) for one in listing.items), key=lambda one: one.key)
@@ -62,7 +62,7 @@ async def get_job(client: KubeClient, job: Key) -> Object:
     """Return one job.
 
     Raises:
-        FineTuneError: there is none, or it cannot be read.
+        FineTuneError: the job does not exist, or cannot be read.
     """
     try:
         return await client.get(FINE_TUNE_JOBS, job.name, job.namespace)
@@ -72,22 +72,22 @@ async def get_job(client: KubeClient, job: Key) -> Object:
 
 
 def row_of(job: Object) -> JobRow:
-    """Return what the status of a job says, also one of another version of the operator."""
+    """Return the row of a job from its status, which another version may have written."""
     status = job.get("status")
     return JobRow(
         namespace=job["metadata"]["namespace"],
         name=job["metadata"]["name"],
-        phase=str(told_in(status, "phase") or "Pending"),
+        phase=str(get_in(status, "phase") or "Pending"),
         attempt=count_in(status, "attempt") or 0,
         restarts=count_in(status, "restarts", "counted") or 0,
-        suspects=suspects_in(told_in(status, "suspects")),
-        **progress_in(told_in(status, "progress")),
+        suspects=suspects_in(get_in(status, "suspects")),
+        **progress_in(get_in(status, "progress")),
     )
 
 
 def backend_of(job: Object) -> str:
     """Return the name of a job's backend."""
-    return str(told_in(job, "spec", "backend", "type"))
+    return str(get_in(job, "spec", "backend", "type"))
 
 
 async def read_pods(client: KubeClient, job: Object) -> PodPages:
@@ -105,28 +105,28 @@ async def read_pods(client: KubeClient, job: Object) -> PodPages:
     pods = {_index(one): one for one in listing.items}
     num_nodes = count_in(job, "status", "nodes", "desired") or len(pods)
     num_ranks = count_in(job, "status", "nodes", "worldSize") or 0
-    names = [told_in(pods.get(at), "spec", "nodeName") or "?" for at in range(num_nodes)]
-    read = PodPages(names, num_ranks // max(1, num_nodes))
+    names = [get_in(pods.get(at), "spec", "nodeName") or "?" for at in range(num_nodes)]
+    pages = PodPages(names, num_ranks // max(1, num_nodes))
     port = count_in(job, "spec", "observability", "metricsPort") or _DEFAULT_PORT
-    asked = [
-        _page(client, pods[at], name, port, read.notes)
+    requests = [
+        _page(client, pods[at], name, port, pages.notes)
         for at, name in enumerate(names)
-        if told_in(pods.get(at), "status", "phase") == "Running"
+        if get_in(pods.get(at), "status", "phase") == "Running"
     ]
-    read.notes += [
+    pages.notes += [
         f"pod {one['metadata']['name']} is Pending"
         for one in pods.values()
-        if told_in(one, "status", "phase") in (None, "Pending")
+        if get_in(one, "status", "phase") in (None, "Pending")
     ]
-    read.pages += [one for one in await asyncio.gather(*asked) if one is not None]
-    if 0 in pods and read.pages:
-        read.suspects = await _suspects(client, pods[0], port)
-    return read
+    pages.pages += [one for one in await asyncio.gather(*requests) if one is not None]
+    if 0 in pods and pages.pages:
+        pages.suspects = await _suspects(client, pods[0], port)
+    return pages
 
 
 async def _page(
     client: KubeClient, pod: Object, node: str, port: int, notes: list[str]
-) -> PageLook | None:
+) -> NodePage | None:
     name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
     try:
         return read_page(node, await _get(client, pod, port, "metrics"))
@@ -140,12 +140,12 @@ async def _page(
 
 
 async def _suspects(client: KubeClient, pod: Object, port: int) -> tuple[SuspectRow, ...]:
-    """Return those that rank 0's pod names now; the status names them, too, a little later."""
+    """Return the present suspects from the pod of rank 0; the status lists them a little later."""
     try:
-        told = json.loads(await _get(client, pod, port, "progress"))
+        progress = json.loads(await _get(client, pod, port, "progress"))
     except (ApiError, TimeoutError, ValueError):
         return ()
-    return suspects_in(told_in(told, "suspects"))
+    return suspects_in(get_in(progress, "suspects"))
 
 
 async def _get(client: KubeClient, pod: Object, port: int, page: str) -> str:
@@ -157,5 +157,5 @@ async def _get(client: KubeClient, pod: Object, port: int, page: str) -> str:
 
 
 def _index(pod: Object) -> int:
-    told = told_in(pod, "metadata", "labels", INDEX_LABEL)
-    return int(told) if str(told).isdecimal() else 0
+    index = get_in(pod, "metadata", "labels", INDEX_LABEL)
+    return int(index) if str(index).isdecimal() else 0

@@ -1,6 +1,6 @@
-"""The jobs of this machine for `ftctl top`: run directories, and the pages of their nodes.
+"""Read the jobs of this machine for `ftctl top`: run directories, and the pages of their nodes.
 
-It reads only: whoever runs a job looks after its processes.
+The module only reads; the process that runs a job manages it.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from finetune_operator.backends.local.listening import ports_below
 from finetune_operator.backends.local.records import AttemptRecord, NodeRecord
 from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
 from finetune_operator.cli.run_directories import shown_path
-from finetune_operator.cli.top_ranks import PageLook, read_page
-from finetune_operator.cli.top_rows import JobRow, progress_in, suspects_in, told_in
+from finetune_operator.cli.top_ranks import NodePage, read_page
+from finetune_operator.cli.top_rows import JobRow, get_in, progress_in, suspects_in
 
 _SECONDS = 2.0
 _PORTS_TRIED = 20  # as the trainer does
-_ask = build_opener(ProxyHandler({}))  # no proxy leads to this machine
+_opener = build_opener(ProxyHandler({}))  # without a proxy: the pages are on this machine
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Node:
     """One node of a job on this machine.
 
     Attributes:
-        url: Where its page is; None where it has none, or does not run.
+        url: URL of the page; None if the node has no page or does not run.
     """
 
     name: str
@@ -45,7 +45,7 @@ class JobHere:
     """One job of this machine.
 
     Attributes:
-        nodes: Those of its newest attempt, in their order.
+        nodes: Nodes of the newest attempt, by rank.
     """
 
     job: FineTuneJob
@@ -55,7 +55,7 @@ class JobHere:
 
     @property
     def is_running(self) -> bool:
-        """Whether a page of it can be asked."""
+        """Whether a node has a page."""
         return any(one.url is not None for one in self.nodes)
 
 
@@ -63,7 +63,7 @@ def job_in(run_dir: Path) -> JobHere:
     """Return the job of a run directory.
 
     Raises:
-        FineTuneError: it holds none that can be read.
+        FineTuneError: the directory holds no readable job.
     """
     job = RunFolder(run_dir).load()
     if job is None:
@@ -78,32 +78,32 @@ def job_in(run_dir: Path) -> JobHere:
 
 
 async def row_of(here: JobHere) -> JobRow:
-    """Return what a job's status and its newest progress say."""
-    told = await _progress(here)
+    """Return the row of a job from its status and its newest progress."""
+    progress = await _progress(here)
     status = here.job.status
-    known = progress_in(told)
-    if not here.is_running:  # what it was doing is not what it does
+    known = progress_in(progress)
+    if not here.is_running:  # the last values do not describe the present
         known |= {"tokens_per_second": None, "eta_seconds": None}
     return JobRow(
         namespace=here.job.metadata.namespace,
         name=here.job.metadata.name,
         run_directory=shown_path(here.run_dir),
-        phase=str((here.is_running and told_in(told, "phase")) or status.phase.value),
+        phase=str((here.is_running and get_in(progress, "phase")) or status.phase.value),
         attempt=status.attempt,
         restarts=status.restarts.counted,
-        suspects=suspects_in(told_in(told, "suspects")) if here.is_running else (),
+        suspects=suspects_in(get_in(progress, "suspects")) if here.is_running else (),
         **known,
     )
 
 
-async def pages_of(here: JobHere) -> tuple[list[PageLook], list[str]]:
-    """Return the pages of a job's nodes that answer, and what is wrong with an answer."""
+async def pages_of(here: JobHere) -> tuple[list[NodePage], list[str]]:
+    """Return the pages of the nodes that respond, and notes about invalid responses."""
     notes: list[str] = []
     pages = await asyncio.gather(*(_page(one, notes) for one in here.nodes))
     return [one for one in pages if one is not None], notes
 
 
-async def _page(node: Node, notes: list[str]) -> PageLook | None:
+async def _page(node: Node, notes: list[str]) -> NodePage | None:
     if node.url is None:
         return None
     try:
@@ -115,12 +115,12 @@ async def _page(node: Node, notes: list[str]) -> PageLook | None:
 
 
 async def _progress(here: JobHere) -> Any:
-    """Return the progress of rank 0's page, and of the run directory where there is none."""
+    """Return the progress from rank 0's page; from the run directory if there is no page."""
     url = here.nodes[0].url if here.nodes else None
     try:
         text = await _get(f"{url}/progress") if url is not None else None
     except (HTTPException, ValueError):
-        text = None  # cut off; the file says as much
+        text = None  # truncated; the file has the same content
     try:
         return json.loads(text or (here.run_dir / "progress.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -128,20 +128,20 @@ async def _progress(here: JobHere) -> Any:
 
 
 async def _get(url: str) -> str | None:
-    """Return the text of a page; None where nothing answers.
+    """Return the text of a page; None if the connection fails.
 
     Raises:
-        HTTPException: the answer is cut off, or is no HTTP.
-        ValueError: it is no text.
+        HTTPException: the response is truncated, or is not HTTP.
+        ValueError: the response is not text.
     """
 
     def get() -> str | None:
         try:
-            with _ask.open(url, timeout=_SECONDS) as answer:
-                text: str = answer.read().decode()
+            with _opener.open(url, timeout=_SECONDS) as response:
+                text: str = response.read().decode()
                 return text
         except OSError:
-            return None  # it has just ended, or has not begun
+            return None  # the node has just ended, or is still starting
 
     return await asyncio.to_thread(get)
 

@@ -1,6 +1,6 @@
-"""What `ftctl top` shows: a row for each job, or for each rank of one.
+"""The data of `ftctl top`: a row for each job, or for each rank of a job.
 
-None means that it is not known, which a table shows as `-`.
+None means unknown; a table shows it as `-`.
 """
 
 import math
@@ -13,7 +13,7 @@ from finetune_trainer.config import ContractModel
 
 
 class SuspectRow(ContractModel):
-    """A rank that holds the others back."""
+    """A rank that slows down the others."""
 
     rank: int
     cause: str
@@ -46,14 +46,14 @@ class RankRow(ContractModel):
     """One rank.
 
     Attributes:
-        phase: What took most of the time between the two newest looks.
-        waiting_ratio: Share of that time in which it waited, for other ranks or for data.
+        phase: The phase that took most of the time between the two newest pages.
+        waiting_ratio: Share of that time in which the rank waited, for other ranks or for data.
         phase_ratios: Share of each phase.
-        score: Busy time of a step by the median of the other ranks'.
-        memory_bytes: By kind, as in `finetune_train_memory_bytes`.
-        gpu: UUID.
-        gpu_utilization_ratio: Share of the time in which a kernel ran on it.
-        age_seconds: Time since it last reported anything.
+        score: Busy time of a step, divided by the median of the other ranks.
+        memory_bytes: Memory by kind, as in `finetune_train_memory_bytes`.
+        gpu: UUID of the GPU.
+        gpu_utilization_ratio: Share of the time in which a kernel ran on the GPU.
+        age_seconds: Time since the last report of the rank.
     """
 
     rank: int
@@ -72,10 +72,10 @@ class RankRow(ContractModel):
 
 
 class Screen(ContractModel):
-    """What is shown at one moment: all jobs, or one of them with its ranks.
+    """The content of a screen: all jobs, or one job with its ranks.
 
     Attributes:
-        notes: Sentences about what could not be read.
+        notes: Sentences about failed reads.
     """
 
     jobs: tuple[JobRow, ...]
@@ -83,17 +83,17 @@ class Screen(ContractModel):
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `-o json` prints."""
-        said = self.model_dump(by_alias=True, mode="json")
+        """Return the output of `-o json`."""
+        fields = self.model_dump(by_alias=True, mode="json")
         if self.ranks is None:
-            return {"jobs": said["jobs"], "notes": said["notes"]}
-        return {"job": said["jobs"][0], "ranks": said["ranks"], "notes": said["notes"]}
+            return {"jobs": fields["jobs"], "notes": fields["notes"]}
+        return {"job": fields["jobs"][0], "ranks": fields["ranks"], "notes": fields["notes"]}
 
 
-def told_in(value: Any, *path: str) -> Any:
-    """Return what stands at a path of a JSON value, None where nothing does.
+def get_in(value: Any, *path: str) -> Any:
+    """Return the value at a path of a JSON value; None if the path does not exist.
 
-    It may come from another version, so no form of it is taken for granted.
+    Another version may have written the value, so its structure is not assumed.
     """
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
@@ -101,40 +101,38 @@ def told_in(value: Any, *path: str) -> Any:
 
 
 def number_in(value: Any, *path: str) -> float | None:
-    """Return the number at a path of a JSON value, None where there is none.
+    """Return the number at a path of a JSON value; None if there is no finite number.
 
-    Python's reader of JSON takes `NaN` and `Infinity`, too, which are none.
+    Python's JSON parser also accepts `NaN` and `Infinity`.
     """
-    found = told_in(value, *path)
+    found = get_in(value, *path)
     if isinstance(found, float):
         return found if math.isfinite(found) else None
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def count_in(value: Any, *path: str) -> int | None:
-    """Return the whole number at a path of a JSON value, None where there is none."""
+    """Return the number at a path of a JSON value, cut to an integer; None if there is none."""
     found = number_in(value, *path)
     return None if found is None else int(found)
 
 
-def progress_in(told: Any) -> dict[str, float | None]:
-    """Return those fields of a `JobRow` that a progress has, in a status or on a page."""
+def progress_in(progress: Any) -> dict[str, float | None]:
+    """Return the fields of a `JobRow` that the progress of a status or a page contains."""
     return {
-        "step": count_in(told, "step"),
-        "total_steps": count_in(told, "totalSteps"),
-        "loss": number_in(told, "loss"),
-        "tokens_per_second": number_in(told, "tokensPerSecond"),
-        "eta_seconds": number_in(told, "etaSeconds"),
+        "step": count_in(progress, "step"),
+        "total_steps": count_in(progress, "totalSteps"),
+        "loss": number_in(progress, "loss"),
+        "tokens_per_second": number_in(progress, "tokensPerSecond"),
+        "eta_seconds": number_in(progress, "etaSeconds"),
     }
 
 
-def suspects_in(told: Any) -> tuple[SuspectRow, ...]:
-    """Return the suspects of a status or a progress; what is no suspect is left out."""
-    found = ((one, count_in(one, "rank")) for one in (told if isinstance(told, list) else ()))
+def suspects_in(value: Any) -> tuple[SuspectRow, ...]:
+    """Return the suspects of a status or a progress; invalid entries are left out."""
+    found = ((one, count_in(one, "rank")) for one in (value if isinstance(value, list) else ()))
     return tuple(
-        SuspectRow(
-            rank=rank, cause=str(told_in(one, "cause") or "?"), score=number_in(one, "score")
-        )
+        SuspectRow(rank=rank, cause=str(get_in(one, "cause") or "?"), score=number_in(one, "score"))
         for one, rank in found
         if rank is not None
     )

@@ -18,9 +18,9 @@ _LEFT_ALIGNED = {"job", "phase", "held back by", "node"}
 
 
 def tables(screen: Screen) -> RenderableType:
-    """Return all that a screen shows."""
+    """Return the content of a screen as tables."""
     times = Counter(one.key for one in screen.jobs)
-    jobs = [_job(one, is_told_apart=times[one.key] == 1) for one in screen.jobs]
+    jobs = [_job(one, is_unique=times[one.key] == 1) for one in screen.jobs]
     parts: list[RenderableType] = [_table(_JOBS, jobs)]
     if screen.ranks is not None:
         parts += ["", _table(_RANKS, [_rank(one) for one in screen.ranks])]
@@ -41,10 +41,10 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _job(row: JobRow, *, is_told_apart: bool) -> list[str]:
-    """Return the cells of a job; runs of one that were moved aside are told by their folders."""
+def _job(row: JobRow, *, is_unique: bool) -> list[str]:
+    """Return the cells of a job; its folder distinguishes it from runs that were moved aside."""
     total = f"/{row.total_steps}" if row.total_steps else ""
-    folder = "" if is_told_apart or row.run_directory is None else f" in {row.run_directory}"
+    folder = "" if is_unique or row.run_directory is None else f" in {row.run_directory}"
     return [
         f"{row.key}{folder}",
         row.phase,
@@ -93,6 +93,6 @@ def _step_time(seconds: float | None) -> str:
 
 
 def _memory(by_kind: Mapping[str, float]) -> str:
-    """Return that of the GPU, and where there is none the process's."""
+    """Return the allocated memory of the GPU, or the memory of the process without a GPU."""
     known = by_kind.get("allocated", by_kind.get("host_rss"))
     return _UNKNOWN if known is None else f"{known / _GIB:.2f} GiB"

@@ -1,7 +1,7 @@
-"""Follow a job until it ends, or until standard output cannot be written any more.
+"""Follow a job until it ends or standard output can no longer be written.
 
-A reader that goes away is like a closed terminal (docs/decisions/0002): `ftctl` ends, and training
-goes on. `ftctl run` calls it.
+A closed pipe is like a closed terminal (docs/decisions/0002): `ftctl` ends, and training continues.
+`ftctl run` calls it.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from finetune_operator.cli.output import OutputLostError, outlet
 
 _T = TypeVar("_T")
 _CTRL_C_SECONDS = 0.5
-"""Ctrl-C ends `tee` and reaches us at about the same time; it means suspend in either order."""
+"""Ctrl-C reaches `tee` and this process at about the same time; either order means suspend."""
 
 
 async def until_unread(
     work: Coroutine[Any, Any, _T], *, is_stopping: Callable[[], bool], name: str, again: str
 ) -> _T:
-    """Return what `work` returns; cancel it once standard output cannot be written any more.
+    """Return the result of `work`; cancel it once standard output can no longer be written.
 
     Args:
         work: Follows the job; cancelling it leaves the attempt running.
-        is_stopping: Whether the user has asked for a stop, which is followed to its end.
+        is_stopping: Whether the user has requested a stop, which is followed to its end.
         name: Name of the job.
-        again: The command that follows it again.
+        again: The command that follows the job again.
 
     Raises:
-        OutputLostError: it says what becomes of the job.
+        OutputLostError: the output is lost; the message states that the job continues.
     """
     out = outlet()
     if out is None:
@@ -49,7 +49,7 @@ async def until_unread(
         except asyncio.CancelledError:
             if not lost:
                 raise
-            out.drop()  # else the error of a screen's last lines would take this one's place
+            out.drop()  # the last lines of the screen must not raise another error
             sentence = (
                 f", so ftctl ends; job {name} goes on, and nothing restarts it should it fail. To "
                 f"follow it again, or to stop it there with Ctrl-C: {again}"

@@ -1,4 +1,4 @@
-"""`ftctl validate`: every problem of the manifests, with file, line and field."""
+"""`ftctl validate`: print every problem of the manifests, with file, line and field."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from finetune_operator.cli.target import known_profiles
 
 
 class OutputFormat(StrEnum):
-    """How problems are printed."""
+    """Output format of problems."""
 
     TEXT = "text"
     JSON = "json"
@@ -43,11 +43,11 @@ def validate(
 ) -> None:
     """Print every problem of the FineTuneJobs given, as FILE:LINE: FIELD SENTENCE.
 
-    A job's FineTuneProfile counts if it is among the files.
+    A job's FineTuneProfile is used if it is among the files.
 
-    Checks what the API server checks, names every value whose behaviour is not built yet, and asks
-    the backend. Opens no file that a manifest names; `ftctl run` does. The exit code is 1 if there
-    is a problem.
+    The command runs the checks of the API server and of the backend, and reports every value whose
+    behaviour is not implemented yet. It opens no file that a manifest names; `ftctl run` does. The
+    exit code is 1 if there is a problem.
     """
     given = [*(files or []), *(paths or [])]
     if not given:
@@ -72,9 +72,9 @@ def validate(
 def _check(
     manifest: Manifest, profiles: Mapping[str, FineTuneProfile], checked: list[Checked]
 ) -> list[Problem]:
-    """Return the problems of a job; its backend checks it only if the API would accept it.
+    """Return the problems of a job; its backend checks it only if the API accepts it.
 
-    A job that its backend has checked is added to `checked`.
+    The job is appended to `checked` if its backend has checked it.
     """
     problems = check_manifest(manifest)
     if errors_of(problems):

@@ -1,6 +1,6 @@
-"""What `ftctl run` shows of a job: a view of status and observation, and what is new in it.
+"""The view of a job in `ftctl run`, from status and observation, and the events between two views.
 
-Pure; `live` draws it on a terminal, `plain` writes it as lines.
+Pure functions; `live` draws a view on a terminal, `plain` writes it as lines.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from finetune_operator.api.v1alpha1.status import AttemptStatus, JobPhase
 from finetune_operator.backends.base import Observation
 from finetune_trainer.config import FailureClass, Phase, Progress
 
-# In these, the trainer's phase says more than the job's.
+# In these phases, the trainer's phase is more precise than the job's.
 _TRAINER_WORKS = {JobPhase.STARTING, JobPhase.RUNNING}
 
 
@@ -21,10 +21,10 @@ class View:
     Attributes:
         phase: The trainer's phase while it works, else the job's.
         attempt: Number of the newest attempt; 0 before the first.
-        progress: What rank 0 published last; an empty one before that.
+        progress: The last report of rank 0; an empty progress before the first report.
         restarts: Counted restarts so far.
         disruptions: Restarts that do not count.
-        ended: Attempts that ended, oldest first.
+        ended: Finished attempts, oldest first.
     """
 
     name: str
@@ -40,7 +40,7 @@ class View:
 def view_of(job: FineTuneJob, observation: Observation | None, before: View | None = None) -> View:
     """Combine status and observation into one view.
 
-    The progress of `before` stays where there is none now, such as between two attempts.
+    The progress of `before` is used if there is none now, such as between two attempts.
     """
     status = job.status
     progress = _newest_progress(observation)
@@ -103,12 +103,12 @@ def _differs(old: Progress, new: Progress, *fields: str) -> bool:
 
 def _ending(attempt: AttemptStatus) -> str:
     code = f" (exit code {attempt.exit_code})" if attempt.exit_code is not None else ""
-    said = f": {attempt.message}" if attempt.message else ""
-    return f"attempt {attempt.number} ended, {attempt.failure_class}{code}{said}"
+    message = f": {attempt.message}" if attempt.message else ""
+    return f"attempt {attempt.number} ended, {attempt.failure_class}{code}{message}"
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as people say them: 42s, 3m05s, 2h07m."""
+    """Format seconds: 42s, 3m05s, 2h07m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

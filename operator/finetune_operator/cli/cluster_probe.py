@@ -1,6 +1,6 @@
-"""Questions that `ftctl doctor --cluster` asks an API server: each ends, and none ends the others.
+"""Requests of `ftctl doctor --cluster` to an API server; a failed one does not stop the others.
 
-The `doctor_*` modules ask; a question without an answer becomes a finding that says why.
+The `doctor_*` modules use it. A request without a response becomes a finding with the reason.
 """
 
 from collections.abc import Awaitable
@@ -16,43 +16,43 @@ T = TypeVar("T")
 
 
 @dataclass
-class Asking:
-    """What is asked, by whom, and what was found so far.
+class Probe:
+    """Sends requests to a cluster and collects the findings.
 
     Attributes:
-        namespace: Where the caller wants to make jobs.
-        who: Name of the caller in the cluster; empty where that is not known.
+        namespace: Namespace in which the caller wants to create jobs.
+        user: User name of the caller in the cluster; empty if unknown.
     """
 
     client: KubeClient
     namespace: str
-    who: str = ""
+    user: str = ""
     findings: list[Finding] = field(default_factory=list)
 
     def ok(self, topic: str, name: str, detail: str) -> None:
-        """Note what is as it should be."""
+        """Record a check that passed."""
         self.findings.append(Finding(topic, name, State.OK, detail))
 
     def wrong(self, topic: str, name: str, detail: str, remedy: str) -> None:
-        """Note a fault, with the command that mends it."""
+        """Record a fault, with the command that fixes it."""
         self.findings.append(Finding(topic, name, State.MISSING, detail, remedy=remedy))
 
     def absent(self, topic: str, name: str, detail: str, remedy: str = "") -> None:
-        """Note what is not there, and which only some need."""
+        """Record the absence of an optional thing."""
         self.findings.append(Finding(topic, name, State.ABSENT, detail, remedy=remedy))
 
     def unknown(self, topic: str, name: str, detail: str) -> None:
-        """Note what could not be asked."""
+        """Record a check that could not be run."""
         self.findings.append(Finding(topic, name, State.UNKNOWN, detail))
 
-    async def ask(self, topic: str, name: str, question: Awaitable[T]) -> T | None:
-        """Return the answer; None where there is none, which is noted.
+    async def ask(self, topic: str, name: str, request: Awaitable[T]) -> T | None:
+        """Return the response; None if the request failed, which is recorded.
 
         Raises:
-            NotFoundError: that is an answer, too.
+            NotFoundError: the object does not exist; the caller decides what that means.
         """
         try:
-            return await question
+            return await request
         except NotFoundError:
             raise
         except ForbiddenError as error:
@@ -64,9 +64,9 @@ class Asking:
     async def list(
         self, topic: str, name: str, resource: Resource, namespace: str | None = None, **how: Any
     ) -> list[Object] | None:
-        """Return the objects of a kind; None where that cannot be asked, which is noted.
+        """Return the objects of a kind; None if the request failed, which is recorded.
 
-        There are none of a kind that the API server does not know.
+        The list of a kind that the API server does not know is empty.
         """
         try:
             found = await self.ask(topic, name, self.client.list(resource, namespace, **how))
@@ -75,6 +75,6 @@ class Asking:
         return None if found is None else found.items
 
     async def get_path(self, path: str) -> Object:
-        """Return what the API server says at a path that is no object's, such as /version."""
+        """Return the response at a path of no object, such as /version."""
         resource = Resource("", "v1", path.strip("/").replace("/", "-"), "", False)
         return await self.client.exchange(Call("get", resource, path))
