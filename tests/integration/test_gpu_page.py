@@ -201,7 +201,7 @@ def test_functions_that_a_driver_lacks_leave_out_their_series_alone(
         }
     )
     assert reader.warnings == [
-        f"the driver does not report the errors of {gpu} (Function Not Found); training goes on, "
+        f"the driver does not report the errors of {gpu} (Function Not Found); training continues "
         "without these metrics of GPUs"
         for gpu in (FIRST, SECOND)
     ]
@@ -224,7 +224,7 @@ def test_a_lost_gpu_is_not_visible_and_the_others_are_read_on(
     assert reader.page()[FIRST] == pytest.approx(WHOLE)
     until(lambda: reader.warnings != [])
     assert reader.warnings == [
-        f"the driver has lost {SECOND}; drain and restart its node; training goes on, without "
+        f"the driver has lost {SECOND}; drain and restart its node; training continues without "
         "these metrics of GPUs"
     ]
     happens()
@@ -239,7 +239,7 @@ def test_a_gpu_that_is_lost_from_the_start_is_a_warning_and_is_shown_once_it_is_
     reader = start()
     assert reader.page_when(lambda page: FIRST in page).keys() == {FIRST}
     assert reader.warnings == [
-        "the driver does not show GPU 1 of this node (GPU is lost); training goes on, without "
+        "the driver does not show GPU 1 of this node (GPU is lost); training continues without "
         "these metrics of GPUs"
     ]
     happens()
@@ -254,7 +254,7 @@ def test_a_call_that_does_not_return_hides_old_numbers_and_names_the_gpu_until_i
     happens("hang")
     reader.page_when(lambda page: page == {SECOND: {"process_visible": 0}})
     sentence = (
-        f"the GPU driver has not answered for {SECOND} for 1 s; metrics of GPUs are missing until "
+        f"the GPU driver has not responded for {SECOND} for 1 s; metrics of GPUs are missing until "
         "it does"
     )
     until(lambda: sentence in reader.warnings)
@@ -327,7 +327,7 @@ def test_without_nvml_there_is_one_warning_in_the_progress_and_training_goes_on(
         for _ in range(3):
             is_told()
         assert ranks[0].progress.warnings == (
-            f"NVML cannot be used ({reason}); training goes on, without these metrics of GPUs",
+            f"NVML cannot be used ({reason}); training continues without these metrics of GPUs",
         )
         assert ranks[1].progress.warnings == ()
         served = Progress.model_validate_json(ask(page.url, "GET", "/progress").text)

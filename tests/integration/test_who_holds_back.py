@@ -47,7 +47,7 @@ def check_evidence(ranks: FaultyRanks, folder: str) -> None:
     until(lambda: all(text_of(rank) for rank in range(ranks.num_ranks)), timeout=30)
     of_culprit = text_of(ranks.rank)
     assert f"is {PROCESS[ranks.fault]}, in state" in of_culprit
-    assert STANDING.get(ranks.fault, "it has written no stacks") in of_culprit
+    assert STANDING.get(ranks.fault, "the rank has written no stacks") in of_culprit
     others = set(range(ranks.num_ranks)) - {ranks.rank}
     assert all("in work" in text_of(rank) for rank in others)
     answering = others if ranks.fault == "stopped" else {*others, ranks.rank}

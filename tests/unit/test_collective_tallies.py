@@ -51,7 +51,7 @@ def test_bus_bytes_by_seconds_are_the_bandwidth_also_where_some_times_are_not_kn
     assert value(block, metrics.COMM_BYTES, *labels) == 10_000
     assert value(block, metrics.COMM_BUS_BYTES, *labels) == 1500
     assert value(block, metrics.COMM_SECONDS, *labels) == 0.5
-    tallies.say_sampled()
+    tallies.publish_sampled()
     assert value(block, metrics.COMM_SAMPLED, "bytes") == 1.0
     assert value(block, metrics.COMM_SAMPLED, "seconds") == 0.5
 
@@ -72,6 +72,6 @@ def test_a_kind_too_many_is_missing_and_said_to_be() -> None:
     assert len(kinds) == metrics.MOST_KINDS + 2
     for op, group in kinds:
         tallies.add(Sample(op, group, 2, 8))
-    tallies.say_sampled()
+    tallies.publish_sampled()
     ratio = value(block, metrics.COMM_SAMPLED, "bytes")
     assert ratio == metrics.MOST_KINDS / len(kinds)

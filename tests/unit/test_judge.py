@@ -309,7 +309,7 @@ def test_a_node_that_is_silent_is_named_only_where_nobody_gets_on() -> None:
         assert not run.look(1.0).suspects
     found = run.suspects_of_a_stall(33)
     assert [(one.rank, one.process) for one in found] == [
-        (rank, "not known, as its node is silent") for rank in (2, 3)
+        (rank, "not known, because its node is silent") for rank in (2, 3)
     ]
 
 

@@ -57,7 +57,7 @@ class Rank:
 
     def read(self) -> None:
         self._source.read()
-        self._tallies.say_sampled()
+        self._tallies.publish_sampled()
 
     def value(self, metric: metrics.Metric, *labels: str) -> float | None:
         found = self._block.numbers[self._block.place(metric, *labels)]
@@ -226,7 +226,7 @@ def test_a_recorder_that_is_not_known_is_one_warning_and_no_series(answer: bytes
         rank.now += 3600
         rank.read()
     assert len(rank.warnings) == 1
-    assert "training goes on" in rank.warnings[0]
+    assert "training continues" in rank.warnings[0]
     assert rank.rings_read == 1
     assert rank.value(metrics.COMM_SAMPLED, "bytes") is None
 
@@ -237,5 +237,5 @@ def test_a_minor_version_may_add_fields() -> None:
 
 
 def test_a_torch_without_nccl_says_so() -> None:
-    with pytest.raises(UnknownDumpError, match="this build of torch has none"):
+    with pytest.raises(UnknownDumpError, match="this build of torch has no flight recorder"):
         recorder_of_nccl()(True)

@@ -27,7 +27,7 @@ from finetune_trainer.telemetry.node.peers import (
     RankZero,
     send,
 )
-from finetune_trainer.telemetry.node.server import JSON, Answer, PageServer, Route
+from finetune_trainer.telemetry.node.server import JSON, PageServer, Response, Route
 
 WORD = "a word"
 BOUNDARY = Boundary(
@@ -79,7 +79,7 @@ def test_what_a_node_tells_is_seen_as_it_was_told() -> None:
 
 def test_a_node_hears_of_its_own_ranks_and_what_evidence_is_wanted() -> None:
     desk = desk_of()
-    desk.tell({0: 1.0, 2: 1.2, 3: 0.9}, stall=2)
+    desk.set_results({0: 1.0, 2: 1.2, 3: 0.9}, stall=2)
     _, text = desk.receive(news(2, 3).to_json().encode())
     assert json.loads(text) == {"version": 1, "scores": {"2": 1.2, "3": 0.9}, "stall": 2}
 
@@ -87,10 +87,10 @@ def test_a_node_hears_of_its_own_ranks_and_what_evidence_is_wanted() -> None:
 def test_a_node_that_says_nothing_for_some_time_is_silent() -> None:
     clock = Clock()
     desk = desk_of(clock)
-    desk.hear("node-a", (look(0),))
-    desk.hear("node-b", (look(1),))
+    desk.store("node-a", (look(0),))
+    desk.store("node-b", (look(1),))
     clock.now += SILENT_AFTER_SECONDS
-    desk.hear("node-a", (look(0),))
+    desk.store("node-a", (look(0),))
     assert [one.is_silent for one in desk.seen().values()] == [False, True]
 
 
@@ -99,7 +99,7 @@ def test_a_node_of_very_many_is_heard_of_less_often_and_not_silent(tmp_path: Pat
     config = WatchConfig(run_dir=str(tmp_path), attempt=1, node="a", num_nodes=4096, word=WORD)
     desk = NodeWatch(config, NodeRanks(tmp_path, [0]), tmp_path, clock).desk
     assert desk is not None
-    desk.hear("node-b", (look(1),))
+    desk.store("node-b", (look(1),))
     clock.now += 2 * 4096 / 50
     assert not desk.seen()[1].is_silent
     clock.now += 2 * 4096 / 50
@@ -136,11 +136,11 @@ def test_no_body_breaks_the_page(body: bytes) -> None:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[bytes], Answer]], RankZero]]:
+def serve() -> Iterator[Callable[[Callable[[bytes], Response]], RankZero]]:
     """Serve one path as the node of rank 0 does."""
     servers: list[PageServer] = []
 
-    def serve(answer: Callable[[bytes], Answer]) -> RankZero:
+    def serve(answer: Callable[[bytes], Response]) -> RankZero:
         routes = {PEERS_PATH: Route("POST", answer, MAX_NEWS_BYTES)}
         servers.append(PageServer(socket.create_server(("127.0.0.1", 0)), routes))
         return RankZero(host="127.0.0.1", port=servers[-1].server_address[1], word=WORD)
@@ -152,9 +152,9 @@ def serve() -> Iterator[Callable[[Callable[[bytes], Answer]], RankZero]]:
 
 def test_news_go_over_http(serve: Any) -> None:
     desk = desk_of()
-    desk.tell({3: 1.5}, stall=1)
+    desk.set_results({3: 1.5}, stall=1)
 
-    def answer(body: bytes) -> Answer:
+    def answer(body: bytes) -> Response:
         status, text = desk.receive(body)
         return status, JSON, text.encode()
 
@@ -171,8 +171,8 @@ def test_news_go_over_http(serve: Any) -> None:
         pytest.param((HTTPStatus.OK, JSON, b'{"version": 1, "scores": {"2"'), id="cut off"),
     ],
 )
-def test_an_answer_that_is_none_is_a_value_error(serve: Any, answer: Answer) -> None:
-    with pytest.raises(ValueError, match=r"answers 403|validation error"):
+def test_an_answer_that_is_none_is_a_value_error(serve: Any, answer: Response) -> None:
+    with pytest.raises(ValueError, match=r"status 403|validation error"):
         send(serve(lambda body: answer), news(2))
 
 

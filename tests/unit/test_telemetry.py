@@ -435,8 +435,8 @@ def test_a_page_that_has_no_room_is_a_warning_and_training_goes_on(tmp_path: Pat
     telemetry.step(report(1))
     telemetry.close()
     about_texts, about_numbers = telemetry.progress.warnings
-    assert about_texts.startswith("the page of this node cannot be kept up to date (No such file")
-    assert about_numbers.endswith("rank 0 is missing on the page of its node")
+    assert about_texts.startswith("the page of this node cannot be updated (No such file")
+    assert about_numbers.endswith("training continues without rank 0 on the page of its node")
     assert on_disk(tmp_path).step == 1
 
 

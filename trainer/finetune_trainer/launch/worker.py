@@ -147,7 +147,7 @@ class _Rank:
                 do_work = _load(entry)
                 importing.close()
                 if witness is not None:
-                    witness.tell_collectives()
+                    witness.serve_collectives()
                 telemetry = self._telemetry or self._open_telemetry(launch, shared)
                 if world.group is not None:
                     uses_nccl = world.device.type == "cuda"
@@ -185,7 +185,7 @@ class _Rank:
 
     def _end_overtaken(self, error: OvertakenError | ClaimLostError) -> None:
         assert self._telemetry is not None, "it was opened before the claims were watched"
-        self._telemetry.let_go()
+        self._telemetry.release()
         time.sleep(_SECONDS_TO_LEAVE_TOGETHER)
         self._end(
             Termination(
@@ -262,7 +262,7 @@ def _close(telemetry: Telemetry, termination: Termination) -> Termination:
     """
     with _closing:
         if termination.failure_class is FailureClass.OVERTAKEN:
-            telemetry.let_go()
+            telemetry.release()
         if termination.exit_code == ExitCode.DONE and telemetry.progress.phase is not Phase.DONE:
             telemetry.phase(Phase.DONE)
         artifacts = termination.artifacts or telemetry.artifact_paths

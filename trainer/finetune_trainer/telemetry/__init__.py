@@ -1,7 +1,7 @@
-"""What a run reports while it trains: progress, logs, numbers, TensorBoard.
+"""Reporting during a run: progress, logs, metrics, TensorBoard.
 
-The loop talks to one `Telemetry`; the modules beside it are its outlets and know nothing of the
-loop. `node` is a process of its own, the page of a node. No module here imports torch.
+The loop uses one `Telemetry`; the other modules are its outlets and do not know the loop.
+`node` runs in a separate process and serves the page of a node. No module here imports torch.
 """
 
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts

@@ -1,4 +1,4 @@
-"""Rank 0's curves in TensorBoard: opened when first needed, and again after a disk was full."""
+"""Draw rank 0's curves in TensorBoard; the file opens on first use and again after a full disk."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +10,14 @@ _DRAWN_AT_FIRST = 100
 _SECONDS_BETWEEN_POINTS = 1.0
 
 Values = dict[str, float | None]
-"""By tag."""
+"""Values by tag."""
 
 
 class Board:
-    """Draws evaluations, and of the steps the first hundred, one a second, and the newest.
+    """Draws all evaluations; of the steps, the first hundred, then one per second, and the newest.
 
-    A point takes longer than all else that a step reports, and a screen has some thousand columns.
+    Drawing a point takes longer than the rest of a step's report, and a screen has only some
+    thousand columns.
     """
 
     def __init__(
@@ -27,7 +28,14 @@ class Board:
         put: Callable[[Callable[[], None]], bool],
         has_room: Callable[[], bool],
     ) -> None:
-        """Prepare; `put` lets a function write where there is room, and says whether it could."""
+        """Prepare without opening a file.
+
+        Args:
+            folder: Folder of the event files.
+            clock: Seconds since the epoch.
+            put: Calls a function that writes; returns whether the write succeeded.
+            has_room: Whether the disk has room.
+        """
         self._folder = folder
         self._clock = clock
         self._put = put
@@ -38,7 +46,7 @@ class Board:
         self._left_out: tuple[int, Values] | None = None
 
     def step(self, report: StepReport, tokens_per_second: float | None, at: float) -> None:
-        """Draw a step that was made at `at`, in seconds, or keep it as the newest."""
+        """Draw the step that finished at `at` (seconds), or remember it as the newest."""
         step = report.step
         values = {
             "train/loss": report.loss,
@@ -54,16 +62,16 @@ class Board:
             self._left_out = step, values
 
     def evaluation(self, step: int, values: Values) -> None:
-        """Draw an evaluation, and the newest step."""
+        """Draw the newest step, then an evaluation."""
         self._draw_newest()
         self._draw(lambda writer: writer.scalars(step, values))
 
     def purge(self, step: int) -> None:
-        """Hide what an earlier attempt drew from `step` on."""
+        """Hide the points that an earlier attempt drew from `step` on."""
         self._draw(lambda writer: writer.purge(step))
 
     def close(self) -> None:
-        """Draw the newest step, and close what is open."""
+        """Draw the newest step and close the open file."""
         self._draw_newest()
         if self._writer is not None:
             self._put(self._writer.close)
@@ -79,9 +87,9 @@ class Board:
             return
 
         def draw() -> None:
-            if self._writer is None:  # its import takes a while
+            if self._writer is None:  # its import is slow
                 self._writer = TensorBoardWriter(self._folder, clock=self._clock)
             write(self._writer)
 
         if not self._put(draw):
-            self._writer = None  # its thread has ended; a new file follows once there is room
+            self._writer = None  # its thread has ended; the next draw opens a new file

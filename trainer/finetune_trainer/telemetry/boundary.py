@@ -1,7 +1,8 @@
-"""Where a rank's time had gone at the end of its newest step, for whoever compares ranks.
+"""Publish a rank's cumulative times at the end of its newest step, for comparisons between ranks.
 
-Counters that are read in the middle of a step say more of when they were read than of the rank. So
-the rank notes the sums at the end of each step, in its block; it costs a microsecond.
+Counters that are read in the middle of a step depend more on the moment of reading than on the
+rank. The rank therefore copies the sums into its block at the end of each step, which costs a
+microsecond.
 """
 
 import time
@@ -16,7 +17,7 @@ from finetune_trainer.telemetry.slots import Block, Word, layout_of_node
 
 _place = layout_of_node().place
 _EXPOSED = _place(PHASE_SECONDS, TimedPhase.COMM_EXPOSED)
-# Plain numbers, as members of an enum take their time.
+# Plain numbers, because access to enum members is slow.
 _SUMS = (
     (int(Word.BOUNDARY_DATA), _place(PHASE_SECONDS, TimedPhase.DATA_WAIT)),
     (int(Word.BOUNDARY_CHECKPOINT), _place(PHASE_SECONDS, TimedPhase.CHECKPOINT_BLOCKING)),
@@ -29,15 +30,17 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Boundary(ContractModel):
-    """A rank at the end of its newest step; all but `steps` and `at` add up since its start.
+    """State of a rank at the end of its newest step.
+
+    All fields except `steps` and `at` are sums since the start of the rank.
 
     Attributes:
-        steps: how many it has ended, of this attempt.
-        at: when that was, on its machine's monotonic clock.
-        waiting_seconds: spent in collectives while nothing else was done.
-        data_seconds: spent waiting for data.
-        checkpoint_seconds: spent in saves that a step waits for.
-        apart_seconds: spent on what no step has, such as evaluation.
+        steps: Steps finished in this attempt.
+        at: End of the step on the machine's monotonic clock.
+        waiting_seconds: Time in collectives without other work.
+        data_seconds: Time waiting for data.
+        checkpoint_seconds: Time in saves that block a step.
+        apart_seconds: Time in work that belongs to no step, such as evaluation.
     """
 
     steps: Annotated[int, Field(ge=0)]
@@ -49,18 +52,19 @@ class Boundary(ContractModel):
 
 
 class StepBoundaries:
-    """Notes the ends of steps in a rank's block."""
+    """Records the ends of steps in a rank's block."""
 
     def __init__(self, block: Block, clock: Callable[[], float] = time.monotonic) -> None:
-        """Go on where an earlier process of this rank ended."""
+        """Continue the count of an earlier process of this rank."""
         self._numbers, self._clock = block.numbers, clock
         self._steps = self._numbers[Word.BOUNDARIES_WRITTEN]
 
     def mark(self, exposed_seconds: float | None) -> None:
-        """Note that a step has ended now, which is also a sign of life.
+        """Record that a step has just ended; also counts as a sign of life.
 
-        `exposed_seconds` is for how long this rank could do nothing but wait in collectives, since
-        its start; None where only the device knows, which the phases go by.
+        Args:
+            exposed_seconds: Time that the rank has only waited in collectives since its start; None
+                if only the device can measure it, in which case the phase clock counts.
         """
         numbers = self._numbers
         self._steps = steps = self._steps + 1
@@ -73,9 +77,10 @@ class StepBoundaries:
 
 
 def read_boundary(numbers: Sequence[float]) -> Boundary | None:
-    """Return the newest boundary in a block that was read from its beginning to its end.
+    """Read the newest boundary from a block that was copied front to back.
 
-    None before the first, and where one was written meanwhile.
+    Returns:
+        None before the first boundary, or if one was written during the copy.
     """
     steps = numbers[Word.BOUNDARIES_WRITTEN]
     if steps == 0 or steps != numbers[Word.BOUNDARIES_BEGUN]:

@@ -1,14 +1,14 @@
-"""What checkpoints cost, as the store tells it and the page of rank 0's node shows it."""
+"""Metrics of checkpoint costs, recorded by the checkpoint store and shown on rank 0's node page."""
 
 from finetune_trainer.config import metrics
 from finetune_trainer.telemetry.slots import Block
 
 
 class CheckpointCosts:
-    """The series of one rank; only its main thread may tell."""
+    """Checkpoint series of one rank; for its main thread only."""
 
     def __init__(self, block: Block) -> None:
-        """Find the place of every series."""
+        """Look up the slot of every series."""
         self._blocking = block.histogram(metrics.CHECKPOINT_DURATION, "save_blocking")
         self._async = block.histogram(metrics.CHECKPOINT_DURATION, "save_async")
         self._load = block.histogram(metrics.CHECKPOINT_DURATION, "load")
@@ -17,14 +17,14 @@ class CheckpointCosts:
         self._interval = block.slot(metrics.CHECKPOINT_INTERVAL)
 
     def blocked(self, seconds: float, interval_seconds: float | None) -> None:
-        """Count a save that training waited for so long, and say when the next is due by time."""
+        """Count a save that blocked training for `seconds`, and publish the time-based interval."""
         self._blocking.observe(seconds)
         self._due_every(interval_seconds)
 
     def committed(self, seconds: float, size_bytes: int, interval_seconds: float | None) -> None:
-        """Count a save that was committed, so many seconds after training went on.
+        """Count a save that was committed `seconds` after training resumed.
 
-        Where the interval follows from what a save takes, it is another one now.
+        If the interval is derived from the duration of saves, this call changes it.
         """
         self._async.observe(seconds)
         self._bytes.add(size_bytes)
@@ -35,7 +35,7 @@ class CheckpointCosts:
         self._failures.add(1)
 
     def loaded(self, seconds: float) -> None:
-        """Count a checkpoint that was read."""
+        """Count a checkpoint that was loaded."""
         self._load.observe(seconds)
 
     def _due_every(self, interval_seconds: float | None) -> None:

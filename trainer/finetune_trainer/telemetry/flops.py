@@ -1,17 +1,17 @@
-"""Model FLOPs: what the arithmetic of the training itself takes, and what a device could do.
+"""Model FLOPs of training, and the peak FLOPs of devices.
 
-Model FLOPs are those that the method needs (arXiv:2204.02311, appendix B): neither padding nor
-recomputed activations count, a head that is asked at label tokens alone counts there alone, and a
-token attends within its own document, however many share a row. A product with n weights takes a
-token
+Model FLOPs are the FLOPs that the method needs (arXiv:2204.02311, appendix B): padding and
+recomputed activations are not counted, a head that is evaluated at label tokens only counts for
+these, and a token attends within its own document even if several share a row. For each token, a
+product with n weights takes
 
     2 n   forward
-    2 n   backward, for the layer before
-    2 n   backward, for the weights themselves, if they are trained
+    2 n   backward, for the gradient of its input
+    2 n   backward, for the gradient of the weights, if they are trained
 
-so that frozen weights take 4 n, trained ones 6 n, and adapters 6 n of their own. Attention of one
-layer takes a document of T tokens 12 T H Q T, with H heads of Q numbers each; of a sliding window
-the last T is the window's.
+so frozen weights take 4 n, trained weights 6 n, and adapters 6 n of their own. Attention of one
+layer takes 12 T H Q T for a document of T tokens, with H heads of Q numbers each; with a sliding
+window the last T is the window's size.
 """
 
 import re
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.integer[Any]]
 
-# Dense, without sparsity, of whole devices: NVIDIA's data sheets. Names as the driver gives them; a
-# part of a device (MIG, vGPU) has another name, and no known peak.
+# Dense peaks without sparsity of whole devices, from NVIDIA's data sheets. Names are the driver's;
+# a partition of a device (MIG, vGPU) has another name and no known peak.
 _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"NVIDIA B200", {"bf16": 2250e12, "fp16": 2250e12}),
     (r"NVIDIA H200|NVIDIA H100 80GB HBM3", {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 67e12}),
@@ -45,9 +45,9 @@ _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"(NVIDIA |Tesla )T4", {"fp16": 65e12, "fp32": 8.1e12}),
 )
 _FULL_ATTENTION, _WINDOW = "full_attention", "sliding_attention"
-# What a layer type adds to its matrices: attention, or nothing.
+# Layer types whose attention is known; "mlp" and "moe" have none.
 _KNOWN_LAYERS = {_FULL_ATTENTION, _WINDOW, "attention", "mlp", "moe"}
-# Families that multiply by some of their matrices more often, or by none of them in training.
+# Families that use some matrices several times per token, or not at all in training.
 _OTHERWISE = frozenset(
     {
         "dbrx",
@@ -66,20 +66,20 @@ _OTHERWISE = frozenset(
         "phi4_multimodal",
     }
 )
-# Experts that a token goes to, and all there are, as the families call them.
+# Field names for the experts per token and for the total number of experts.
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one token takes, forward and backward.
+    """FLOPs of one token, forward and backward.
 
     Attributes:
-        per_token: of all matrices but the head's.
-        per_label_token: of the head.
-        attention: what a token takes for each one that it attends to, over all layers of a kind,
-            by the most that it attends to; None is the whole document.
+        per_token: Of all matrices except the head's.
+        per_label_token: Of the head.
+        attention: FLOPs of a token per attended token, summed over all layers with the same
+            window; the key is the window's size, None for the whole document.
     """
 
     per_token: float
@@ -87,7 +87,7 @@ class ModelFlops:
     attention: Mapping[int | None, float]
 
     def of(self, lengths: "IntArray", label_counts: "IntArray") -> "npt.NDArray[np.float64]":
-        """Return the FLOPs of documents (N,) with so many tokens and labels each."""
+        """Return the FLOPs (N,) of documents with these numbers of tokens and labels (N,)."""
         import numpy as np
 
         tokens = lengths.astype(np.float64)
@@ -98,10 +98,12 @@ class ModelFlops:
 
 
 def model_flops(model: "nn.Module") -> ModelFlops | None:
-    """Return what a token of a transformers or peft model takes, as it is trained.
+    """Return the FLOPs per token of a transformers or peft model in training.
 
-    None where the model computes with something else than matrices and attention. What is sharded
-    or quantised counts by its shape: call it when ever.
+    Sharded and quantised weights count by their shape, so this can be called at any time.
+
+    Returns:
+        None if the model computes with operations other than matrix products and attention.
     """
     unwrap = getattr(model, "get_base_model", None)
     base: Any = model if unwrap is None else unwrap()
@@ -125,12 +127,12 @@ def model_flops(model: "nn.Module") -> ModelFlops | None:
 
 
 def peak_flops(device: str, precision: str, *, is_float8: bool = False) -> float | None:
-    """Return how much a device could compute a second in that precision; None where not known.
+    """Return the peak FLOPs per second of a device at a precision; None if not known.
 
     Args:
-        device: Its name, as the driver gives it.
+        device: Its name as reported by the driver.
         precision: `bf16`, `fp16`, `fp32` or `fp64`.
-        is_float8: Some of it is computed in float8, so that there is no one peak.
+        is_float8: Whether part of the work runs in float8, so that there is no single peak.
     """
     if is_float8:
         return None
@@ -149,7 +151,7 @@ class _Product:
 
 
 def _products(model: "nn.Module") -> Iterator[_Product]:
-    """Yield what multiplies each token: linear layers, routers, experts stacked in a parameter."""
+    """Yield the products of each token: linear layers, routers, experts stacked in a parameter."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -181,7 +183,7 @@ def _first(config: Any, names: Sequence[str]) -> int | None:
 
 
 def _attention(config: Any) -> dict[int | None, float] | None:
-    """Return `ModelFlops.attention`; None where some layer is of a kind that is not known."""
+    """Return `ModelFlops.attention`; None if a layer has an unknown type."""
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         is_window = bool(getattr(config, "sliding_window", None)) and getattr(
@@ -204,6 +206,6 @@ def _attention(config: Any) -> dict[int | None, float] | None:
 
 
 def _query_width(config: Any) -> int | None:
-    """Return the width of a query that has a part without positions, of latent attention."""
+    """Return the query width of latent attention, whose queries have a part without positions."""
     nope, rope = (getattr(config, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
     return nope + rope if nope and rope else None

@@ -1,4 +1,4 @@
-"""A rank's GPU as telemetry knows it, which imports no torch."""
+"""Describe a rank's GPU for telemetry, without importing torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """What torch's allocator counts, in bytes and in allocations since the process began."""
+    """Counters of torch's allocator since the process started, in bytes or in allocations."""
 
     allocated: int = 0
     reserved: int = 0
@@ -17,13 +17,13 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
+    """A single GPU.
 
     Attributes:
-        model: its name, as the driver gives it.
-        uuid: as nvidia-smi and NVML give it, which other metrics of it are joined by.
-        nccl: version of the library.
-        memory: reads its memory; takes some 100 microseconds.
+        model: Name as reported by the driver.
+        uuid: UUID as in nvidia-smi and NVML, the join key of other GPU metrics.
+        nccl: Version of the NCCL library.
+        memory: Reads the memory counters; takes about 100 microseconds.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""logs/rank-R.jsonl: everything a rank has to say, one JSON object a line, over all attempts."""
+"""Write logs/rank-R.jsonl: all events of a rank over all attempts, one JSON object per line."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 from pydantic_core import to_json
 
 Event = tuple[str, Mapping[str, object], float]
-"""Its name, its fields, and when it was, in seconds since the epoch."""
+"""Name, fields, and time in seconds since the epoch."""
 
 
 class Journal:
     """Append-only log of one rank.
 
-    Every line has `time`, `attempt`, `rank` and `event`; the other keys belong to the event. A line
-    is handed to the kernel at once, so a killed process loses none that was written.
+    Every line has `time`, `attempt`, `rank` and `event`; the other keys belong to the event. Each
+    write goes to the kernel at once, so no written line is lost if the process is killed.
     """
 
     def __init__(self, path: Path, *, attempt: int, rank: int, clock: Callable[[], float]) -> None:
@@ -28,11 +28,14 @@ class Journal:
             self._file.write(b"\n")
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """Append one event, of now; after `close` it is dropped, as a late thread may report."""
+        """Append one event with the current time.
+
+        Events after `close` are dropped, because a thread may report late.
+        """
         self.write_all([(event, fields, self._clock())])
 
     def write_all(self, events: Iterable[Event]) -> None:
-        """Append events by one write; after `close` they are dropped."""
+        """Append events in one write; events after `close` are dropped."""
         if not self._file.closed:
             self._file.write(b"".join([self._line(*event) for event in events]))
             self._file.flush()
@@ -42,7 +45,7 @@ class Journal:
         line = to_json(
             {**head, "event": event, **fields},
             exclude_none=True,
-            inf_nan_mode="strings",  # JSON has no word for them
+            inf_nan_mode="strings",  # JSON has no literals for them
             serialize_unknown=True,
         )
         return line + b"\n"
@@ -53,7 +56,7 @@ class Journal:
 
 
 def _ends_in_the_middle_of_a_line(path: Path) -> bool:
-    """Return whether an earlier attempt died while writing its last line."""
+    """Whether an earlier attempt died while writing its last line."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

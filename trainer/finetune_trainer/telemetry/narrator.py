@@ -1,4 +1,4 @@
-"""What `kubectl logs` and a terminal show of a run: a few lines of rank 0 on standard output."""
+"""Print rank 0's progress for `kubectl logs` and terminals: a few lines on standard output."""
 
 from contextlib import suppress
 
@@ -8,22 +8,22 @@ _SECONDS_BETWEEN_STEPS = 10.0
 
 
 class Narrator:
-    """Prints what happens; of the steps only the first, the last, and one every ten seconds."""
+    """Prints events; of the steps only the first, the last, and one every ten seconds."""
 
     def __init__(self) -> None:
         self._step_printed_at = float("-inf")
 
     def line(self, sentence: str) -> None:
-        """Print a line where it can be printed; a full disk or a lost reader ends no training."""
+        """Print a line; a full disk or a closed reader does not end training."""
         with suppress(OSError):
             print(sentence, flush=True)
 
     def is_due(self, now: float) -> bool:
-        """Whether no step was printed for a while, by a clock in seconds."""
+        """Whether the last step was printed long enough ago; `now` is in seconds of any clock."""
         return now - self._step_printed_at >= _SECONDS_BETWEEN_STEPS
 
     def step(self, progress: Progress) -> None:
-        """Print where training is."""
+        """Print the current progress."""
         self._step_printed_at = progress.time
         figures = {
             "loss": progress.loss,

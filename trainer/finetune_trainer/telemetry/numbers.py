@@ -1,4 +1,4 @@
-"""What a rank's reports become in its block: the catalogue's counters, gauges and histograms."""
+"""Turn a rank's reports into the counters, gauges and histograms of its block."""
 
 import math
 from importlib.metadata import version
@@ -8,14 +8,14 @@ from finetune_trainer.telemetry.gpu_device import Gpu, GpuMemory
 from finetune_trainer.telemetry.slots import Block
 from finetune_trainer.telemetry.step import StepReport, Throughput
 
-_SECONDS_BETWEEN_LOOKS = 10.0  # at a GPU's memory, as one takes longer than all else
+_SECONDS_BETWEEN_LOOKS = 10.0  # reading a GPU's memory is the slowest part of a report
 
 
 class Numbers:
-    """The series of one rank; rank 0 also has those of the whole run."""
+    """Series of one rank; rank 0 also has the series of the whole run."""
 
     def __init__(self, block: Block, *, is_main: bool) -> None:
-        """Find the place of every series."""
+        """Look up the slot of every series."""
         self._is_main = is_main
         self._step_duration = block.histogram(metrics.STEP_DURATION)
         self._step_duration_ewma = block.slot(metrics.STEP_DURATION_EWMA)
@@ -39,12 +39,12 @@ class Numbers:
         self._attempt = block.slot(metrics.ATTEMPT)
 
     def begin(self, attempt: int) -> None:
-        """Say which attempt this is."""
+        """Publish the number of the attempt."""
         if self._is_main:
             self._attempt.set(attempt)
 
     def step(self, report: StepReport, throughput: Throughput, now: float) -> None:
-        """Count one optimizer step that was reported at `now`, seconds since the epoch."""
+        """Count one optimizer step that was reported at `now`, in seconds since the epoch."""
         seconds_per_step = throughput.seconds_per_step
         self._step_duration.observe(report.seconds)
         if seconds_per_step is not None:
@@ -71,7 +71,7 @@ class Numbers:
                 self._grad_norm.set(report.grad_norm)
 
     def loss_was_not_finite(self) -> None:
-        """Count a step that ends the run, as its loss is not a number."""
+        """Count a step that ends the run because its loss is not finite."""
         self._lost_losses.add(1)
 
     def evaluated(self, loss: float) -> None:
@@ -87,9 +87,9 @@ class Numbers:
 
 
 def info_labels(config: TrainConfig, rank: int, gpu: Gpu | None = None) -> dict[str, str]:
-    """Return the labels of `metrics.INFO` that follow the rank; empty ones of a GPU for None.
+    """Return the labels of `metrics.INFO` that follow the rank; GPU labels are empty without a GPU.
 
-    The UUID is what metrics of GPUs are joined by, so it is empty where there shall be none.
+    The UUID joins these labels with GPU metrics, so it is empty if GPU metrics are disabled.
     """
     uuid = "" if gpu is None or config.telemetry.gpu_metrics == "none" else gpu.uuid
     return {
@@ -106,10 +106,10 @@ def info_labels(config: TrainConfig, rank: int, gpu: Gpu | None = None) -> dict[
 
 
 class GpuNumbers:
-    """The series of a rank's GPU."""
+    """Series of a rank's GPU."""
 
     def __init__(self, block: Block, gpu: Gpu, peak_flops: float | None) -> None:
-        """Find the place of every series, and say what the GPU could do."""
+        """Look up the slot of every series and publish the GPU's peak FLOPs."""
         self._read = gpu.memory
         self._allocated = block.slot(metrics.MEMORY, "allocated")
         self._reserved = block.slot(metrics.MEMORY, "reserved")
@@ -124,7 +124,7 @@ class GpuNumbers:
             block.slot(metrics.PEAK_FLOPS).set(peak_flops)
 
     def look(self, now: float) -> None:
-        """Read the memory, where that was not done for a while; `now` is of any clock."""
+        """Read the memory counters unless they were read recently; `now` is in seconds."""
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return
         self._looked_at = now

@@ -1,16 +1,16 @@
-"""Where a rank's wall time goes: one clock that is always in exactly one phase.
+"""Account for a rank's wall time with a clock that is always in exactly one phase.
 
-The loop says what it does now; the page of the node adds the phase that runs, up to the moment it
-is asked. So the phases of a rank sum to its wall time at any moment, also while it is stuck.
+The loop reports its current phase; the node's page adds the running phase up to the moment of a
+scrape. The phases of a rank therefore sum to its wall time at any moment, even while it is stuck.
 
-Six numbers of the block say which phase runs, since when, and what the phase before it came to.
-They are written beside those in use, and one more switch counted makes them valid: a reader that
-saw the same count before and after has not seen half of a switch, and a rank that is stopped in the
-middle of one leaves the numbers as they were.
+Six numbers in the block describe the running phase, its start, and the total of the previous
+phase. A switch writes them to the unused copy and then increments the switch counter, which makes
+the copy valid. A reader that sees the same counter before and after has not read half of a switch,
+and a rank that is stopped during a switch leaves the old numbers intact.
 
-Some time is known to be of another phase only when it has passed: what the device did, what DDP
-waited for. A counter cannot take it back; instead the next such time counts, so long as it was too
-much, for the phase that was given too little.
+Some time turns out to belong to another phase only after it has passed: work of the device, waits
+of DDP. A counter cannot decrease. Instead, an over-credited phase repays: its next seconds go to
+the under-credited one.
 """
 
 import time
@@ -26,36 +26,36 @@ from finetune_trainer.telemetry.slots import Block, Word, layout_of_node
 _PHASES = tuple(TimedPhase)
 _PLACES = tuple(layout_of_node().place(PHASE_SECONDS, phase.value) for phase in _PHASES)
 _NUMBERS = {phase: (index + 1, _PLACES[index]) for index, phase in enumerate(_PHASES)}
-_RECORDS = (int(Word.EVEN_RUNNING), int(Word.ODD_RUNNING))  # the first of six numbers each
+_RECORDS = (int(Word.EVEN_RUNNING), int(Word.ODD_RUNNING))  # first of six numbers
 _SWITCHES = int(Word.PHASE_SWITCHES)
-_TOO_LITTLE = 1e-6  # seconds that are not worth paying back
+_TOO_LITTLE = 1e-6  # seconds; smaller errors are not corrected
 
 Marks = Sequence[tuple[TimedPhase, float, Any]]
-"""What the host entered, when, and the device's mark of it."""
+"""Phases entered by the host, each with the time and the device's mark."""
 
 
 class DeviceClock(Protocol):
-    """How long a device takes for what it is asked to do, later than the host asks."""
+    """Measures when a device executes the work that the host has queued."""
 
     def mark(self) -> Any:
-        """Note the moment at which the device comes to what it is asked next; never wait."""
+        """Mark the moment at which the device starts the next queued work; never waits."""
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Return the time between two marks that the device has passed."""
+        """Return the time between two marks, both of which the device has passed."""
 
 
 class PhaseClock:
-    """The clock of one rank; only its main thread may use it, but for `stop`.
+    """Phase clock of one rank; only its main thread may use it, except for `stop`.
 
     Attributes:
-        phase: the phase that this rank is in; `enter` sets it.
+        phase: Current phase of this rank, set by `enter`.
     """
 
     def __init__(self, block: Block, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin in `other`, with the start of this process.
+        """Begin in `other` at the start of this process.
 
-        What an earlier process of this rank left running counts up to then: nothing has noted when
-        it ended, and the page may have shown as much.
+        A phase that an earlier process of this rank left running counts until then: its end was not
+        recorded, and the page may already have shown that time.
         """
         self._numbers = block.numbers
         self._clock = clock
@@ -63,17 +63,17 @@ class PhaseClock:
         self._device: DeviceClock | None = None
         self._marks: list[tuple[TimedPhase, float, Any]] = []
         self._owed = dict.fromkeys(_PHASES, 0.0)
-        self._overpaid: set[TimedPhase] = set()  # were given more than `_TOO_LITTLE` too much
+        self._overpaid: set[TimedPhase] = set()  # over-credited by more than `_TOO_LITTLE`
         self._has_stopped = False
         self._switches = int(self._numbers[Word.PHASE_SWITCHES])
-        self._first: TimedPhase | None = None  # what the phase that runs counts for, until then
+        self._first: TimedPhase | None = None  # credited instead of `phase` until `_until`
         self._until = 0.0
         self._since = self._take_over()
 
     def enter(self, phase: TimedPhase) -> TimedPhase:
-        """Be in `phase` from now on, and return the phase before.
+        """Enter `phase` and return the previous phase.
 
-        This comes several times a step, where it must cost next to nothing: hence it is one piece.
+        Runs several times per step and must be nearly free, hence the single function.
         """
         now, before, first = self._clock(), self.phase, 0
         if self._device is not None:
@@ -102,7 +102,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: TimedPhase) -> Iterator[None]:
-        """Be in `phase` meanwhile."""
+        """Be in `phase` during the block."""
         before = self.enter(phase)
         try:
             yield
@@ -110,30 +110,30 @@ class PhaseClock:
             self.enter(before)
 
     def spent(self, phase: TimedPhase) -> float:
-        """Return what was counted for `phase` up to the last switch, by earlier processes too."""
+        """Return the seconds of `phase` up to the last switch, earlier processes included."""
         return self._numbers[_NUMBERS[phase][1]]
 
     def now(self) -> float:
-        """Return the time by which phases are counted, in seconds."""
+        """Return the time of this clock, in seconds."""
         return self._clock()
 
     def move(self, source: TimedPhase, target: TimedPhase, seconds: float) -> None:
-        """Say that so much of what was counted for `source` was of `target`."""
+        """Transfer seconds that were counted for `source` to `target`."""
         self._correct({source: -seconds, target: seconds})
 
     def follow(self, device: DeviceClock | None) -> None:
-        """Go by what `device` does from now on; None goes by the host again."""
+        """Attribute time by the work of `device` from now on; None returns to the host's time."""
         self._device, self._marks = device, []
         if device is not None:
             self._marks = [(self.phase, self._clock(), device.mark())]
 
     def take_marks(self) -> Marks:
-        """Return the marks up to now, for `count`; nothing where the host's time counts."""
+        """Return the marks up to now, for `count`; empty while the host's time counts."""
         marks, self._marks = self._marks, self._marks[-1:]
         return marks
 
     def count(self, marks: Marks) -> None:
-        """Go by the device in what lies between `marks`, all of which it has passed."""
+        """Attribute the time between `marks` by the device, which has passed all of them."""
         if self._device is None or len(marks) < 2:
             return
         wrong = dict.fromkeys(_PHASES, 0.0)
@@ -142,7 +142,7 @@ class PhaseClock:
         self._correct(wrong)
 
     def stop(self) -> None:
-        """End the last phase; what comes later is not counted."""
+        """End the last phase; later time is not counted."""
         if not self._has_stopped:
             self._has_stopped = True
             now = self._clock()
@@ -161,9 +161,10 @@ class PhaseClock:
             self._overpaid.discard(phase)
 
     def _borrow(self, phase: TimedPhase, now: float) -> int:
-        """Let the first seconds of `phase`, which was given too much, count for what is owed most.
+        """Credit the first seconds of an over-credited phase to the phase that is owed the most.
 
-        Return the number of that phase; 0 where `phase` counts for itself.
+        Returns:
+            The number of that phase; 0 if `phase` counts for itself.
         """
         owed = self._owed
         most = max(owed, key=owed.__getitem__)
@@ -173,7 +174,7 @@ class PhaseClock:
         return _NUMBERS[most][0]
 
     def _pay_back(self, now: float) -> None:
-        """Count what the phase that runs has had for another until `now`."""
+        """End the credit that the running phase gives to another one at `now`."""
         first, self._first = self._first, None
         if first is None:
             return
@@ -184,7 +185,7 @@ class PhaseClock:
         self._since = until
 
     def _take_over(self) -> float:
-        """Begin in `other`; return when that was."""
+        """Begin in `other` and return the time at which it began."""
         numbers, started = self._numbers, self._clock() - seconds_since_start()
         was_running, since, first, until, left, left_seconds = _record(numbers)
         if left:
@@ -198,7 +199,7 @@ class PhaseClock:
         return began
 
     def _write(self, left: int, since: float, running: int, now: float) -> None:
-        """Count from `since` to `now` for `left`, and let `running` run; 0 is no phase."""
+        """Count `since` to `now` for phase `left` and switch to `running`; 0 means no phase."""
         numbers = self._numbers
         self._switches += 1
         at = _RECORDS[self._switches % 2]
@@ -217,9 +218,9 @@ class PhaseClock:
 
 
 def read_phases(numbers: Sequence[float], now: float | None) -> dict[TimedPhase, float]:
-    """Return the seconds of each phase in `Block.snapshot`, with the one that runs up to `now`.
+    """Return the seconds of each phase in `Block.snapshot`, with the running phase up to `now`.
 
-    None leaves out what no switch has counted yet.
+    With None, the running phase's unfinished time is left out.
     """
     seconds = {phase: numbers[place] for phase, place in zip(_PHASES, _PLACES, strict=True)}
     running, since, first, until, left, left_seconds = _record(numbers)
@@ -235,15 +236,15 @@ def read_phases(numbers: Sequence[float], now: float | None) -> dict[TimedPhase,
 
 
 def running_phase(numbers: Sequence[float]) -> tuple[TimedPhase, float] | None:
-    """Return the phase that a rank is in, by `Block.snapshot`, and since when; None after its end.
+    """Return a rank's current phase in `Block.snapshot` and its start; None after the rank's end.
 
-    The time is of the machine's monotonic clock.
+    The time is on the machine's monotonic clock.
     """
     running, since, *_ = _record(numbers)
     return (_PHASES[int(running) - 1], since) if running else None
 
 
 def _record(numbers: Sequence[float]) -> Sequence[float]:
-    """Return what is valid: running, since, first, until, left, and seconds of that."""
+    """Return the valid numbers: running, since, first, until, left, and the seconds of left."""
     at = _RECORDS[int(numbers[Word.PHASE_SWITCHES]) % 2]
     return numbers[at : at + 6]

@@ -1,4 +1,4 @@
-"""What the kernel says of a process of this machine: since when it runs, its state, its memory."""
+"""Read a process of this machine from /proc: start time, state, memory, threads."""
 
 import os
 import time
@@ -17,17 +17,17 @@ PROCESS_STATES = {
     "t": "stopped by a debugger",
     "I": "idle",
 }
-"""The letters of proc(5) in words, but for those of processes that have ended."""
+"""Letters of proc(5) in words, without the states of ended processes."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process now.
+    """Snapshot of one process.
 
     Attributes:
-        start: when it started, in the kernel's ticks since the machine did.
-        state: a letter of proc(5); of several threads, the first one's.
-        resident_bytes: its memory that is not swapped out.
+        start: Start time in the kernel's ticks since boot.
+        state: A letter of proc(5), for the first of several threads.
+        resident_bytes: Memory that is not swapped out.
     """
 
     pid: int
@@ -38,11 +38,11 @@ class Process:
 
 @dataclass(frozen=True)
 class ThreadNow:
-    """One thread of a process.
+    """Snapshot of one thread of a process.
 
     Attributes:
-        state: a letter of proc(5).
-        waits_in: the function of the kernel in which it waits; empty where that is not told.
+        state: A letter of proc(5).
+        waits_in: Kernel function in which the thread waits; empty if the kernel does not report it.
     """
 
     id: int
@@ -52,12 +52,12 @@ class ThreadNow:
 
 
 def read_process(pid: int) -> Process | None:
-    """Return what /proc tells of a process; None where it is gone, or waits to be reaped."""
+    """Read a process from /proc; None if it does not exist or waits to be reaped."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, *rest = text.rpartition(")")[2].split()  # the name before may hold spaces
+    state, *rest = text.rpartition(")")[2].split()  # the name in front may contain spaces
     if state in "ZX":
         return None
     # proc(5): fields 22 and 24, and the state is field 3.
@@ -67,7 +67,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def threads_of(process: Process) -> Iterator[ThreadNow]:
-    """Yield the threads of a process, as far as they are there when it is their turn."""
+    """Yield the threads of a process; threads that end meanwhile are skipped."""
     tasks = Path(f"/proc/{process.pid}/task")
     try:
         ids = sorted(int(one.name) for one in tasks.iterdir())
@@ -85,15 +85,15 @@ def threads_of(process: Process) -> Iterator[ThreadNow]:
 def _waits_in(task: Path) -> str:
     try:
         return (task / "wchan").read_text().strip("\0 0")
-    except OSError:  # not every kernel tells it
+    except OSError:  # not every kernel reports it
         return ""
 
 
 def process_start(pid: int) -> int:
-    """Return when a process that runs was started, in the kernel's ticks.
+    """Return the start time of a running process, in the kernel's ticks.
 
     Raises:
-        ProcessLookupError: there is none.
+        ProcessLookupError: There is no such process.
     """
     process = read_process(pid)
     if process is None:
@@ -102,6 +102,6 @@ def process_start(pid: int) -> int:
 
 
 def seconds_since_start() -> float:
-    """Return for how long this process has run, at most a tick too much."""
+    """Return how long this process has run, at most one tick too much."""
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
     return max(0.0, since_boot - process_start(os.getpid()) * TICK_SECONDS)

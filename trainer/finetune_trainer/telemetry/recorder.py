@@ -1,4 +1,4 @@
-"""`Telemetry`: the one object the loop talks to about how the run goes."""
+"""Provide `Telemetry`, the single object through which the loop reports on the run."""
 
 import math
 import sys
@@ -37,18 +37,18 @@ from finetune_trainer.telemetry.spent import SpentTime
 from finetune_trainer.telemetry.start_up import StartUp
 from finetune_trainer.telemetry.step import StepReport, Throughput
 
-_WARNINGS_KEPT = 20
+_MAX_WARNINGS = 20
 _SECONDS_BETWEEN_STEPS = 2.0  # in progress.json
-_SECONDS_UNTOLD = 0.5  # at most, of steps
+_MAX_REPORT_DELAY_SECONDS = 0.5  # most that a step's report is delayed
 _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
 _LONG = (TimedPhase.CHECKPOINT_BLOCKING, TimedPhase.EVAL)
 
 
 class Telemetry:
-    """Collects what a rank reports and hands it to logs, files, its node's page and TensorBoard.
+    """Sends the reports of a rank to logs, files, its node's page and TensorBoard.
 
-    Every rank has a journal and numbers on the page; all else is rank 0's. The loop calls from one
-    thread; the saver may call `warn` and `progress` from its own.
+    Every rank has a journal and metrics on the page; all other outlets belong to rank 0. The loop
+    calls from one thread; the checkpoint thread may call `warn` and `progress`.
     """
 
     def __init__(
@@ -64,9 +64,14 @@ class Telemetry:
     ) -> None:
         """Open the outlets.
 
-        `clock` and `started` are in seconds since the epoch: of now, and of the start of the
-        attempt's first process (of this one, if None). `shared` is what the page of the node
-        reads; None where there is no page.
+        Args:
+            config: The run.
+            rank: Number of this rank.
+            world_size: Number of ranks.
+            clock: Seconds since the epoch.
+            started: Start of the attempt's first process by `clock`; that of this process if None.
+            restarts_in_place: How often the ranks were restarted within this attempt.
+            shared: Files that the node's page reads; None without a page.
         """
         self._lock = RLock()
         self._clock = clock
@@ -82,10 +87,10 @@ class Telemetry:
         self._progress = Progress(
             attempt=config.job.attempt, restarts_in_place=restarts_in_place, time=clock()
         )
-        self._changes: dict[str, Any] = {}  # of the progress, since it was last put together
+        self._changes: dict[str, Any] = {}  # of the progress, not yet applied
         self._total_steps: int | None = None
-        self._untold: deque[tuple[StepReport, float]] = deque()  # other threads tell them, too
-        self._told_at = float("-inf")
+        self._pending: deque[tuple[StepReport, float]] = deque()  # shared with other threads
+        self._reported_at = float("-inf")
         log_path = self._folder.log_of(rank)
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
         self._written_at = self._heard_at = float("-inf")
@@ -97,59 +102,59 @@ class Telemetry:
         self._boundaries = StepBoundaries(self._shared.block)
         self._board = self._open_board() if self._is_main else None
         self._narrator = Narrator() if self._is_main else None
-        self._journal.write("started", {"world_size": world_size})  # no start without room
+        self._journal.write("started", {"world_size": world_size})  # fails if the disk is full
         self._numbers.begin(config.job.attempt)
         self._gpu: GpuNumbers | None = None
         self.checkpoint_costs = CheckpointCosts(self._shared.block)
-        self._show(lambda: self._shared.tell_info(info_labels(config, rank)))
+        self._show(lambda: self._shared.publish_info(info_labels(config, rank)))
         self._update(metrics_url=self._shared.url)
         if self._shared.warning is not None:
             self.warn(self._shared.warning)
 
     @property
     def progress(self) -> Progress:
-        """The newest state as one frozen value; complete on rank 0 only."""
+        """Current state as one frozen value; complete on rank 0 only."""
         with self._lock:
-            self._tell_steps(self._clock())
-            if self._changes:  # most steps are never asked about
+            self._report_steps(self._clock())
+            if self._changes:  # the state after most steps is never read
                 self._progress = self._progress.model_copy(update=self._changes)
                 self._changes = {}
             return self._progress
 
     @property
     def artifact_paths(self) -> tuple[str, ...]:
-        """The paths that `artifacts` got, for the termination message."""
+        """Paths passed to `artifacts`, for the termination message."""
         return self._artifacts
 
     @property
     def phases(self) -> PhaseClock:
-        """The clock that knows what this rank's time goes into."""
+        """Clock of the phases that this rank's time belongs to."""
         return self._shared.phases
 
     def take_save_request(self) -> bool:
-        """Return whether somebody asked for a checkpoint (`POST /checkpoint`), and forget it."""
+        """Return whether a checkpoint was requested (`POST /checkpoint`), and clear the request."""
         return self._shared.take_save_request()
 
     def device(self, gpu: Gpu | None) -> None:
-        """Say on which GPU this rank computes, if it is one."""
+        """Record the GPU on which this rank computes; None on a CPU."""
         if gpu is None:
             return
         training = self._config.training
         peak = peak_flops(gpu.model, training.precision, is_float8=training.float8)
         self._gpu = GpuNumbers(self._shared.block, gpu, peak)
-        self._show(lambda: self._shared.tell_info(info_labels(self._config, self._rank, gpu)))
+        self._show(lambda: self._shared.publish_info(info_labels(self._config, self._rank, gpu)))
 
     def log(self, event: str, **fields: object) -> None:
-        """Write one line to this rank's journal and to nothing else."""
+        """Write one line to this rank's journal only."""
         with self._lock:
-            self._tell_steps(self._clock())
+            self._report_steps(self._clock())
             self._folder.put(lambda: self._journal.write(event, fields))
 
     def phase(self, phase: Phase) -> None:
-        """Say what the run does from now on."""
+        """Record that the run enters `phase`."""
         with self._lock:
             now = self._clock()
-            self._tell_steps(now)  # they belong to the phase before
+            self._report_steps(now)  # pending steps belong to the previous phase
             self._start_up.turn(phase, now)
             self._spent.turn(phase, now)
             self.log("phase", phase=phase)
@@ -166,9 +171,9 @@ class Telemetry:
         skipped_steps: int = 0,
         samples: Sequence[SampleAnswer] = (),
     ) -> None:
-        """Say that training goes on after `step`, and what earlier attempts had found out."""
+        """Report that training resumes after `step`, with the results of earlier attempts."""
         self.log("resumed", step=step)
-        self._print(f"goes on from step {step}")
+        self._print(f"resumes from step {step}")
         if self._board is not None:
             self._board.purge(step + 1)
         self._update(
@@ -181,13 +186,13 @@ class Telemetry:
         )
 
     def data(self, train: DataReport | None = None, eval: DataReport | None = None) -> None:
-        """Say what became of the rows; None leaves what is known already."""
+        """Report the outcome of tokenising; None leaves the known report unchanged."""
         self.log("data", train=train, eval=eval)
         known = self.progress
         self._update(train_data=train or known.train_data, eval_data=eval or known.eval_data)
 
     def plan(self, total_steps: int) -> None:
-        """Say at which step training ends."""
+        """Report the step at which training ends."""
         self.log("plan", total_steps=total_steps)
         self._total_steps = total_steps
         self._update(total_steps=total_steps)
@@ -195,29 +200,30 @@ class Telemetry:
     def step(self, report: StepReport) -> None:
         """Report one finished optimizer step.
 
-        Quick steps are told together, at most half a second late: one by one each would find the
-        caches cold, and take ten times as long. What ranks are compared by is seen at once.
+        Fast steps are reported in batches, at most 0.5 s late: one at a time each would find cold
+        caches and take ten times as long. The numbers that ranks are compared by are written
+        immediately.
         """
         now = self._clock()
         self._boundaries.mark(self.collectives.stepped())
-        self._untold.append((report, now))
+        self._pending.append((report, now))
         is_last = report.step == self._total_steps
-        if is_last or now - self._told_at >= _SECONDS_UNTOLD:
-            self._tell_steps(now)
+        if is_last or now - self._reported_at >= _MAX_REPORT_DELAY_SECONDS:
+            self._report_steps(now)
 
-    def _tell_steps(self, now: float) -> None:
-        """Let every outlet have the steps that it has not had yet."""
+    def _report_steps(self, now: float) -> None:
+        """Send all pending steps to every outlet."""
         with self._lock:
-            untold = [self._untold.popleft() for _ in range(len(self._untold))]
-            if not untold:
+            pending = [self._pending.popleft() for _ in range(len(self._pending))]
+            if not pending:
                 return
-            self._told_at = now
+            self._reported_at = now
             changes: dict[str, Any] = {}
             events: list[Event] = []
-            for one in untold:
-                self._tell_step(*one, changes, events)
+            for one in pending:
+                self._report_step(*one, changes, events)
             self._folder.put(lambda: self._journal.write_all(events))
-            newest = untold[-1][0].step
+            newest = pending[-1][0].step
             changes["eta_seconds"] = self._eta_seconds(newest)
             self._update(urgent="first_step_seconds" in changes, **changes)
             self._hear(now)
@@ -228,10 +234,10 @@ class Telemetry:
             if self._gpu is not None:
                 self._gpu.look(now)
 
-    def _tell_step(
+    def _report_step(
         self, report: StepReport, at: float, changes: dict[str, Any], events: list[Event]
     ) -> None:
-        """Tell one step; add to `changes` those of the progress, and to `events` the journal's."""
+        """Report one step; add progress changes to `changes` and journal events to `events`."""
         self._throughput.add(report.tokens, report.seconds)
         self._spent.step(report)
         tokens_per_second = self._throughput.tokens_per_second
@@ -261,12 +267,12 @@ class Telemetry:
             self._board.step(report, tokens_per_second, at)
 
     def loss_was_not_finite(self, step: int) -> None:
-        """Report a step that ends the run, as its loss is not a number."""
+        """Report a step that ends the run because its loss is not finite."""
         self.log("loss_not_finite", step=step)
         self._numbers.loss_was_not_finite()
 
     def evaluated(self, step: int, loss: float, seconds: float) -> None:
-        """Report the held-out loss; the one of step 0 is also `eval_loss_before`."""
+        """Report the held-out loss; at step 0 it also becomes `eval_loss_before`."""
         self.log("evaluated", step=step, loss=loss, seconds=seconds)
         self._print(f"held-out loss {loss:.4g} at step {step}")
         before = self.progress.eval_loss_before
@@ -278,14 +284,14 @@ class Telemetry:
             self._board.evaluation(step, {"eval/loss": loss})
 
     def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
-        """Report a checkpoint that is committed, which is when it counts, and the best so far."""
+        """Report a committed checkpoint and the best one so far."""
         self.log("checkpointed", checkpoint=checkpoint, best=best)
         self._print(f"checkpoint of step {checkpoint.step} committed")
         self._update(checkpoint=checkpoint, best_checkpoint=best)
         self._numbers.checkpointed(checkpoint)
 
     def answered(self, prompt: str, *, before: str | None = None, after: str | None = None) -> None:
-        """Report the model's answer to a sample prompt; each half may come in its own call."""
+        """Report the model's response to a sample prompt; both halves may come separately."""
         self.log("answered", prompt=prompt, before=before, after=after)
         samples = {sample.prompt: sample for sample in self.progress.samples}
         known = samples.get(prompt, SampleAnswer(prompt=prompt))
@@ -297,41 +303,41 @@ class Telemetry:
         self._update(samples=tuple(samples.values()))
 
     def warn(self, sentence: str) -> None:
-        """Warn the user, once for each sentence: in log, progress and stderr."""
+        """Warn the user once per message: in the log, the progress and on stderr."""
         with self._lock:
             if sentence in self._warned:
                 return
             self._warned.add(sentence)
             self.log("warning", message=sentence)
-            with suppress(OSError):  # a full disk or a lost reader; progress has it, too
+            with suppress(OSError):  # full disk or closed reader; the progress has it as well
                 print(f"warning: {sentence}", file=sys.stderr, flush=True)
-            self._update(warnings=(*self.progress.warnings, sentence)[-_WARNINGS_KEPT:])
+            self._update(warnings=(*self.progress.warnings, sentence)[-_MAX_WARNINGS:])
 
     def artifacts(self, paths: Sequence[str]) -> None:
-        """Report what the export wrote."""
+        """Report the paths that the export has written."""
         self._artifacts = tuple(paths)
         self.log("exported", artifacts=self._artifacts)
 
     def alive(self) -> None:
-        """Note that the run makes progress, where there is nothing else to report."""
+        """Record that the run makes progress when there is no other report."""
         self._shared.seen()
 
     @property
     def idle_seconds(self) -> float:
-        """Time since anything was reported; 0 in phases that report nothing until they end."""
+        """Time since the last report; 0 in phases that report only at their end."""
         if self.progress.phase in _SILENT:
             return 0.0
         return self._shared.idle_seconds
 
     @property
     def is_stepping(self) -> bool:
-        """Whether this rank is in a step after its first, and in nothing that a step waits for."""
+        """Whether this rank is in a step after its first, outside of work that a step waits for."""
         is_training = self.progress.phase is Phase.TRAINING and self._start_up.is_over
         return is_training and self.phases.phase not in _LONG
 
-    def let_go(self) -> None:
-        """Write no further into the run directory, which a later attempt has now."""
-        self._folder.let_go()
+    def release(self) -> None:
+        """Stop writing into the run directory, which now belongs to a later attempt."""
+        self._folder.release()
 
     def close(self) -> None:
         """Write the last progress and close every outlet; a second call does nothing."""
@@ -343,7 +349,7 @@ class Telemetry:
             self._folder.put(self._journal.close)
 
     def _hear(self, now: float) -> None:
-        """Warn of what the page's process has found, asked for at most as often as written."""
+        """Report new warnings of the page's process, read as rarely as the progress is written."""
         if now - self._heard_at >= _SECONDS_BETWEEN_STEPS:
             self._heard_at = now
             for sentence in self._shared.warnings_of_node():
@@ -363,14 +369,14 @@ class Telemetry:
         with self._lock:
             self.alive()
             now = self._clock()
-            self._tell_steps(now)
+            self._report_steps(now)
             self._changes.update(changes, time=now)
             is_due = urgent or now - self._written_at >= _SECONDS_BETWEEN_STEPS
             if self._is_main and is_due:
                 self._changes["spent"] = self._spent.at(now)
                 self._written_at = now
                 text = self.progress.to_json()
-                self._show(lambda: self._shared.tell_progress(text))  # no disk can delay this
+                self._show(lambda: self._shared.publish_progress(text))  # no disk can delay this
                 self._folder.put_progress(text)
 
     def _eta_seconds(self, step: int) -> float | None:
@@ -378,11 +384,11 @@ class Telemetry:
         return None if total is None or seconds is None else max(0, total - step) * seconds
 
     def _show(self, write: Callable[[], object]) -> None:
-        """Let the page of the node have a text; where it has no room, training goes on."""
+        """Publish a text on the node's page; training continues if there is no room for it."""
         try:
             write()
         except OSError as error:
             self.warn(
-                f"the page of this node cannot be kept up to date ({error.strerror or error}); "
-                "training goes on"
+                f"the page of this node cannot be updated ({error.strerror or error}); "
+                "training continues"
             )

@@ -1,6 +1,6 @@
-"""`RunDirectory`: what the outlets write through, so that a full disk ends no training.
+"""Write to the run directory so that a full disk does not end training.
 
-`Telemetry` opens it, and lets journal, progress and curves write by it alone.
+`Telemetry` opens the `RunDirectory`; journal, progress and curves write through it only.
 """
 
 from collections.abc import Callable
@@ -12,47 +12,47 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class RunDirectory:
-    """The folder of an attempt's progress, logs and curves, as long as the attempt has it.
+    """Folder of an attempt's progress, logs and curves, for as long as the attempt owns it.
 
     Attributes:
         has_room: Whether the newest progress could be written.
     """
 
     def __init__(self, path: str, warn: Callable[[str], None]) -> None:
-        """`warn` receives a sentence each time that something cannot be written."""
+        """Use the folder at `path`; `warn` receives a message for each failed write."""
         self.has_room = True
         self._path = Path(path)
         self._warn = warn
-        self._is_let_go = False
+        self._is_released = False
 
     @property
     def curves(self) -> Path:
-        """The folder that TensorBoard reads."""
+        """Folder for TensorBoard."""
         return self._path / TENSORBOARD_FOLDER
 
     def log_of(self, rank: int) -> Path:
-        """Return the file of a rank's journal."""
+        """Return the path of a rank's journal."""
         return self._path / "logs" / f"rank-{rank}.jsonl"
 
     def put_progress(self, text: str) -> None:
-        """Replace the progress, and find out whether there is room."""
+        """Replace the progress and update `has_room`."""
         path = self._path / "progress.json"
         self.has_room = self.put(lambda: replace_text(path, text))
 
     def put(self, write: Callable[[], object]) -> bool:
-        """Let an outlet write, and say whether it could."""
-        if self._is_let_go:
+        """Call `write` and return whether it succeeded."""
+        if self._is_released:
             return False
         try:
             write()
         except OSError as error:
             self._warn(
-                f"{self._path} cannot be written ({error.strerror or error}); training goes on, "
+                f"{self._path} cannot be written ({error.strerror or error}); training continues, "
                 "and its reports are missing there until there is room"
             )
             return False
         return True
 
-    def let_go(self) -> None:
-        """Write no further, as a later attempt has the folder now."""
-        self._is_let_go = True
+    def release(self) -> None:
+        """Stop writing, because the folder now belongs to a later attempt."""
+        self._is_released = True

@@ -1,7 +1,7 @@
-"""What a rank shares with the page of its node: a block of numbers, and two texts.
+"""Share a block of numbers and two texts of a rank with the page of its node.
 
-All are files of one folder in memory. Whoever starts a node's page makes the folder and says where
-it is; where there is no page, everything stays in this process.
+All three are files in one folder in memory, created by the process that starts the page. Without
+a page everything stays in this process.
 """
 
 import os
@@ -19,18 +19,19 @@ from finetune_trainer.telemetry.witness import Witness
 
 ENV_NODE_PAGE = "FINETUNE_NODE_PAGE"  # a supervisor's `NodePage`, as JSON, for its ranks
 PROGRESS_FILE = "progress.json"
-_WARNINGS_FILE = "warnings.txt"  # of the page's process, one a line
+_WARNINGS_FILE = "warnings.txt"  # of the page's process, one per line
 
 
 class NodePage(ContractModel):
-    """The page of this node, as its ranks know it.
+    """The page of this node as its ranks know it.
 
     Attributes:
-        folder: where ranks leave what it shows; None where there is no page.
-        url: where Prometheus finds it, from this machine.
-        warning: why it is not where it should be, or nowhere.
-        first_rank: the first of the node's ranks, which tells the warning.
-        word: by which the page of rank 0's node knows the job's other nodes; None elsewhere.
+        folder: Folder in which ranks leave the page's contents; None without a page.
+        url: Address at which Prometheus finds the page, seen from this machine.
+        warning: Why the page is at another port, or missing.
+        first_rank: First rank of the node, which publishes the warning.
+        word: Secret by which the page of rank 0's node recognises the job's other nodes; None
+            elsewhere.
     """
 
     folder: str | None = None
@@ -41,12 +42,12 @@ class NodePage(ContractModel):
 
 
 class Shared:
-    """One rank's part."""
+    """Shared files of one rank."""
 
     def __init__(self, page: NodePage, rank: int) -> None:
         """Open the rank's block, with the numbers of an earlier process of this rank, if any.
 
-        Where it cannot be opened, `warning` says so, and the page goes without this rank.
+        If the block cannot be opened, `warning` gives the reason and the page lacks this rank.
         """
         self._is_first = page.first_rank == rank
         self.warning = page.warning if self._is_first else None
@@ -55,15 +56,16 @@ class Shared:
         self._folder = Path(page.folder) if page.folder is not None else None
         self.block = self._open()
         self._numbers = self.block.numbers
-        self.phases = PhaseClock(self.block)  # while the page still takes the block for the old
-        # process's, as the phase that it left running ends there
+        # Before the new PID, so that the page still attributes the block to the old process, whose
+        # running phase ends here.
+        self.phases = PhaseClock(self.block)
         self._numbers[Word.WITNESS_PID] = 0
         self._numbers[Word.PID] = os.getpid()
         self._numbers[Word.PROCESS_START] = process_start(os.getpid())
         self.seen()
 
     def seen(self) -> None:
-        """Note that the rank reports something now."""
+        """Record that the rank has just reported something."""
         self._numbers[Word.SEEN_AT] = time.monotonic()
 
     @property
@@ -72,45 +74,45 @@ class Shared:
         return time.monotonic() - self._numbers[Word.SEEN_AT]
 
     def witness(self) -> Witness | None:
-        """Be ready to tell what this rank does while it cannot; None where nobody may ask."""
+        """Prepare to show the activity of an unresponsive rank; None if it cannot be queried."""
         if self._folder is None:
             return None
         try:
             return Witness(self._folder, self._rank, self.block)
         except OSError:
-            return None  # there is no room, as `warning` says
+            return None  # no room; `warning` reports it
 
     def take_save_request(self) -> bool:
-        """Return whether the page was asked for a checkpoint that no call has told of yet."""
+        """Return whether the page received a checkpoint request since the last call."""
         asked = self._numbers[Word.SAVES_ASKED]
         if asked == self._numbers[Word.SAVES_TAKEN]:
             return False
         self._numbers[Word.SAVES_TAKEN] = asked
         return True
 
-    def tell_info(self, labels: dict[str, str]) -> None:
-        """Publish the values of those labels of `metrics.INFO` that follow the rank.
+    def publish_info(self, labels: dict[str, str]) -> None:
+        """Publish the values of the labels of `metrics.INFO` that follow the rank.
 
         Raises:
-            OSError: there is no room.
+            OSError: There is no room.
         """
         self._publish(info_file(self._rank), to_json(labels).decode())
 
-    def tell_progress(self, text: str) -> None:
+    def publish_progress(self, text: str) -> None:
         """Publish rank 0's progress, as JSON.
 
         Raises:
-            OSError: there is no room.
+            OSError: There is no room.
         """
         self._publish(PROGRESS_FILE, text)
 
     def warnings_of_node(self) -> list[str]:
-        """Return what the page's process has told so far; only to the node's first rank."""
+        """Return all warnings of the page's process; empty except on the node's first rank."""
         if self._folder is None or not self._is_first:
             return []
         try:
             text = (self._folder / _WARNINGS_FILE).read_text(encoding="utf-8")
-        except OSError:  # no file before the first warning, and none after the page has ended
+        except OSError:  # no file before the first warning or after the end of the page
             return []
         return [line.rstrip() for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -125,27 +127,27 @@ class Shared:
             return Block.open(self._folder / block_file(self._rank))
         except OSError as error:
             self.warning = (
-                f"{self._folder} cannot be written ({error.strerror or error}); training goes on, "
-                f"and rank {self._rank} is missing on the page of its node"
+                f"{self._folder} cannot be written ({error.strerror or error}); training continues "
+                f"without rank {self._rank} on the page of its node"
             )
             return Block.private()
 
 
-def tell_warning(folder: Path, sentence: str) -> None:
-    """Let the node's first rank warn of what the page's process has found.
+def publish_warning(folder: Path, sentence: str) -> None:
+    """Pass a warning of the page's process to the node's first rank.
 
     Raises:
-        OSError: there is no room.
+        OSError: There is no room.
     """
     with (folder / _WARNINGS_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{sentence}\n")
 
 
 def block_file(rank: int) -> str:
-    """Return the name of a rank's block."""
+    """Return the file name of a rank's block."""
     return f"rank-{rank}.slots"
 
 
 def info_file(rank: int) -> str:
-    """Return the name of the text of a rank's labels."""
+    """Return the file name of a rank's labels."""
     return f"rank-{rank}.json"

@@ -1,14 +1,14 @@
-"""The numbers of a rank in memory that its node's page reads: one block a rank, one place a series.
+"""Keep the numbers of a rank in memory shared with its node's page: one block per rank.
 
-The rank writes, `node` reads, from another process and whatever the rank does; neither ever waits
-for the other. A block is a small file, mapped by both:
+The rank writes; the page's process reads, regardless of the rank's activity. Neither waits for
+the other. A block is a small file, mapped by both:
 
     head                           16 bytes: a magic word, and a digest of the layout
-    `Word`s                        8 bytes each, what no series shows as it is
-    one number a series            8 bytes each; of a histogram one a bucket, and the sum
+    `Word`s                        8 bytes each, internal values that no series shows directly
+    one number per series          8 bytes each; a histogram has one per bucket, and the sum
 
-Numbers are doubles in the machine's own order. Each is written by one assignment to a memoryview
-and so is seen whole: `struct.pack_into` on a map was seen to write 0 first.
+Numbers are doubles in native byte order. Each is written by one assignment to a memoryview and
+is therefore read whole: `struct.pack_into` on a map was seen to write 0 first.
 """
 
 import math
@@ -31,33 +31,33 @@ from finetune_trainer.config.metrics import (
 _MAGIC = b"FTSLOTS1"
 _HEAD_BYTES = 16
 _NUMBER_BYTES = 8
-_SNAPSHOTS_TRIED = 100  # one of the phases takes a microsecond, and a phase lasts longer
+_SNAPSHOTS_TRIED = 100  # copying the phases takes a microsecond; a phase lasts longer
 
 
 class Word(IntEnum):
-    """The first numbers of a block."""
+    """Indices of the first numbers of a block."""
 
     SEEN_AT = 0  # seconds of the machine's monotonic clock
     PID = 1
-    PROCESS_START = 2  # tells the process from a later one of the same number; see `processes`
-    SAVES_ASKED = 3  # how often the page was asked for a checkpoint; the only number it writes
-    SAVES_TAKEN = 4  # how many of these the rank has heard of
-    PHASE_SWITCHES = 5  # how often the rank's phase was switched; its last bit names what is valid
-    EVEN_RUNNING = 6  # the phase that runs, counted from 1; 0 is none
+    PROCESS_START = 2  # distinguishes processes with the same PID; see `processes`
+    SAVES_ASKED = 3  # checkpoints requested from the page; the only number that the page writes
+    SAVES_TAKEN = 4  # how many of them the rank has taken
+    PHASE_SWITCHES = 5  # count of phase switches; the last bit selects the valid copy
+    EVEN_RUNNING = 6  # current phase, counted from 1; 0 is none
     EVEN_SINCE = 7  # seconds of the machine's monotonic clock
-    EVEN_FIRST = 8  # the phase that its first seconds count for; 0 is itself
+    EVEN_FIRST = 8  # phase credited with its first seconds; 0 is itself
     EVEN_UNTIL = 9  # seconds of that clock
-    EVEN_LEFT = 10  # the phase before it, counted from 1; 0 is none
-    EVEN_LEFT_SECONDS = 11  # what that came to
+    EVEN_LEFT = 10  # previous phase, counted from 1; 0 is none
+    EVEN_LEFT_SECONDS = 11  # total of the previous phase
     ODD_RUNNING = 12
     ODD_SINCE = 13
     ODD_FIRST = 14
     ODD_UNTIL = 15
     ODD_LEFT = 16
     ODD_LEFT_SECONDS = 17
-    WITNESS_PID = 18  # the process that writes its stacks when it gets SIGUSR2; see `witness`
-    # The end of the newest step; see `boundary`. Read in this order it is whole where the first
-    # and the last are the same.
+    WITNESS_PID = 18  # process that writes its stacks on SIGUSR2; see `witness`
+    # The end of the newest step; see `boundary`. A copy in this order is consistent if the first
+    # and the last number are equal.
     BOUNDARIES_WRITTEN = 19
     BOUNDARY_AT = 20
     BOUNDARY_WAITING = 21
@@ -71,7 +71,7 @@ _PHASE_WORDS = slice(Word.PHASE_SWITCHES, Word.ODD_LEFT_SECONDS + 1)
 
 
 class Layout:
-    """Where the numbers of a rank are, which follows from the metrics.
+    """Places of a rank's numbers, derived from the metrics.
 
     A metric with a label whose values are not known beforehand has no place.
     """
@@ -82,7 +82,7 @@ class Layout:
         digest = blake2b(digest_size=_HEAD_BYTES - len(_MAGIC))
         at = len(Word)
         for metric in metrics:
-            for values in combinations(metric.labels[1:]):  # a block is of one rank
+            for values in combinations(metric.labels[1:]):  # a block belongs to one rank
                 self._places[metric.name, values] = at
                 digest.update(repr((metric.name, metric.type, values, metric.buckets)).encode())
                 if metric.starts_absent:
@@ -106,11 +106,11 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """The size of a block."""
+        """Size of a block."""
         return _HEAD_BYTES + _NUMBER_BYTES * self.num_numbers
 
     def fresh(self) -> bytes:
-        """Return a block in which counters are 0, and what is not known yet is NaN."""
+        """Return a new block with counters at 0 and unknown values NaN."""
         numbers = memoryview(bytearray(_NUMBER_BYTES * self.num_numbers)).cast("d")
         for at in self._starts_absent:
             numbers[at] = math.nan
@@ -124,7 +124,7 @@ def layout_of_node() -> Layout:
 
 
 class Slot:
-    """The number of one counter or gauge."""
+    """Number of one counter or gauge."""
 
     __slots__ = ("_at", "_numbers")
 
@@ -132,21 +132,21 @@ class Slot:
         self._numbers, self._at = numbers, at
 
     def set(self, value: float) -> None:
-        """Put a gauge to a value."""
+        """Set a gauge."""
         self._numbers[self._at] = value
 
     def begin(self) -> None:
-        """Let a counter that is not there yet begin at 0."""
+        """Start a counter at 0 if it does not exist yet."""
         if math.isnan(self._numbers[self._at]):
             self._numbers[self._at] = 0.0
 
     def add(self, amount: float) -> None:
-        """Let a counter grow that is there; only one thread may."""
+        """Increase an existing counter; only one thread may do so."""
         self._numbers[self._at] += amount
 
 
 class HistogramSlots:
-    """The numbers of one histogram."""
+    """Numbers of one histogram."""
 
     __slots__ = ("_at", "_bounds", "_numbers")
 
@@ -154,16 +154,16 @@ class HistogramSlots:
         self._numbers, self._at, self._bounds = numbers, at, bounds
 
     def observe(self, value: float) -> None:
-        """Count one value; only one thread may."""
+        """Count one value; only one thread may do so."""
         self._numbers[self._at + bisect_left(self._bounds, value)] += 1
         self._numbers[self._at + len(self._bounds) + 1] += value
 
 
 class Block:
-    """The block of one rank, as the rank writes it and the page reads it.
+    """Block of one rank, written by the rank and read by the page.
 
     Attributes:
-        numbers: all of them, by `Word` and by `Layout.place`.
+        numbers: All numbers, indexed by `Word` and by `Layout.place`.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -172,42 +172,42 @@ class Block:
 
     @classmethod
     def private(cls) -> "Block":
-        """Return a block that nobody else sees, where there is no page."""
+        """Return a block in private memory, for a rank without a page."""
         memory = mmap.mmap(-1, layout_of_node().num_bytes)
         memory[:] = layout_of_node().fresh()
         return cls(memory)
 
     @classmethod
     def open(cls, path: Path) -> "Block":
-        """Return the block at `path`, with the numbers that it has; a new one where there is none.
+        """Open the block at `path` with its numbers, or create it.
 
-        It is written before it gets its name, as a hole in a file that the disk cannot fill would
-        kill whoever writes to its map.
+        A new block is written before it gets its name: a process that writes to a mapped hole that
+        the disk cannot fill is killed.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: The block cannot be created.
         """
         found = cls.find(path)
         if found is None:
-            made = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            made.write_bytes(layout_of_node().fresh())
-            made.replace(path)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_bytes(layout_of_node().fresh())
+            temporary.replace(path)
             found = cls(_map(path))
         return found
 
     @classmethod
     def find(cls, path: Path) -> "Block | None":
-        """Return the block at `path`; None where there is none, or one of another version."""
+        """Open the block at `path`; None if it does not exist or belongs to another version."""
         try:
             memory = _map(path)
-        except (FileNotFoundError, ValueError):  # a file of no bytes cannot be mapped
+        except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
             return None
         layout = layout_of_node()
         is_ours = len(memory) == layout.num_bytes and memory[:_HEAD_BYTES] == layout.head
         return cls(memory) if is_ours else None
 
     def snapshot(self) -> list[float]:
-        """Return all numbers, those of the phases as they are between two switches."""
+        """Copy all numbers, with the phases as they are between two switches."""
         seconds = layout_of_node().places(PHASE_SECONDS)
         numbers: list[float] = list(self.numbers)
         for _ in range(_SNAPSHOTS_TRIED):
@@ -218,15 +218,15 @@ class Block:
         return numbers
 
     def place(self, metric: Metric, *values: str) -> int:
-        """Return where in `numbers` a series is, by its labels' values after the rank."""
+        """Return the index of a series in `numbers`, by its labels' values after the rank."""
         return layout_of_node().place(metric, *values)
 
     def slot(self, metric: Metric, *values: str) -> Slot:
-        """Return the number of a counter or gauge, by its labels' values after the rank."""
+        """Return the slot of a counter or gauge, by its labels' values after the rank."""
         return Slot(self.numbers, self.place(metric, *values))
 
     def histogram(self, metric: Metric, *values: str) -> HistogramSlots:
-        """Return the numbers of a histogram, by its labels' values after the rank."""
+        """Return the slots of a histogram, by its labels' values after the rank."""
         at = layout_of_node().place(metric, *values)
         return HistogramSlots(self.numbers, at, metric.buckets)
 

@@ -1,13 +1,13 @@
-"""`SpentTime`: where the wall time of rank 0's process went, for `Progress.spent`."""
+"""Account for the wall time of rank 0's process, for `Progress.spent`."""
 
 from finetune_trainer.config import SPENT_AS, Phase, TimeSpent
 from finetune_trainer.telemetry.step import StepReport
 
 
 class SpentTime:
-    """A clock that is always in exactly one phase; what steps waited for is taken out of training.
+    """Clock that is always in one phase; waiting times of steps are subtracted from training.
 
-    Steps are reported one late, so the newest may still count as training altogether.
+    Steps are reported one step late, so the newest may still count as training entirely.
     """
 
     def __init__(self, since: float) -> None:
@@ -18,17 +18,17 @@ class SpentTime:
         self._waited = {"data": 0.0, "checkpoint": 0.0}
 
     def turn(self, phase: Phase, now: float) -> None:
-        """Be in this phase from now on."""
+        """Enter a phase."""
         self._seconds[self._word] += max(0.0, now - self._since)
         self._since, self._word = now, SPENT_AS[phase]
 
     def step(self, report: StepReport) -> None:
-        """Take what a step waited for out of the time that it trained."""
+        """Subtract a step's waiting times from its training time."""
         self._waited["data"] += report.data_wait_seconds
         self._waited["checkpoint"] += report.checkpoint_blocking_seconds
 
     def at(self, now: float) -> TimeSpent:
-        """Return the seconds up to `now`, in whole milliseconds."""
+        """Return the seconds up to `now`, rounded to milliseconds."""
         seconds = dict(self._seconds)
         seconds[self._word] += max(0.0, now - self._since)
         for word, waited in self._waited.items():

@@ -1,20 +1,20 @@
-"""`StartUp`: how long a user waited for the first step, for `Progress.first_step_seconds`."""
+"""Measure how long a user waited for the first step, for `Progress.first_step_seconds`."""
 
 from finetune_trainer.config import Phase
 
-# What a user did not ask to wait for before the first step, so it does not count as start-up.
+# Requested work before the first step, which does not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
 
 
 class StartUp:
-    """A clock that runs from the attempt's first process to the first step.
+    """Clock that runs from the attempt's first process to the first step.
 
     Attributes:
-        is_over: Whether there was a step.
+        is_over: Whether the first step has finished.
     """
 
     def __init__(self, since: float, now: float) -> None:
-        """Count from `since`, and be in `Phase.STARTING` at `now`, in seconds since the epoch."""
+        """Count from `since` and be in `Phase.STARTING` at `now`, both in epoch seconds."""
         self.is_over = False
         self._since = since
         self._phase = Phase.STARTING
@@ -22,13 +22,13 @@ class StartUp:
         self._left_out_seconds = 0.0
 
     def turn(self, phase: Phase, now: float) -> None:
-        """Be in this phase from now on."""
+        """Enter a phase."""
         if self._phase in _NOT_START_UP:
             self._left_out_seconds += now - self._phase_since
         self._phase, self._phase_since = phase, now
 
     def step(self, at: float) -> float | None:
-        """Return the seconds to the first step, which was made at `at`; None for all others."""
+        """Return the seconds to the first step, finished at `at`; None for all other steps."""
         if self.is_over:
             return None
         self.is_over = True

@@ -1,4 +1,4 @@
-"""What the loop reports after an optimizer step, and the averages made from it."""
+"""Report of the loop after an optimizer step, and the averages derived from it."""
 
 from typing import NamedTuple, TypedDict
 
@@ -10,21 +10,21 @@ _DECAY = 0.5 ** (1 / 10)
 
 
 class StepReport(NamedTuple):
-    """One finished optimizer step.
+    """Report of one finished optimizer step.
 
     Attributes:
         step: number of finished steps, this one included; 1 after the first.
         epoch: epochs finished, with fraction.
-        loss: sum of token losses over the step's label tokens of all ranks; None where the value
-            was not read back from the device at this step.
+        loss: mean loss over the step's label tokens of all ranks; None if the value was not read
+            back from the device at this step.
         grad_norm: global norm before clipping.
         tokens: non-padding tokens of all ranks.
         samples: rows of the data set, of all ranks.
         rank_tokens: non-padding tokens of this rank.
         rank_samples: rows of this rank.
-        rank_padding: padding that went through this rank's model.
-        rank_flops: model FLOPs of this rank; None where not known.
-        seconds: wall time since the previous step ended, evaluation apart.
+        rank_padding: padding tokens that went through this rank's model.
+        rank_flops: model FLOPs of this rank; None if not known.
+        seconds: wall time since the end of the previous step, without evaluation.
         data_wait_seconds: share of `seconds` spent waiting for batches.
         checkpoint_blocking_seconds: share of `seconds` spent on saving.
     """
@@ -46,7 +46,7 @@ class StepReport(NamedTuple):
 
 
 class StepTimes(TypedDict):
-    """The times of a `StepReport`."""
+    """Times of a `StepReport`."""
 
     seconds: float
     data_wait_seconds: float
@@ -54,15 +54,15 @@ class StepTimes(TypedDict):
 
 
 class Lap:
-    """Takes the times of one step after the other, so that none between two steps is lost."""
+    """Measures consecutive steps without gaps between them."""
 
     def __init__(self, phases: PhaseClock) -> None:
-        """Begin the first step now."""
+        """Begin the first step."""
         self._phases = phases
         self._began = self._now()
 
     def ended(self) -> StepTimes:
-        """Return the times of the step that ends now."""
+        """End the current step and return its times."""
         (at, waited, blocked, evaluated), now = self._began, self._now()
         self._began = now
         return {

@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 class TensorBoardWriter:
-    """Scalars of one attempt, in a new event file beside those of earlier attempts."""
+    """Scalars of one attempt, in a new event file beside those from earlier attempts."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float]) -> None:
-        """Open an event file in `folder`, which is what `tensorboard --logdir` takes."""
+        """Open an event file in `folder`, the argument of `tensorboard --logdir`."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._clock = clock
         self._writer = EventFileWriter(str(folder))
 
     def purge(self, step: int) -> None:
-        """Hide what an earlier attempt wrote from `step` on, as this one computes it anew."""
+        """Hide points of an earlier attempt from `step` on; this attempt computes them again."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
@@ -39,5 +39,5 @@ class TensorBoardWriter:
         self._writer.add_event(Event(wall_time=self._clock(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write out what is queued, and end the writer's thread."""
+        """Write queued events and end the writer's thread."""
         self._writer.close()

@@ -1,7 +1,7 @@
-"""Makes a rank tell what it does while it can tell nothing itself: stacks and collectives.
+"""Prepare a rank to show its stacks and collectives when it no longer responds.
 
-Called by `worker` in the rank; `node.evidence` asks. Both answers come from C code, so also while
-another thread of the rank holds the interpreter lock. A stopped process gives neither.
+Called by `worker` in the rank; `node.evidence` queries it. C code serves both queries, so they
+work while another thread of the rank holds the interpreter lock, but not in a stopped process.
 """
 
 import faulthandler
@@ -18,54 +18,55 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 def stacks_file(rank: int) -> str:
-    """Return the name of the file that a rank's stacks are added to."""
+    """Return the name of the file to which a rank's stacks are appended."""
     return f"rank-{rank}.stacks"
 
 
 def recorder_socket(rank: int) -> str:
-    """Return the name of the socket behind which torch tells of a rank's collectives."""
+    """Return the name of the socket through which torch reports a rank's collectives."""
     return f"rank-{rank}.recorder"
 
 
-_KEPT: list[object] = []  # servers, which complain when they are deleted
+_SERVERS: list[object] = []  # servers, which warn when they are deleted
 
 
 class Witness:
-    """What a rank keeps open to be asked."""
+    """Resources that a rank holds open for queries."""
 
     def __init__(self, folder: Path, rank: int, block: Block) -> None:
         """Write the stacks of all threads into the folder of the node's page at each SIGUSR2.
 
-        The folder is in memory: no disk can hold up a rank that is asked.
+        The folder is in memory, so no disk can delay the rank.
 
         Raises:
-            OSError: there is no room.
+            OSError: There is no room.
         """
         self._folder, self._rank = folder, rank
         self._file: IO[bytes] = (folder / stacks_file(rank)).open("ab")
         faulthandler.register(STACKS_SIGNAL, self._file, all_threads=True)
-        block.numbers[Word.WITNESS_PID] = os.getpid()  # not asked before: it would die of it
+        # Published last: without the handler, the signal would kill this process.
+        block.numbers[Word.WITNESS_PID] = os.getpid()
 
-    def tell_collectives(self) -> None:
-        """Let a thread of torch answer what its flight recorder has; torch is imported by now."""
+    def serve_collectives(self) -> None:
+        """Serve the flight recorder's contents from a torch thread; torch is imported by now."""
         from torch._C import _distributed_c10d as c10d
 
-        server = getattr(c10d, "_WorkerServer", None)  # no public name, so it may go
+        server = getattr(c10d, "_WorkerServer", None)  # not public, so it may disappear
         if server is not None:
             path = self._folder / recorder_socket(self._rank)
-            path.unlink(missing_ok=True)  # of an earlier process
+            path.unlink(missing_ok=True)  # left by an earlier process
             with _quiet():
-                _KEPT.append(server(str(path)))
+                _SERVERS.append(server(str(path)))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Throw away what the process writes to stderr meanwhile: torch warns that its server is up."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    """Discard stderr during the block: torch warns that its server is up."""
+    saved, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(devnull, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(devnull)

@@ -1,7 +1,7 @@
-"""What the collectives of a rank cost: calls, bytes, seconds, and the numbers of the newest.
+"""Measure a rank's collectives: calls, bytes, seconds, and the newest sequence numbers.
 
-`Collectives` is what the rest of the trainer sees of it. Groups of gloo are seen by `intercept`,
-those of NCCL by `flight_recorder`; both count in the same `Tallies`.
+The rest of the trainer uses `Collectives`. `intercept` observes gloo groups, `flight_recorder`
+NCCL groups; both count in the same `Tallies`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Collectives:
-    """The collectives of one rank, in its block."""
+    """Collectives of one rank, counted in its block."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Collectives:
         warn: Callable[[str], None],
         phases: "PhaseClock | None" = None,
     ) -> None:
-        """Prepare; nothing is seen before `watched`. `phases` learns of the time that is waited."""
+        """Prepare; observation begins with `watched`. `phases` receives the waiting time."""
         self._block = block
         self._names = GroupNames(strategy)
         self._warn = warn
@@ -43,7 +43,7 @@ class Collectives:
 
     @contextmanager
     def watched(self, *, uses_nccl: bool) -> Iterator[None]:
-        """See all collectives that begin in the block, from the thread that enters it."""
+        """Observe all collectives that begin in the block, from the thread that enters it."""
         self._is_of_gloo = not uses_nccl
         if uses_nccl:
             self._recorder = FlightRecorder(
@@ -58,20 +58,20 @@ class Collectives:
             self._interception.read()
         if self._recorder is not None:
             self._recorder.read(is_last=True)
-            self._tallies.say_sampled()
+            self._tallies.publish_sampled()
 
     def begin(self) -> None:
-        """Count from now on; before, when the model is divided, collectives have numbers only."""
+        """Start counting; until then, while the model is sharded, only sequence numbers count."""
         self.read()
         if self._recorder is not None:
             self._recorder.read()
         self._tallies.is_counting = True
 
     def stepped(self) -> float | None:
-        """Note that a step is over, from the thread that trains.
+        """Record the end of a step, from the training thread.
 
-        Return the seconds in which the rank could only wait for others so far, in steps; None where
-        that is not known.
+        Returns:
+            Seconds of all steps so far in which the rank only waited for others; None if not known.
         """
         self._interception.end_backward()
         if self._recorder is not None:
@@ -79,6 +79,6 @@ class Collectives:
         return self._interception.waited_seconds if self._is_of_gloo else None
 
     def read(self) -> None:
-        """Count what came to light since the last call: now and then, by the same thread."""
+        """Count the collectives found since the last call; called now and then by one thread."""
         self._interception.read()
-        self._tallies.say_sampled()
+        self._tallies.publish_sampled()

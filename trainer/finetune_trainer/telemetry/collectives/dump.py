@@ -1,7 +1,7 @@
-"""Understands what torch's flight recorder of NCCL returns, version 2.x of its format.
+"""Parse the dump of torch's flight recorder for NCCL, version 2.x of its format.
 
-As FlightRecorder.hpp and FlightRecorderDetail.hpp of torch 2.13 write it: a pickle of plain values.
-A minor version adds fields, a major one changes some.
+FlightRecorder.hpp and FlightRecorderDetail.hpp of torch 2.13 define the format: a pickle of plain
+values. A minor version adds fields, a major version changes existing ones.
 """
 
 import pickle
@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 _MAJOR = "2"
-_WIDTHS = {  # bytes of an element, by the names of c10::ScalarType
+_WIDTHS = {  # bytes per element, by c10::ScalarType name
     "Bool": 1, "Byte": 1, "Char": 1, "Float8_e4m3fn": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2": 1,
     "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1,
     "BFloat16": 2, "Half": 2, "Short": 2, "UInt16": 2,
@@ -21,7 +21,7 @@ _WIDTHS = {  # bytes of an element, by the names of c10::ScalarType
     "Double": 8, "Long": 8, "UInt64": 8, "ComplexFloat": 8, "ComplexDouble": 16,
 }  # fmt: skip
 _BARRIER = "barrier"
-_OPS = (  # what the recorder's names contain, by our names, in this order
+_OPS = (  # our name and a pattern in the recorder's name, in this order
     (_BARRIER, "barrier"),
     ("reduce_scatter", "reduce_scatter"),
     ("all_gather", "all_?gather"),
@@ -35,22 +35,22 @@ _OPS = (  # what the recorder's names contain, by our names, in this order
 
 
 class UnknownDumpError(Exception):
-    """The recorder returned something else than this module understands."""
+    """Raised for a dump that this module cannot parse."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One collective, perhaps of several tensors.
+    """A collective, possibly of several tensors.
 
     Attributes:
-        last_id: of its entries; the recorder counts them from 0.
-        group_id: as in `Dump.progress`.
-        group: the description of its group.
-        num_ranks: of the group; 0 where the recorder has not noted them.
-        op: one of `metrics.COLLECTIVE_OPS`; None for a barrier, or what is not known.
-        num_bytes: as `sample` counts them; None where types or ranks are not known.
-        seconds: from its start to its end; None without torch's timing.
-        is_over: whether the recorder will not change it any more.
+        last_id: Highest id of its entries; the recorder counts from 0.
+        group_id: As in `Dump.progress`.
+        group: Description of its group.
+        num_ranks: Size of the group; 0 if the recorder did not record it.
+        op: A value of `metrics.COLLECTIVE_OPS`; None for a barrier or an unknown operation.
+        num_bytes: Size as `sample` counts it; None if types or ranks are not known.
+        seconds: From start to end; None without torch's timing.
+        is_over: Whether the recorder has its final state.
     """
 
     last_id: int
@@ -65,13 +65,13 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one call returned.
+    """Contents of one dump.
 
     Attributes:
-        ids: of the oldest and the newest entry of the ring; None where it is empty, or was not
-            asked for.
-        collectives: those in the ring, oldest first.
-        progress: of each group, by its id: numbers of the newest one enqueued and completed.
+        ids: Ids of the oldest and the newest entry of the ring; None if it is empty or was not
+            requested.
+        collectives: Collectives in the ring, oldest first.
+        progress: Newest enqueued and completed sequence number of each group, by its id.
     """
 
     ids: tuple[int, int] | None
@@ -80,16 +80,16 @@ class Dump:
 
 
 def read_dump(pickled: bytes) -> Dump:
-    """Understand one answer of the recorder.
+    """Parse one dump of the recorder.
 
     Raises:
-        UnknownDumpError: it is of another version, or not what that version promises.
+        UnknownDumpError: The dump has another version, or does not match its version.
     """
     try:
         found = pickle.loads(pickled)
         version = str(found["version"])
         if version.partition(".")[0] != _MAJOR:
-            raise UnknownDumpError(f"its version is {version}, and {_MAJOR}.x is known")
+            raise UnknownDumpError(f"version {version} is not supported; {_MAJOR}.x is")
         sizes = {str(name): _num_ranks(one) for name, one in found["pg_config"].items()}
         progress = {
             str(group): (
@@ -112,7 +112,7 @@ def read_dump(pickled: bytes) -> Dump:
 def _collectives(
     entries: Sequence[Mapping[str, Any]], num_ranks: Mapping[str, int]
 ) -> Iterator[Recorded]:
-    """Make one of those entries that are one launch: operations that were coalesced."""
+    """Merge the entries of one launch, which are coalesced operations, into one collective."""
     launches = groupby(
         (entry for entry in entries if not entry["is_p2p"]),
         key=lambda entry: (entry["pg_id"], entry["process_group"][0], entry["collective_seq_id"]),
@@ -132,7 +132,7 @@ def _collectives(
             op=op,
             num_bytes=sum(size for size in sizes if size) if ranks and None not in sizes else None,
             seconds=max(times) / 1000 if times else None,
-            is_over=any(part["retired"] for part in parts),  # of coalesced ones the last alone is
+            is_over=any(part["retired"] for part in parts),  # if coalesced, only the last is
         )
 
 
@@ -145,7 +145,7 @@ def _op(recorded: str) -> str | None:
 
 
 def _num_bytes(entry: Mapping[str, Any], op: str | None, num_ranks: int) -> int | None:
-    """Return the size of an entry; for a scatter the recorder swaps inputs and outputs."""
+    """Return the size of an entry; the recorder swaps inputs and outputs of a scatter."""
     if op == "reduce_scatter":
         shard = _sum(entry["output_sizes"], entry["output_dtypes"])
         return None if shard is None else shard * num_ranks

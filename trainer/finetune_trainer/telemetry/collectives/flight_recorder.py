@@ -1,8 +1,8 @@
-"""Learns of NCCL's collectives from torch's flight recorder, which NCCL's process groups fill.
+"""Count NCCL's collectives with torch's flight recorder, which NCCL's process groups fill.
 
-Nothing is added to a collective. Reading the ring takes time for each entry (15 to 20 ms for 2,000
-of gloo's), so it is read as often as its share of the time allows; what was overwritten between two
-readings is missing, and `finetune_comm_sampled_ratio` says how much that is.
+Collectives themselves get no overhead. Reading the ring takes time per entry (15 to 20 ms for
+2,000 of gloo's), so a share of the wall time limits how often it is read. Entries that are
+overwritten between two readings are missing; `finetune_comm_sampled_ratio` reports their share.
 """
 
 import os
@@ -23,19 +23,23 @@ MOST_OF_THE_TIME = 0.0005
 _SECONDS_BETWEEN_RINGS = 1.0
 
 Recorder = Callable[[bool], bytes]
-"""Returns what the recorder has, as a pickle; the entries of its ring only where asked for them."""
+"""Return the recorder's contents as a pickle; ring entries only on request."""
 
 
 def recorder_of_nccl() -> Recorder:
-    """Return torch's recorder; it raises `UnknownDumpError` where this torch has none for NCCL."""
+    """Return a reader of torch's recorder.
+
+    The reader raises `UnknownDumpError` if this torch has no recorder for NCCL.
+    """
     import torch
 
     def dump(with_ring: bool) -> bytes:
         of_torch = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
         if of_torch is None:
-            raise UnknownDumpError("this build of torch has none")
+            raise UnknownDumpError("this build of torch has no flight recorder for NCCL")
         try:
-            pickled: bytes = of_torch(with_ring, False, False)  # no stacks; not active ones alone
+            # The other arguments: include stack traces, only active entries.
+            pickled: bytes = of_torch(with_ring, False, False)
         except (RuntimeError, TypeError) as error:
             raise UnknownDumpError(str(error)) from error
         return pickled
@@ -44,15 +48,15 @@ def recorder_of_nccl() -> Recorder:
 
 
 def turn_timing_on() -> None:
-    """Have NCCL's collectives timed, in the groups that this process makes from now on.
+    """Enable timing of NCCL's collectives in the groups that this process creates from now on.
 
-    Each then has two more events on its stream, which can keep it from overlapping with others.
+    Each collective then has two more events on its stream, which can prevent overlap with others.
     """
     os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"
 
 
 class FlightRecorder:
-    """Counts what the recorder shows in `tallies`."""
+    """Counts the recorder's collectives in `tallies`."""
 
     def __init__(
         self,
@@ -78,9 +82,9 @@ class FlightRecorder:
         self._sequences: dict[str, Sequence] = {}
 
     def read(self, *, is_last: bool = False) -> None:
-        """Take over the newest numbers, and the ring if it is time; once a step, and at the end.
+        """Read the newest sequence numbers, and the ring if it is due.
 
-        Each step, so that what a rank shows when it is stuck can be compared with its peers.
+        Called every step, so that a stuck rank can be compared with its peers, and at the end.
         """
         now = self._clock()
         wants_ring = is_last or now >= self._ring_at
@@ -91,19 +95,19 @@ class FlightRecorder:
         except UnknownDumpError as error:
             self._recorder = None
             self._warn(
-                f"torch's flight recorder of NCCL cannot be read ({error}); training goes on, and "
-                "finetune_comm_* lack the collectives of NCCL"
+                f"torch's flight recorder of NCCL cannot be read ({error}); training continues, "
+                "and finetune_comm_* lack the collectives of NCCL"
             )
             return
         if wants_ring:
             self._take(dump)
-        self._say_progress(dump)
+        self._publish_sequences(dump)
         if wants_ring:
             then = self._clock()
             self._ring_at = then + max(_SECONDS_BETWEEN_RINGS, (then - now) / MOST_OF_THE_TIME)
 
     def _take(self, dump: Dump) -> None:
-        """Count what is over and was not counted yet; nothing of before counting began."""
+        """Count finished collectives that are not counted yet, except those from before `begin`."""
         self._group_of |= {one.group_id: one.group for one in dump.collectives}
         if dump.ids is None:
             return
@@ -111,7 +115,7 @@ class FlightRecorder:
         before, self._newest_id = self._newest_id, newest
         if not self._tallies.is_counting:
             return
-        if newest < before:  # it was emptied, and counts from 0 again
+        if newest < before:  # it was emptied and restarts at 0
             before, self._pending = -1, set()
         lost = {one for one in self._pending if one < oldest}
         self._pending -= lost
@@ -134,8 +138,8 @@ class FlightRecorder:
             return
         self._tallies.add(Sample(one.op, name, one.num_ranks, one.num_bytes, one.seconds))
 
-    def _say_progress(self, dump: Dump) -> None:
-        """Publish the newest numbers of each name's groups, added up."""
+    def _publish_sequences(self, dump: Dump) -> None:
+        """Publish the newest sequence numbers of each name, summed over its groups."""
         newest: dict[str, tuple[int, int]] = {}
         for group, (enqueued, completed) in dump.progress.items():
             name = self._names.of(self._group_of.get(group, ""))

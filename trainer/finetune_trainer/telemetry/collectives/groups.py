@@ -1,6 +1,6 @@
-"""What a process group is for, by the description that torch keeps of it.
+"""Map the description that torch stores with a process group to the name of its purpose.
 
-`World` and the mesh describe theirs when they are made; torch's recorder has the same words.
+`World` and the mesh describe their groups on creation; torch's recorder reports the same text.
 """
 
 from finetune_trainer.config import StrategyConfig
@@ -8,17 +8,18 @@ from finetune_trainer.config import StrategyConfig
 CONTROL = "control"
 CHECKPOINT = "checkpoint"
 
-_DEFAULT = "default_pg"  # of `init_process_group`
-_UNDESCRIBED = "undefined"  # of DeepSpeed's, which is of all ranks; nobody else makes such a group
+_DEFAULT = "default_pg"  # the group of `init_process_group`
+_UNDESCRIBED = "undefined"  # DeepSpeed's group of all ranks; no other library creates one
 
 
 class GroupNames:
     """Names of the groups of one run."""
 
     def __init__(self, strategy: StrategyConfig) -> None:
-        """Prepare; FSDP without replicas divides parameters among the ranks of the default group.
+        """Prepare the names for a strategy.
 
-        With replicas its mesh makes two groups of its own.
+        Without replicas, FSDP shards parameters over the default group; with replicas, its mesh
+        creates two groups.
         """
         is_sharded = strategy.type == "fsdp" and strategy.replicas == 1
         self._names = {
@@ -31,5 +32,5 @@ class GroupNames:
         }
 
     def of(self, description: str) -> str | None:
-        """Return one of `metrics.GROUPS`; None for a group that is none of ours."""
+        """Return the name in `metrics.GROUPS`; None for a group of another library."""
         return self._names.get(description)

@@ -1,9 +1,10 @@
-"""Sees gloo's collectives where they are asked for: sizes, starts, ends and waits.
+"""Observe gloo's collectives at the call: sizes, starts, ends and waits.
 
-Python code is seen at the methods of `ProcessGroup` and `Work`; DDP's reducer, which calls and
-waits in C++, at the dispatcher. gloo's own recorder would cost nothing, but it knows no times, and
-calls a reduce_scatter an all_reduce. While a collective is asked for, only its number is counted;
-all else waits for `read`, as code that the processor has not just run takes many times as long.
+Python calls are intercepted at the methods of `ProcessGroup` and `Work`; DDP's reducer, which
+calls and waits in C++, at the dispatcher. gloo's own recorder would add no cost, but it has no
+times and reports a reduce_scatter as an all_reduce. During a collective's call only its sequence
+number is counted; the rest happens in `read`, because code that is not in the processor's cache
+takes many times as long.
 """
 
 import threading
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from finetune_trainer.telemetry.slots import Block
 
 _COMPUTED = frozenset((TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER))
-"""Phases of a step whose waits are of `comm_exposed`; what else waits goes on being what it is."""
+"""Phases of a step whose waits count as `comm_exposed`; waits in other phases stay there."""
 _WORTH_MOVING = 0.01
-"""Seconds from one phase to another, as it takes 20 µs to move them."""
-_MOST_UNREAD = 1000  # an evaluation may have any number of collectives, and reports no step
+"""Seconds to collect before they move to another phase; each move takes 20 µs."""
+_MOST_UNREAD = 1000  # an evaluation has any number of collectives and reports no step
 
 
 class _Kind(NamedTuple):
-    """An operation on a group of gloo's."""
+    """An operation on one gloo group."""
 
     op: str
     group: str
@@ -40,18 +41,18 @@ class _Kind(NamedTuple):
     sequence: Sequence
 
 
-# Plain tuples, as making one of a class costs a call while a collective is asked for.
+# Plain tuples: creating an object would cost a call within each collective.
 _Flying = tuple["Work", _Kind, int, float, int, bool]
-"""A collective that Python code has begun: its work, number, start, bytes; waits it at once?
+"""A collective started from Python: work, kind, sequence number, start, bytes, is it synchronous?
 
 Starts are in seconds of `perf_counter`.
 """
 _Over = tuple[_Kind, int, float | None, float | None]
-"""One that Python code has waited for, or has left: its bytes, seconds, exposed seconds."""
+"""A collective that Python has waited for or abandoned: kind, bytes, seconds, exposed seconds."""
 
 
 class _Bucket:
-    """A bucket that DDP reduces; seconds of `perf_counter`, 0 until it has come to that."""
+    """Times of a bucket that DDP reduces, in seconds of `perf_counter`; 0 until known."""
 
     __slots__ = ("_sequence", "ended", "launched", "num_bytes", "number", "started")
 
@@ -60,16 +61,16 @@ class _Bucket:
         self.num_bytes, self.launched, self.ended = 0, 0.0, 0.0
 
     def end(self, _: object) -> None:
-        """Note the end, from a thread of gloo's."""
+        """Record the end, from a gloo thread."""
         self.ended = time.perf_counter()
         self._sequence.end(self.number)
 
 
 class Interception:
-    """Counts in `tallies` while it is entered; at most one may be in a process.
+    """Counts in `tallies` while it is entered; at most one per process.
 
     Attributes:
-        waited_seconds: time in which the rank could do nothing else, checkpoints apart.
+        waited_seconds: Time in which the rank could do nothing else, without checkpoints.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Interception:
         is_ddp: bool,
         phases: "PhaseClock | None" = None,
     ) -> None:
-        """Prepare for DDP or another strategy; `phases` is told when the rank waits."""
+        """Prepare for DDP or another strategy; `phases` receives the waiting time."""
         self.waited_seconds = 0.0
         self._unmoved_seconds = 0.0
         self._block = block
@@ -100,7 +101,7 @@ class Interception:
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
-        """Take over torch's methods, for all groups of this process."""
+        """Patch torch's methods for all groups of this process."""
         import torch
         from torch.distributed import ProcessGroup, Work
 
@@ -117,15 +118,15 @@ class Interception:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give the methods back."""
+        """Restore torch's methods."""
         while self._undo:
             self._undo.pop()()
         self._flying.clear()
 
     def end_backward(self) -> None:
-        """Say that the next bucket of DDP's is of another backward.
+        """End the buckets of the current backward pass.
 
-        The last one of a backward is launched when all gradients are there; then the rank waits.
+        Its last bucket is launched when all gradients are ready; from then on the rank waits.
         """
         if self._buckets:
             self._backwards.append(self._buckets)
@@ -146,16 +147,16 @@ class Interception:
                     self._move()
 
     def _move(self) -> None:
-        """Have the phases know what DDP has waited for within their backwards."""
+        """Move the time that DDP waited from the backward phase to `comm_exposed`."""
         if self._phases is not None:
             moved = self._unmoved_seconds
             self._phases.move(TimedPhase.BACKWARD, TimedPhase.COMM_EXPOSED, moved)
         self._unmoved_seconds = 0.0
 
     def read(self) -> None:
-        """Count what came to light since the last call, from the thread that trains."""
+        """Count the collectives that finished since the last call, from the training thread."""
         for key, (work, kind, number, _, num_bytes, _) in list(self._flying.items()):
-            if work.is_completed():  # nobody has waited for it yet, if ever
+            if work.is_completed():  # not waited for so far
                 del self._flying[key]
                 kind.sequence.end(number)
                 self._over.append((kind, num_bytes, None, None))
@@ -180,7 +181,7 @@ class Interception:
                 tally.expose(exposed)
 
     def _count_backward(self, buckets: list[_Bucket]) -> None:
-        """Count one backward's buckets, each with what the rank waited for it after the others."""
+        """Count the buckets of a backward pass, each with the wait that it adds."""
         assert self._reduced is not None, "it was found with the first bucket"
         waited_from = buckets[-1].launched
         for bucket in sorted(buckets, key=lambda one: one.ended):
@@ -189,7 +190,7 @@ class Interception:
             waited_from += exposed
 
     def _replace(self, owner: type, name: str, ours: object) -> None:
-        original = vars(owner)[name]  # not what getattr returns: that would be no method any more
+        original = vars(owner)[name]  # from `vars`: getattr would return a plain function
         setattr(owner, name, ours)
         self._undo.append(lambda: setattr(owner, name, original))
 
@@ -228,16 +229,16 @@ class Interception:
             if begun is None:
                 return original(work, *args, **options)
             _, kind, number, started, num_bytes, is_waited_for_at_once = begun
-            is_held_up = this_thread() == self._thread  # else no training waits for it
+            is_held_up = this_thread() == self._thread  # other threads do not delay training
             if not is_waited_for_at_once and work.is_completed():
-                answer = original(work, *args, **options)
-                seconds, exposed = None, 0.0  # nobody knows when it ended, and nobody waits
+                result = original(work, *args, **options)
+                seconds, exposed = None, 0.0  # end unknown, no wait
             else:
                 before = None
                 if phases is not None and is_held_up and phases.phase in _COMPUTED:
                     before = phases.enter(TimedPhase.COMM_EXPOSED)
                 asked = clock()
-                answer = original(work, *args, **options)
+                result = original(work, *args, **options)
                 now = clock()
                 if before is not None and phases is not None:
                     phases.enter(before)
@@ -248,7 +249,7 @@ class Interception:
             over.append((kind, num_bytes, seconds, exposed if is_held_up else None))
             if is_held_up and len(over) > _MOST_UNREAD:
                 self.read()
-            return answer
+            return result
 
         return wait
 
@@ -262,7 +263,7 @@ class Interception:
 
         def reduce(keys: Any, tensors: "list[torch.Tensor]", boxed: Any, *rest: Any) -> Any:
             nonlocal kind, below
-            if below is None:  # DDP is the only one that calls here; it has one group and device
+            if below is None:  # only DDP calls this, with one group and device
                 below = keys & torch._C._after_autograd_keyset
                 kind = self._reduced = self._kind("all_reduce", ProcessGroup.unbox(boxed))
             if kind is None:
@@ -277,19 +278,19 @@ class Interception:
         return reduce
 
     def _kind(self, op: str, group: "ProcessGroup") -> _Kind | None:
-        """Return what counts for a group; None where another source does, or nobody."""
+        """Return the kind of an operation on a group; None if it is not counted here."""
         import torch.distributed as dist
 
         name = self._names.of(group.group_desc)
         if name is None or group.size() == 1 or dist.get_backend(group) != "gloo":
             return None
-        if name not in self._sequences:  # groups of one name have one row of numbers
+        if name not in self._sequences:  # groups of one name share sequence numbers
             self._sequences[name] = Sequence(self._block, name)
         return _Kind(op, name, group.size(), self._sequences[name])
 
 
 def _past_the_dispatcher(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that the dispatcher takes at once to what is below autograd, and us."""
+    """Wrap a call so that the dispatcher skips autograd's kernels, and with them ours."""
     import torch
 
     below = torch._C._AutoDispatchBelowAutograd

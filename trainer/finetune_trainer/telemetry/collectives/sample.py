@@ -1,7 +1,7 @@
-"""What is known of one collective, and what follows from its size.
+"""Describe one finished collective, and derive size class and bus bandwidth factor from it.
 
-Sizes are those of nccl-tests: the whole tensor for all_reduce, broadcast and reduce; the shards of
-all ranks together for the others.
+Sizes follow nccl-tests: the whole tensor for all_reduce, broadcast and reduce; the shards of all
+ranks together for the others.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ _SMALL, _MEDIUM, _LARGE = SIZE_CLASSES
 
 @dataclass(frozen=True)
 class Sample:
-    """One collective that is over.
+    """A finished collective.
 
     Attributes:
-        op: one of `metrics.COLLECTIVE_OPS`.
-        group: one of `metrics.GROUPS`.
-        num_ranks: of the group.
-        num_bytes: as this module counts them.
-        seconds: from its start to its end; None where nobody knows.
+        op: A value of `metrics.COLLECTIVE_OPS`.
+        group: A value of `metrics.GROUPS`.
+        num_ranks: Size of the group.
+        num_bytes: Size as this module counts it.
+        seconds: From start to end; None if not known.
     """
 
     op: str
@@ -33,16 +33,16 @@ class Sample:
 
 
 def size_class(num_bytes: int) -> str:
-    """Return one of `metrics.SIZE_CLASSES`: below 1 MiB, below 32 MiB, or larger."""
+    """Return the class from `metrics.SIZE_CLASSES`: below 1 MiB, below 32 MiB, or larger."""
     if num_bytes < _MEDIUM_BYTES:
         return _SMALL
     return _MEDIUM if num_bytes < _LARGE_BYTES else _LARGE
 
 
 def bus_factor(op: str, num_ranks: int) -> float:
-    """Return the bytes that the links of one rank carry at best, by the size of the collective.
+    """Return the ratio of bus bytes per rank to the size of the collective.
 
-    From nccl-tests, doc/PERFORMANCE.md: so bandwidths of operations can be compared with each
+    From nccl-tests, doc/PERFORMANCE.md: it makes the bandwidths of operations comparable with each
     other and with the hardware's.
     """
     if op == "all_reduce":

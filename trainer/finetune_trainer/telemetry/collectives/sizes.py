@@ -1,7 +1,7 @@
-"""Which collectives Python code asks a process group for, and how large they are.
+"""List the collectives that Python code calls on a process group, and compute their sizes.
 
-By the methods of torch's `ProcessGroup`, which `torch.distributed` and everybody above it calls.
-Sizes as `sample` counts them.
+`torch.distributed` and all libraries above it call these methods of torch's `ProcessGroup`. Sizes
+are counted as in `sample`.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-BARRIER = "barrier"  # has a number, and nothing else to count
+BARRIER = "barrier"  # has a sequence number but no size
 
 Size = Callable[..., int]
-"""Takes the number of ranks, then what the method gets."""
+"""Takes the number of ranks, then the arguments of the method."""
 
 
 def _all(tensors: "Iterable[Tensor]") -> int:
@@ -62,4 +62,4 @@ METHODS: dict[str, tuple[str, Size]] = {
     "all_to_all_single": ("all_to_all", _second),
     "barrier": (BARRIER, lambda num_ranks, *rest: 0),
 }
-"""By the method's name: the operation, and its size."""
+"""Operation and size function by the method's name."""

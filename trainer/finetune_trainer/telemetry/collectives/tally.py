@@ -1,7 +1,7 @@
-"""Adds up collectives in a rank's block; whatever sees them counts here.
+"""Sum collectives in a rank's block; all observers of collectives count here.
 
-Nothing here locks: the collectives of a group are begun and ended by one thread, and each group
-has numbers of its own.
+No locks are needed: one thread begins and ends the collectives of a group, and each group has its
+own numbers.
 """
 
 from typing import TYPE_CHECKING
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """The collectives of one operation, group and size class."""
+    """Sums for one operation, group and size class."""
 
     __slots__ = ("_bus", "_bus_factor", "_bytes", "_calls", "_exposed", "_numbers", "_seconds",
                  "num_calls", "num_timed")  # fmt: skip
 
     def __init__(self, block: "Block", labels: tuple[str, str, str], num_ranks: int) -> None:
-        """Find the numbers; `labels` are operation, group and size class.
+        """Look up the numbers; `labels` are operation, group and size class.
 
-        `num_calls` and `num_timed` are of this process, the numbers of all in this rank's place.
+        `num_calls` and `num_timed` count this process only; the numbers in the block include
+        earlier processes of this rank.
         """
         self._numbers = block.numbers
         self._bus_factor = bus_factor(labels[0], num_ranks)
@@ -36,9 +37,9 @@ class Tally:
             _begin(self._numbers, at)
 
     def count(self, num_bytes: int, seconds: float | None) -> None:
-        """Count a collective that is over, with its time where that is known.
+        """Count a finished collective, with its time if known.
 
-        Its bus bytes are added only with its time, so that both together are a bandwidth.
+        Bus bytes are added only together with a time, so that their ratio is a bandwidth.
         """
         numbers = self._numbers
         self.num_calls += 1
@@ -54,17 +55,17 @@ class Tally:
         numbers[self._bus] += num_bytes * self._bus_factor
 
     def expose(self, seconds: float) -> None:
-        """Add time in which the rank could only wait for such collectives."""
+        """Add time in which the rank only waited for such collectives."""
         _begin(self._numbers, self._exposed)
         self._numbers[self._exposed] += seconds
 
 
 class Tallies:
-    """All tallies of a rank, and how much they know.
+    """All tallies of a rank and their completeness.
 
     Attributes:
-        is_counting: whether there is anything to count yet.
-        num_missed: collectives of which less is known than a tally asks for.
+        is_counting: Whether counting has begun.
+        num_missed: Collectives of which too little is known for a tally.
     """
 
     def __init__(self, block: "Block") -> None:
@@ -75,10 +76,10 @@ class Tallies:
         self._sampled = [block.place(metrics.COMM_SAMPLED, of) for of in ("bytes", "seconds")]
 
     def of(self, op: str, group: str, size: str, num_ranks: int) -> Tally | None:
-        """Return the tally of an operation, group (with so many ranks) and size class.
+        """Return the tally of an operation, group (of `num_ranks` ranks) and size class.
 
-        None where nothing is counted yet, or the collective is missed as there are
-        `metrics.MOST_KINDS` others.
+        None before counting begins, or if there are already `metrics.MOST_KINDS` tallies, which
+        counts the collective as missed.
         """
         key = (op, group, size)
         found = self._tallies.get(key)
@@ -90,15 +91,15 @@ class Tallies:
         return found
 
     def add(self, sample: Sample) -> None:
-        """Count a collective that is over."""
+        """Count a finished collective."""
         size = size_class(sample.num_bytes)
         tally = self.of(sample.op, sample.group, size, sample.num_ranks)
         if tally is not None:
             tally.count(sample.num_bytes, sample.seconds)
 
-    def say_sampled(self) -> None:
-        """Publish which share of all is counted, and which is timed."""
-        tallies = list(self._tallies.values())  # another thread may begin one
+    def publish_sampled(self) -> None:
+        """Publish the share of collectives that is counted, and the share that is timed."""
+        tallies = list(self._tallies.values())  # another thread may add one
         counted = sum(one.num_calls for one in tallies)
         if counted == 0:
             return
@@ -108,7 +109,7 @@ class Tallies:
 
 
 class Sequence:
-    """The newest numbers of the collectives of one group, counted from 1."""
+    """Newest sequence numbers of the collectives of one group, counted from 1."""
 
     __slots__ = ("_completed", "_enqueued", "_newest", "_numbers")
 
@@ -117,24 +118,24 @@ class Sequence:
         self._enqueued = block.place(metrics.COMM_ENQUEUED, group)
         self._completed = block.place(metrics.COMM_COMPLETED, group)
         self._newest = 0
-        self.is_at(0, 0)  # a later process in this rank's place counts anew, as its peers do
+        self.is_at(0, 0)  # a restarted rank starts at 0, like its peers
 
     def begin(self) -> int:
-        """Count one that begins, and return its number."""
+        """Count a collective that begins and return its sequence number."""
         self._newest = newest = self._newest + 1
         self._numbers[self._enqueued] = newest
         return newest
 
     def end(self, number: int) -> None:
-        """Note that one is over, and those before it."""
+        """Record that a collective and all earlier ones are finished."""
         if self._numbers[self._completed] < number:
             self._numbers[self._completed] = number
 
     def is_at(self, enqueued: int, completed: int) -> None:
-        """Set both, where somebody else counts."""
+        """Set both numbers, if they are counted elsewhere."""
         self._numbers[self._enqueued], self._numbers[self._completed] = enqueued, completed
 
 
 def _begin(numbers: "memoryview[float]", at: int) -> None:
-    if numbers[at] != numbers[at]:  # NaN: nothing was known yet
+    if numbers[at] != numbers[at]:  # NaN: no value yet
         numbers[at] = 0.0

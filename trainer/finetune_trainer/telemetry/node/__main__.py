@@ -1,8 +1,9 @@
-"""The process: `python -m finetune_trainer.telemetry.node FOLDER FIRST_RANK NUM_RANKS WHAT FD`.
+"""Run the page's process: `python -m finetune_trainer.telemetry.node FOLDER FIRST NUM WHAT FD`.
 
-FD is a socket that listens, WHAT is `gpus` where it shall read those, and else `ranks`. It lives as
-long as its standard input is open: the other end is held by whoever started it, and is closed by
-the kernel when that is killed. Signals that ask a process to stop are for the ranks.
+FIRST is the first rank of the node, NUM their number, FD a listening socket; WHAT is `gpus` to
+read the GPUs as well, otherwise `ranks`. The process runs while its standard input is open: the
+starting process holds the other end, and the kernel closes it when that process is killed.
+Signals that request a stop are ignored here, because they are meant for the ranks.
 """
 
 import shutil
@@ -18,11 +19,11 @@ from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.node.node_watch import read_watch
 from finetune_trainer.telemetry.node.routes import routes
 from finetune_trainer.telemetry.node.server import PageServer
-from finetune_trainer.telemetry.shared import tell_warning
+from finetune_trainer.telemetry.shared import publish_warning
 
 
 def main() -> None:
-    """Serve until whoever started this is gone, and take the folder along."""
+    """Serve until the starting process has ended, then delete the folder."""
     folder, first_rank, num_ranks, what, listener = sys.argv[1:]
     for number in first_signal.NUMBERS:
         signal.signal(number, signal.SIG_IGN)
@@ -34,12 +35,12 @@ def main() -> None:
         watch.start()
     sys.stdin.buffer.read()
     server.close()
-    shutil.rmtree(folder, ignore_errors=True)  # whoever started this deletes what stays
+    shutil.rmtree(folder, ignore_errors=True)  # the starting process deletes the rest
 
 
 def _warn(folder: Path, sentence: str) -> None:
     try:
-        tell_warning(folder, sentence)
+        publish_warning(folder, sentence)
     except OSError as error:
         print(f"warning: {sentence} ({folder}: {error.strerror})", file=sys.stderr, flush=True)
 

@@ -1,7 +1,7 @@
-"""Keeps what the ranks of a node do while nobody gets on, before anything is killed.
+"""Collect what the ranks of a node do during a stall, before any of them is killed.
 
-For each stall a folder below the run directory, with the stacks and the collectives of each rank.
-Disks and ranks may not answer, so a thread of its own does all of this.
+Each stall gets a folder in the run directory, with the stacks and the collectives of each rank.
+A thread collects them, because disks and ranks may not respond.
 """
 
 import gzip
@@ -18,35 +18,35 @@ from finetune_trainer.telemetry.processes import PROCESS_STATES, threads_of
 from finetune_trainer.telemetry.slots import Word
 from finetune_trainer.telemetry.witness import STACKS_SIGNAL, recorder_socket, stacks_file
 
-STALLS_KEPT = 3
+MAX_STALLS = 3
 _SECONDS_FOR_STACKS = 10.0
-_SECONDS_OF_QUIET = 0.3  # after which stacks are taken to be whole
+_SECONDS_OF_QUIET = 0.3  # without new output, stacks count as complete
 _POLL_SECONDS = 0.05
 _MAX_STACKS_BYTES = 1 << 20
 
 
 def evidence_folder(attempt: int, stall: int) -> str:
-    """Return where the evidence of a stall is, below the run directory."""
+    """Return the folder of a stall's evidence, relative to the run directory."""
     return f"logs/stall-{attempt}-{stall}"
 
 
 class Evidence:
-    """Collects for the first few stalls of an attempt, one at a time."""
+    """Collects evidence of the first few stalls of an attempt, one at a time."""
 
     def __init__(self, ranks: NodeRanks, folder: Path, run_dir: Path, attempt: int) -> None:
-        """Prepare; `folder` is what the ranks share with their page."""
+        """Prepare; `folder` is shared by the ranks and their page."""
         self._ranks, self._folder = ranks, folder
         self._run_dir, self._attempt = run_dir, attempt
         self._stall = 0
         self._thread: Thread | None = None
 
     def collect(self, stall: int) -> None:
-        """Collect for a stall, unless that was asked for before; return at once."""
+        """Start to collect for a stall that was not requested before; return at once."""
         is_busy = self._thread is not None and self._thread.is_alive()
-        if stall <= self._stall or stall > STALLS_KEPT or is_busy:
+        if stall <= self._stall or stall > MAX_STALLS or is_busy:
             return
         self._stall = stall
-        # What goes wrong in it is printed by the interpreter, into the log of the node.
+        # The interpreter prints exceptions of the thread into the log of the node.
         self._thread = Thread(target=self._collect, args=(stall,), name="evidence", daemon=True)
         self._thread.start()
 
@@ -66,7 +66,7 @@ class Evidence:
                 _put(path, gzip.compress(dump))
 
     def _wait_for_stacks(self, before: Mapping[int, int], asked: list[int]) -> None:
-        """Return when all who were asked have written, and write no more; not all may."""
+        """Wait until all `asked` ranks have written their stacks, or the deadline has passed."""
         deadline = time.monotonic() + _SECONDS_FOR_STACKS
         sizes, changed = dict(before), time.monotonic()
         while time.monotonic() < deadline:
@@ -88,22 +88,22 @@ class Evidence:
         try:
             with (self._folder / stacks_file(rank)).open("rb") as file:
                 file.seek(begin)
-                return file.read(_MAX_STACKS_BYTES) or b"it has written no stacks\n"
+                return file.read(_MAX_STACKS_BYTES) or b"the rank has written no stacks\n"
         except FileNotFoundError:
-            return b"it cannot be asked for stacks\n"
+            return b"the rank cannot write stacks\n"
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a file that nobody sees before it is whole."""
+    """Write a file that appears only when complete."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(content)
     part.replace(path)
 
 
 def _ask_for_stacks(rank: RankNow) -> bool:
-    """Ask a rank for its stacks; return whether it was asked, and will answer in a moment.
+    """Signal a rank to write its stacks; return whether it was signalled and can respond.
 
-    A process that has not said that it takes the signal would die of it.
+    The signal would kill a process that has not registered its handler yet.
     """
     pid = int(rank.numbers[Word.WITNESS_PID])
     if rank.process is None or rank.process.pid != pid or rank.process.state in "Tt":
@@ -113,18 +113,19 @@ def _ask_for_stacks(rank: RankNow) -> bool:
     except ProcessLookupError:
         return False
     try:
-        if rank.is_same_process():  # still, so the descriptor is of no later one
+        # Checked after opening, so the descriptor does not belong to a later process.
+        if rank.is_same_process():
             signal.pidfd_send_signal(descriptor, STACKS_SIGNAL)
             return True
     except ProcessLookupError:
-        pass  # it has just ended
+        pass  # ended meanwhile
     finally:
         os.close(descriptor)
     return False
 
 
 def _state(rank: RankNow) -> str:
-    """Return what the kernel says of a rank's process and its threads."""
+    """Describe a rank's process and its threads by the kernel's data."""
     if rank.process is None:
         return f"rank {rank.rank}: its process is gone\n"
     process = rank.process

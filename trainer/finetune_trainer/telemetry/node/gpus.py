@@ -1,7 +1,7 @@
-"""The GPUs of this node on its page: what the process `nvml` reads, and how old that may be.
+"""Show the GPUs of this node on its page: the readings of the `nvml` process, with a maximum age.
 
-No call into the driver is made in this process. A driver that does not answer leaves a page
-without its numbers, never without an answer; and nothing here waits for `nvml` to end.
+This process makes no driver calls. If the driver does not respond, the page lacks the GPU metrics
+but is still served, and no code here waits for `nvml` to end.
 """
 
 import json
@@ -29,15 +29,15 @@ _PATIENCE_SECONDS = 20.0  # opening the driver of eight GPUs may take ten
 _PREFIX = "finetune_gpu_"
 
 Values = Sequence[tuple[str, Sequence[str], float]]
-"""Series of a GPU: the end of the metric's name, the values of the labels after the GPU, value."""
+"""Series of a GPU: suffix of the metric's name, label values after the GPU, value."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the driver said of one GPU, and when, by this machine's monotonic clock.
+    """Reading of one GPU, with its time on this machine's monotonic clock.
 
     Attributes:
-        is_lost: it has lost the GPU, and knows no more of it than its last errors.
+        is_lost: Whether the driver has lost the GPU and reports only its last errors.
     """
 
     is_lost: bool
@@ -46,7 +46,7 @@ class Reading:
 
 
 class Gpus(Collector):
-    """Starts the process that reads the GPUs, and makes a page of what it told last."""
+    """Starts the process that reads the GPUs and renders its newest readings."""
 
     def __init__(
         self,
@@ -55,10 +55,13 @@ class Gpus(Collector):
         seconds: float = _SECONDS,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
-        """Read every so many seconds; `warn` gets each problem, once, from a thread.
+        """Start to read every `seconds` seconds.
 
-        An answer that takes longer than `patience_seconds` is a problem, and older ones are not
-        shown.
+        Args:
+            warn: Receives each problem once, from a thread.
+            seconds: Interval between readings.
+            patience_seconds: A driver call that takes longer is a problem, and older readings are
+                not shown.
         """
         self._warn = warn
         self._warned: set[str] = set()
@@ -76,24 +79,24 @@ class Gpus(Collector):
         Thread(target=self._listen, name="gpus", daemon=True).start()
 
     def render(self) -> bytes:
-        """Return the GPUs' part of the page in the Prometheus text format."""
+        """Return the GPU part of the page in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics that have a value on some GPU, in the catalogue's order."""
+        """Yield the metrics with a value on at least one GPU, in the catalogue's order."""
         series = self._series()
         for metric in gpu_metrics.OF_GPU:
             make = CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
             family = make(metric.name, metric.help, labels=metric.label_names)
             for uuid, values in series.items():
                 for labels, value in values.get(metric.name, ()):
-                    for told, number in _series_of(metric, labels, value):
-                        family.add_metric((uuid, *told), number)
+                    for found, number in _series_of(metric, labels, value):
+                        family.add_metric((uuid, *found), number)
             if family.samples:
                 yield family
 
     def _series(self) -> dict[str, dict[str, list[tuple[Sequence[str], float]]]]:
-        """Return by GPU and by the metric's name what may be shown now."""
+        """Return the current values by GPU and metric name."""
         oldest, asked = time.monotonic() - self._patience_seconds, self._asked
         found: dict[str, dict[str, list[tuple[Sequence[str], float]]]] = {}
         for uuid, reading in sorted(self._readings.copy().items()):
@@ -109,19 +112,19 @@ class Gpus(Collector):
     def _listen(self) -> None:
         assert self.process.stdout is not None, "it was started with a pipe"
         with self.process.stdout as pipe:
-            self._hear_all(pipe.fileno())
-        code = self.process.wait()  # its end of the pipe is closed, so it is gone
+            self._read_all(pipe.fileno())
+        code = self.process.wait()  # returns soon: the process has closed its pipe
         if code or not self._warned:
             self._warn_once(f"the process that reads the GPUs has ended with code {code}")
 
-    def _hear_all(self, pipe: int) -> None:
-        """Hear until the process has ended."""
+    def _read_all(self, pipe: int) -> None:
+        """Read messages until the process has ended."""
         rest = b""
         while True:
             if not select.select([pipe], [], [], self._patience_seconds)[0]:
                 about = f" for {self._asked}" if self._asked else ""
                 self._warn_once(
-                    f"the GPU driver has not answered{about} for {self._patience_seconds:g} s; "
+                    f"the GPU driver has not responded{about} for {self._patience_seconds:g} s; "
                     "metrics of GPUs are missing until it does"
                 )
                 select.select([pipe], [], [])
@@ -131,10 +134,10 @@ class Gpus(Collector):
             for line in lines:
                 self._hear(json.loads(line))
 
-    def _hear(self, told: dict[str, object]) -> None:
-        match told:
+    def _hear(self, message: dict[str, object]) -> None:
+        match message:
             case {"problem": str(sentence)}:
-                self._warn_once(f"{sentence}; training goes on, without these metrics of GPUs")
+                self._warn_once(f"{sentence}; training continues without these metrics of GPUs")
             case {"asking": str(uuid)}:
                 self._asked = uuid
             case {"read": str(uuid), "isLost": bool(is_lost), "values": list(values)}:
@@ -150,7 +153,7 @@ class Gpus(Collector):
 def _series_of(
     metric: Metric, labels: Sequence[str], value: float
 ) -> Iterator[tuple[Sequence[str], float]]:
-    """Yield the series of one value; the driver's word for what is to be done makes one a word."""
+    """Yield the series of one value; the recovery action becomes one series per action."""
     if metric is gpu_metrics.RECOVERY_ACTION:
         if 0 <= value < len(gpu_metrics.RECOVERY_ACTIONS):
             for number, action in enumerate(gpu_metrics.RECOVERY_ACTIONS):

@@ -1,6 +1,6 @@
-"""Who holds the run back: from looks at all ranks to suspects. Pure.
+"""Find the ranks that hold the run back, from snapshots of all ranks. Pure.
 
-`peers` gives it a look at every rank each second or two, on rank 0's node.
+On rank 0's node, `peers` supplies a snapshot of every rank each second or two.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from finetune_trainer.telemetry.node.stuck import Stuck, StuckPace, StuckRanks
 
 @dataclass(frozen=True)
 class Findings:
-    """What came of a look.
+    """Result of a round.
 
     Attributes:
-        suspects: who stays away, then who is slow, worst first.
-        scores: busy time by the median of the others', of each rank in the newest window.
-        num_stalls: how often nobody got on for so long that somebody was named for it.
+        suspects: Stuck ranks, then slow ranks, worst first.
+        scores: Busy time of each rank in the newest window, relative to the others' median.
+        num_stalls: Number of times that ranks were named because all had stopped.
     """
 
     suspects: tuple[Suspect, ...] = ()
@@ -29,10 +29,10 @@ class Findings:
 
 
 class Judge:
-    """Follows one attempt; clocks are in seconds since the epoch."""
+    """Judges the ranks of one attempt; clocks are in seconds since the epoch."""
 
     def __init__(self, slow: SlowPace, stuck: StuckPace) -> None:
-        """Begin with no look at all."""
+        """Begin without any snapshot."""
         self._slow = SlowRanks(slow)
         self._stuck = StuckRanks(stuck)
         self._num_stalls = 0
@@ -41,10 +41,10 @@ class Judge:
         self._steps: Mapping[int, tuple[int, float]] = {}
 
     def look(self, now: float, seen: Mapping[int, Seen], *, is_training: bool) -> Findings:
-        """Take a look at the ranks into account, and return who is a suspect now.
+        """Process a snapshot of the ranks and return the current suspects.
 
-        While the run does not train, ranks may wait for rank 0 as long as it needs, so there are
-        none.
+        While the run does not train, ranks may wait for rank 0 indefinitely, so there are no
+        suspects.
         """
         if not is_training:
             self._slow.forget()
@@ -63,7 +63,7 @@ class Judge:
         return Findings(tuple(suspects[:MAX_SUSPECTS]), dict(self._slow.scores), self._num_stalls)
 
     def _seconds_per_step(self, seen: Mapping[int, Seen]) -> float:
-        """Return the time of a step, as it was between the newest looks that saw some end."""
+        """Return the time of a step, measured between the newest snapshots with finished steps."""
         ended = {
             rank: (one.look.boundary.steps, one.look.boundary.at)
             for rank, one in seen.items()

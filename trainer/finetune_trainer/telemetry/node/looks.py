@@ -1,4 +1,4 @@
-"""What the judge sees of a rank at one moment; also what nodes send to rank 0's."""
+"""Snapshot of a rank, as nodes send it to rank 0's node and the judge sees it."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,17 +10,17 @@ from finetune_trainer.telemetry.boundary import Boundary
 
 
 class RankLook(ContractModel):
-    """A rank at the moment of a look.
+    """State of a rank at one moment.
 
     Attributes:
-        process_start: tells its process from an earlier one.
-        process: state of the process, as a letter of proc(5); None where it is gone.
-        phase: what its clock runs for now.
-        boundary: None before its first step has ended.
-        position: number of collectives of training that it has begun, as it has noted itself; None
-            where not known.
-        recorded: the same as torch's recorder has it, of a rank that does not get on; None where
-            nobody has asked that.
+        process_start: Start of its process, which distinguishes it from an earlier one.
+        process: State of the process as a letter of proc(5); None if it is gone.
+        phase: Current phase of its phase clock.
+        boundary: None before the end of its first step.
+        position: Number of collectives that training has begun, by the rank's own count; None if
+            not known.
+        recorded: The same number from torch's recorder, for a rank without progress; None if it
+            was not queried.
     """
 
     rank: Annotated[int, Field(ge=0)]
@@ -34,11 +34,11 @@ class RankLook(ContractModel):
 
 @dataclass(frozen=True)
 class Seen:
-    """A look at a rank as the judge has it.
+    """Snapshot of a rank as known to the judge.
 
     Attributes:
-        node: name of its node.
-        is_silent: its node has not been heard of for some time, so this is an old look.
+        node: Name of its node.
+        is_silent: Whether its node has sent no news for some time, so that the snapshot is old.
     """
 
     look: RankLook

@@ -1,4 +1,4 @@
-"""What the ranks of this node share, read anew for each answer."""
+"""Read the shared state of this node's ranks afresh for each request."""
 
 import json
 import os
@@ -18,16 +18,16 @@ from finetune_trainer.telemetry.slots import Block, Word
 
 @dataclass(frozen=True)
 class RankNow:
-    """One rank that has begun, at one moment.
+    """State of one rank that has begun, at one moment.
 
     Attributes:
-        numbers: those of its block.
-        age_seconds: time since it last reported anything.
-        resident_bytes: memory of its process; None where that is gone.
-        phase_seconds: wall time by phase, up to now; of a process that is gone, up to when it was
-            last seen.
-        process: its process; None where that is gone.
-        info: values of the labels of `metrics.INFO` after the rank; None before it has told them.
+        numbers: Numbers of its block.
+        age_seconds: Time since its last report.
+        resident_bytes: Memory of its process; None if the process is gone.
+        phase_seconds: Wall time by phase up to now; if the process is gone, up to when it was last
+            seen.
+        process: Its process; None if it is gone.
+        info: Values of the labels of `metrics.INFO` after the rank; None before they are published.
     """
 
     rank: int
@@ -39,45 +39,45 @@ class RankNow:
     info: Mapping[str, str] | None
 
     def is_same_process(self) -> bool:
-        """Ask anew whether its process still runs."""
+        """Check whether its process still runs."""
         now = read_process(int(self.numbers[Word.PID]))
         return now is not None and now.start == self.numbers[Word.PROCESS_START]
 
 
 class NodeRanks:
-    """The ranks of one node, of which some may not have begun."""
+    """Ranks of one node, some of which may not have begun."""
 
     def __init__(
         self, folder: Path, ranks: Sequence[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Prepare; `clock` is the one by which ranks write `Word.SEEN_AT`."""
+        """Prepare; `clock` is the clock of `Word.SEEN_AT`."""
         self._folder = folder
         self._ranks = ranks
         self._clock = clock
         self._mapped: dict[int, tuple[int, Block]] = {}
         self._phase_seconds: dict[int, dict[TimedPhase, float]] = {}
-        self._writing = Lock()  # requests are answered in threads
+        self._writing = Lock()  # requests run in threads
 
     @property
     def has_rank_zero(self) -> bool:
-        """Whether rank 0 is one of this node's."""
+        """Whether rank 0 runs on this node."""
         return 0 in self._ranks
 
     def now(self) -> list[RankNow]:
-        """Return every rank that has begun, in their order."""
+        """Return every rank that has begun, in order."""
         blocks = ((rank, self._block(rank)) for rank in self._ranks)
         found = [self._read(rank, block) for rank, block in blocks if block is not None]
         return [one for one in found if one.numbers[Word.SEEN_AT] > 0]
 
     def progress(self) -> bytes | None:
-        """Return the progress that rank 0 has published, as JSON; None before it has."""
+        """Return the progress that rank 0 has published, as JSON; None before that."""
         try:
             return (self._folder / PROGRESS_FILE).read_bytes()
         except FileNotFoundError:
             return None
 
     def ask_for_save(self) -> bool:
-        """Ask rank 0 for a checkpoint; return whether it has begun, and so will hear of it."""
+        """Request a checkpoint from rank 0; return whether it has begun and so sees the request."""
         block = self._block(0)
         if block is None:
             return False
@@ -102,9 +102,9 @@ class NodeRanks:
     def _phases(
         self, rank: int, numbers: Sequence[float], now: float | None
     ) -> dict[TimedPhase, float]:
-        """Return the seconds of each phase, never less than before; `now` is of a living process.
+        """Return the seconds of each phase, never less than before; `now` is None if the rank died.
 
-        A rank that leaves a phase has looked at the clock a moment before anybody sees it.
+        A rank that leaves a phase reads the clock a moment before the new phase becomes visible.
         """
         found = read_phases(numbers, now)
         with self._writing:
@@ -128,8 +128,8 @@ class NodeRanks:
 
     def _info(self, rank: int) -> dict[str, str] | None:
         try:
-            told = json.loads((self._folder / info_file(rank)).read_bytes())
+            labels = json.loads((self._folder / info_file(rank)).read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-        is_whole = isinstance(told, dict) and tuple(told) == metrics.INFO.label_names[1:]
-        return told if is_whole else None
+        is_whole = isinstance(labels, dict) and tuple(labels) == metrics.INFO.label_names[1:]
+        return labels if is_whole else None

@@ -1,7 +1,7 @@
-"""Looks at the ranks of this node every second or two, and has them judged on rank 0's node.
+"""Take snapshots of this node's ranks every second or two, and judge them on rank 0's node.
 
-A thread of the page's process runs it. It takes what the ranks have written into memory, and what
-the kernel says of their processes; it asks no rank, driver or disk for anything.
+Runs in a thread of the page's process. It reads what the ranks have written to memory and the
+kernel's data about their processes; it sends no request to a rank, driver or disk.
 """
 
 import json
@@ -20,7 +20,7 @@ from finetune_trainer.config import SUSPECTS_FILE, ContractModel, Phase, Suspect
 from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.boundary import read_boundary
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
-from finetune_trainer.telemetry.node.evidence import STALLS_KEPT, Evidence, evidence_folder
+from finetune_trainer.telemetry.node.evidence import MAX_STALLS, Evidence, evidence_folder
 from finetune_trainer.telemetry.node.judge import Judge
 from finetune_trainer.telemetry.node.looks import RankLook
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks, RankNow
@@ -32,12 +32,12 @@ from finetune_trainer.telemetry.phases import running_phase
 from finetune_trainer.telemetry.slots import Word, layout_of_node
 from finetune_trainer.telemetry.witness import recorder_socket
 
-ENV_WATCH_SPEED = "FINETUNE_WATCH_SPEED"  # for tests, which cannot wait: 10 divides times by 10
+ENV_WATCH_SPEED = "FINETUNE_WATCH_SPEED"  # for tests: 10 divides all times by 10
 WATCH_FILE = "watch.json"
 RANK_ZERO_FILE = "rank-zero.json"
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_BETWEEN_QUESTIONS = 10.0
-_NODES_A_SECOND = 50  # that rank 0's node hears with little work
+_NODES_A_SECOND = 50  # that rank 0's node can serve with little work
 _ENQUEUED = tuple(
     layout_of_node().place(metrics.COMM_ENQUEUED, group)
     for group in metrics.GROUPS
@@ -47,15 +47,15 @@ _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 
 
 class WatchConfig(ContractModel):
-    """What a node's page must know to find who holds the run back.
+    """Settings with which a node's page finds ranks that hold the run back.
 
     Attributes:
-        run_dir: where evidence goes.
-        node: this node's name.
-        num_nodes: of the job.
-        hang_seconds: after which ranks end themselves; None for never.
-        word: by which rank 0's node knows the job's own nodes.
-        speed: how much faster than usual ranks are judged.
+        run_dir: Folder for evidence.
+        node: Name of this node.
+        num_nodes: Nodes of the job.
+        hang_seconds: Time after which hanging ranks end themselves; None for never.
+        word: Secret by which rank 0's node recognises the job's own nodes.
+        speed: Factor by which ranks are judged faster than usual.
     """
 
     run_dir: str
@@ -69,11 +69,12 @@ class WatchConfig(ContractModel):
 
 @dataclass
 class _Quiet:
-    """A rank that has not got on since it was somewhere.
+    """A rank without progress.
 
     Attributes:
-        asked_at: when its recorder was asked last, or when it got there.
-        recorded: what that said.
+        where: Its last known position.
+        asked_at: When its recorder was last queried, or when the rank got to `where`.
+        recorded: Result of that query.
     """
 
     where: object
@@ -82,7 +83,7 @@ class _Quiet:
 
 
 class NodeWatch:
-    """The watch of one node."""
+    """Watch of one node."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class NodeWatch:
         folder: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; `folder` is what the ranks share with their page."""
+        """Prepare; `folder` is shared by the ranks and their page."""
         self._config, self._ranks, self._folder, self._clock = config, ranks, folder, clock
         self._epoch = time.time() - clock()  # once, so that times do not jump
         self._judge = _judge(config)
@@ -101,7 +102,8 @@ class NodeWatch:
         self._complained = ""
         self._quiet: dict[int, _Quiet] = {}
         self._writing: Thread | None = None
-        self._written: tuple[Suspect, ...] | None = None  # there may be some of an earlier attempt
+        # None, not empty: an earlier attempt may have left a file.
+        self._written: tuple[Suspect, ...] | None = None
         self.desk: NewsDesk | None = None
         if ranks.has_rank_zero:
             self.desk = NewsDesk(config.word, clock, interval=self._interval)
@@ -109,11 +111,11 @@ class NodeWatch:
         self.scores: Mapping[int, float] = {}
 
     def start(self) -> None:
-        """Watch from a thread as long as this process lives."""
+        """Watch from a thread until this process ends."""
         Thread(target=self._run, name="watch", daemon=True).start()
 
     def look(self) -> None:
-        """Look at the ranks once."""
+        """Take one snapshot of the ranks and judge or send it."""
         looks = tuple(self._recall(_look(one)) for one in self._ranks.now())
         desk = self.desk
         reply = self._judge_all(desk, looks) if desk is not None else self._ask(looks)
@@ -122,7 +124,7 @@ class NodeWatch:
             self._evidence.collect(reply.stall)
 
     def _recall(self, look: RankLook) -> RankLook:
-        """Return the look with what torch's recorder knows, where the rank does not get on."""
+        """Add the number from torch's recorder to the snapshot of a rank without progress."""
         now, where = self._clock(), (look.process_start, look.boundary, look.position)
         quiet = self._quiet.get(look.rank)
         if quiet is None or quiet.where != where:
@@ -140,27 +142,27 @@ class NodeWatch:
             self.look()
 
     def _judge_all(self, desk: NewsDesk, looks: tuple[RankLook, ...]) -> Reply:
-        desk.hear(self._config.node, looks)
+        desk.store(self._config.node, looks)
         now = self._epoch + self._clock()
         found = self._judge.look(now, desk.seen(), is_training=self._is_training())
         folder = None
-        if found.num_stalls <= STALLS_KEPT:
+        if found.num_stalls <= MAX_STALLS:
             folder = evidence_folder(self._config.attempt, found.num_stalls)
         self.suspects = tuple(
             one.model_copy(update={"evidence": folder}) if one.score is None else one
             for one in found.suspects
         )
         self._publish()
-        desk.tell(found.scores, found.num_stalls)
+        desk.set_results(found.scores, found.num_stalls)
         return desk.reply(looks)
 
     def _publish(self) -> None:
-        """Write who is suspected now where those read it who read files; a disk may not answer."""
+        """Write the current suspects to the run directory, in a thread in case the disk hangs."""
         is_busy = self._writing is not None and self._writing.is_alive()
         if self.suspects == self._written or is_busy:
             return
         self._written = self.suspects
-        # What goes wrong in it is printed by the interpreter, into the log of the node.
+        # The interpreter prints exceptions of the thread into the log of the node.
         self._writing = Thread(target=self._write, args=(self.suspects,), daemon=True)
         self._writing.start()
 
@@ -173,7 +175,7 @@ class NodeWatch:
             path.unlink(missing_ok=True)
 
     def _ask(self, looks: tuple[RankLook, ...]) -> Reply:
-        """Send the looks to rank 0's node, once it is known where that is."""
+        """Send the snapshots to rank 0's node, once its address is known."""
         try:
             to = RankZero.read(self._folder / RANK_ZERO_FILE)
         except FileNotFoundError:
@@ -182,11 +184,13 @@ class NodeWatch:
         try:
             return send(to, news)
         except (OSError, HTTPException, ValidationError, ValueError) as error:
-            self._complain(f"the page of rank 0's node at {to.host}:{to.port} is not told: {error}")
+            self._complain(
+                f"the page of rank 0's node at {to.host}:{to.port} is not updated: {error}"
+            )
             return Reply()
 
     def _complain(self, sentence: str) -> None:
-        """Print what is wrong, once as long as it stays the same."""
+        """Print a problem once for as long as it does not change."""
         if sentence != self._complained:
             self._complained = sentence
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
@@ -197,7 +201,7 @@ class NodeWatch:
 
 
 def read_watch(folder: Path, ranks: NodeRanks) -> NodeWatch | None:
-    """Return the watch that `folder` has the configuration of; None where it has none."""
+    """Return the watch configured in `folder`; None without a configuration."""
     try:
         config = WatchConfig.read(folder / WATCH_FILE)
     except FileNotFoundError:
@@ -206,7 +210,7 @@ def read_watch(folder: Path, ranks: NodeRanks) -> NodeWatch | None:
 
 
 def _judge(config: WatchConfig) -> Judge:
-    """Return a judge who has evidence kept before ranks that hang end themselves."""
+    """Return a judge that names stuck ranks, and so saves evidence, before they end themselves."""
     slow, stuck, speed = SlowPace(), StuckPace(), config.speed
     return Judge(
         replace(slow, window_seconds=slow.window_seconds / speed),
@@ -232,9 +236,9 @@ def _look(rank: RankNow) -> RankLook:
 
 
 def _position(numbers: Sequence[float]) -> int | None:
-    """Return how many collectives of training a rank has begun; None where nothing is known.
+    """Return the number of collectives that a rank's training has begun; None if not known.
 
-    Those of checkpoints are another thread's, which no step waits for.
+    Collectives of checkpoints are left out: they run in another thread and no step waits for them.
     """
     known = [numbers[place] for place in _ENQUEUED if numbers[place] == numbers[place]]
     return int(sum(known)) if known else None

@@ -1,14 +1,14 @@
-"""A process that asks NVML about this machine's GPUs: `python nvml.py PARENT SECONDS MOST_XIDS`.
+"""Read this machine's GPUs through NVML in a process: `python nvml.py PARENT SECONDS MOST_XIDS`.
 
-`gpus` starts it with its own process id and the time between two readings, and reads the JSON
-objects that it writes to standard output, one a line:
+`gpus` starts it with its own process id, the seconds between two readings and the number of XIDs
+to remember, and reads JSON objects from its standard output, one per line:
 
-    {"problem": SENTENCE}                what a user should know
-    {"asking": UUID}                     the driver is asked for this GPU from now on
+    {"problem": SENTENCE}                a message for the user
+    {"asking": UUID}                     the driver is being queried for this GPU
     {"read": UUID, "isLost": BOOL, "values": [[NAME, [LABEL, …], VALUE], …]}
 
-A call into the driver may never return, not even for SIGKILL: so nobody waits for this process. To
-stay small it imports nothing of ours; metrics go by the end of their name, after `finetune_gpu_`.
+A driver call may never return, not even on SIGKILL, so no process waits for this one. To stay
+small it imports none of our modules; metric names are given without `finetune_gpu_`.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ Value = tuple[str, tuple[str, ...], float]
 
 
 class _Field(NamedTuple):
-    """A number that the driver has by an id; `unit` is its unit in that of the metric."""
+    """A driver value with an id; `unit` is its unit in terms of the metric's unit."""
 
     id: int
     metric: str
@@ -55,7 +55,7 @@ _FIELDS = (
 
 
 class _Throttle(NamedTuple):
-    """A reason for a lower clock: the field that counts its ns, and its bits among the reasons."""
+    """A reason for a lower clock: the field that counts it in ns, and its bits in the mask."""
 
     id: int
     reason: str
@@ -71,7 +71,7 @@ _THROTTLES = (
 )
 _RECOVERY = nv.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 _NUM_LINKS = nv.NVML_FI_DEV_NVLINK_LINK_COUNT
-_MEMBERS = {  # of the union of a field's value, by NVML's type
+_MEMBERS = {  # member of the union in a field's value, by NVML's type
     nv.NVML_VALUE_TYPE_DOUBLE: "dVal",
     nv.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
     nv.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
@@ -83,13 +83,13 @@ _MEMBERS = {  # of the union of a field's value, by NVML's type
 
 
 class Gpu:
-    """One GPU that has been found."""
+    """GPU that the driver shows."""
 
     def __init__(self, handle: Any, most_xids: int) -> None:
-        """Ask for its name.
+        """Read its UUID.
 
         Raises:
-            NVMLError: the driver does not tell it.
+            NVMLError: The driver does not return it.
         """
         self.handle = handle
         self.uuid: str = nv.nvmlDeviceGetUUID(handle)
@@ -97,17 +97,17 @@ class Gpu:
         self._xids: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._sampled = dict.fromkeys((one.reason for one in _THROTTLES), 0.0)
         self._sampled_at: float | None = None
-        self._known: dict[int, float] = {}  # by field, of the newest reading
+        self._known: dict[int, float] = {}  # newest reading, by field
 
     def count_xid(self, xid: int) -> None:
-        """Count an error that the driver reports now; only the newest numbers are kept."""
+        """Count an error reported by the driver; only the latest error numbers are remembered."""
         count, _ = self._xids.pop(xid, (0, 0.0))
         self._xids[xid] = count + 1, time.time()
         if len(self._xids) > self._most_xids:
             self._xids.popitem(last=False)
 
     def read(self) -> tuple[bool, list[Value]]:
-        """Return whether the driver has lost the GPU, and what is known of it all the same."""
+        """Return whether the driver has lost the GPU, and the values that are still known."""
         of_xids: list[Value] = []
         for xid, (count, when) in self._xids.items():
             of_xids.append(("xid_errors_total", (str(xid),), count))
@@ -116,7 +116,7 @@ class Gpu:
         for ask in (*_QUESTIONS, self._fields, self._links, self._throttled):
             try:
                 found += ask(self.handle)
-            except nv.NVMLError as error:  # most often: not of this GPU, or of this driver
+            except nv.NVMLError as error:  # mostly not supported by this GPU or driver
                 if error.value == nv.NVML_ERROR_GPU_IS_LOST:
                     return True, of_xids
         return False, found
@@ -147,7 +147,7 @@ class Gpu:
         return [("nvlink_up_links", (), up)]
 
     def _throttled(self, handle: Any) -> list[Value]:
-        """Return the driver's own times; of a driver without them, samples added up."""
+        """Return the driver's own times, or sums of samples if the driver has no such times."""
         name, known = "throttle_seconds_total", self._known
         counted: list[Value] = [
             (name, (one.reason,), known[one.id] / 1e9) for one in _THROTTLES if one.id in known
@@ -210,7 +210,7 @@ def _temperature(handle: Any) -> float:
 
 
 Question = Callable[[Any], list[Value]]
-"""Asks the driver for one GPU; it raises NVMLError where there is no answer."""
+"""Query the driver for one GPU; raises NVMLError if there is no response."""
 
 _QUESTIONS: tuple[Question, ...] = (
     _use,
@@ -231,19 +231,19 @@ _QUESTIONS: tuple[Question, ...] = (
 
 
 class Driver:
-    """All GPUs that the driver shows, and its errors."""
+    """All GPUs that the driver shows, and their errors."""
 
     def __init__(self, most_xids: int) -> None:
         """Open the driver's library.
 
         Raises:
-            NVMLError: there is none, or no driver.
+            NVMLError: The library or the driver is missing.
         """
         nv.nvmlInit()
         self._most_xids = most_xids
         self._count = nv.nvmlDeviceGetCount()
         if not self._count:
-            _tell(problem="NVML shows no GPU")
+            _write(problem="NVML shows no GPU")
         self._gpus: dict[int, Gpu] = {}
         self._events: Any = None
 
@@ -253,32 +253,32 @@ class Driver:
             gpu = self._gpus.get(index) or self._find(index)
             if gpu is None:
                 continue
-            _tell(asking=gpu.uuid)
+            _write(asking=gpu.uuid)
             is_lost, values = gpu.read()
-            _tell(read=gpu.uuid, isLost=is_lost, values=values)
+            _write(read=gpu.uuid, isLost=is_lost, values=values)
             if is_lost:
-                _tell(problem=f"the driver has lost {gpu.uuid}; drain and restart its node")
+                _write(problem=f"the driver has lost {gpu.uuid}; drain and restart its node")
 
     def wait(self, seconds: float) -> None:
-        """Count the errors that the driver reports in that time."""
+        """Count the errors that the driver reports within `seconds`."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             try:
                 event = nv.nvmlEventSetWait_v2(self._events, int(left * 1000) + 1)
             except nv.NVMLError as error:
-                if error.value != nv.NVML_ERROR_TIMEOUT:  # it has no events, or lost a GPU
+                if error.value != nv.NVML_ERROR_TIMEOUT:  # no events supported, or a lost GPU
                     time.sleep(max(0.0, until - time.monotonic()))
                 continue
             for gpu in self._gpus.values():
-                if _address(gpu.handle) == _address(event.device):  # a lost one tells no name
+                if _address(gpu.handle) == _address(event.device):  # a lost GPU has no UUID
                     gpu.count_xid(event.eventData)
 
     def _find(self, index: int) -> Gpu | None:
-        """Return a GPU that is asked for the first time; None while it is lost."""
+        """Open a GPU for the first time; None while it is lost."""
         try:
             gpu = Gpu(nv.nvmlDeviceGetHandleByIndex(index), self._most_xids)
         except nv.NVMLError as error:
-            _tell(problem=f"the driver does not show GPU {index} of this node ({error})")
+            _write(problem=f"the driver does not show GPU {index} of this node ({error})")
             return None
         self._gpus[index] = gpu
         self._listen(gpu)
@@ -290,17 +290,17 @@ class Driver:
                 self._events = nv.nvmlEventSetCreate()
             nv.nvmlDeviceRegisterEvents(gpu.handle, nv.nvmlEventTypeXidCriticalError, self._events)
         except nv.NVMLError as error:
-            _tell(problem=f"the driver does not report the errors of {gpu.uuid} ({error})")
+            _write(problem=f"the driver does not report the errors of {gpu.uuid} ({error})")
 
 
 def main() -> None:
-    """Read until the parent is gone."""
+    """Read until the parent has ended."""
     parent, seconds, most_xids = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         driver = Driver(int(most_xids))
     except nv.NVMLError as error:
-        _tell(problem=f"NVML cannot be used ({error})")
+        _write(problem=f"NVML cannot be used ({error})")
         return
     while os.getppid() == int(parent):
         driver.read()
@@ -311,7 +311,7 @@ def _address(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _tell(**what: object) -> None:
+def _write(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 

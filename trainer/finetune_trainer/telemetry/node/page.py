@@ -1,4 +1,4 @@
-"""The metrics of a node as Prometheus reads them: the catalogue's, and nothing else."""
+"""Render the metrics of a node for Prometheus, exactly as the catalogue lists them."""
 
 import math
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from finetune_trainer.telemetry.slots import layout_of_node
 
 
 class RankCollector(Collector):
-    """Makes the page of what the ranks share at that moment."""
+    """Renders the page from the shared state of the ranks at the moment of a request."""
 
     def __init__(self, ranks: NodeRanks, watch: NodeWatch | None = None) -> None:
-        """Take the ranks' numbers from `ranks`, and their scores from `watch`."""
+        """Take numbers from `ranks` and scores from `watch`."""
         self._ranks = ranks
         self._watch = watch
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics that have a value on some rank, in the catalogue's order."""
+        """Yield the metrics with a value on at least one rank, in the catalogue's order."""
         ranks = self._ranks.now()
         first = [rank for rank in ranks if rank.rank == 0]
         for metric in metrics.OF_TRAINING_NODE:
@@ -62,7 +62,7 @@ def _family(metric: Metric, ranks: list[RankNow]) -> Family:
 
 
 def _values(metric: Metric, rank: RankNow) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield each series of a rank: the values of its labels after the rank, and its value."""
+    """Yield each series of a rank: the label values after the rank, and the value."""
     if metric is metrics.INFO:
         if rank.info is not None:
             yield tuple(rank.info.values()), 1.0
@@ -74,7 +74,7 @@ def _values(metric: Metric, rank: RankNow) -> Iterator[tuple[tuple[str, ...], fl
         yield from (((phase.value,), seconds) for phase, seconds in rank.phase_seconds.items())
         return
     for values in combinations(metric.labels[1:]):
-        if metric is metrics.MEMORY and values == ("host_rss",):  # as the kernel has it
+        if metric is metrics.MEMORY and values == ("host_rss",):  # from the kernel
             if rank.resident_bytes is not None:
                 yield values, rank.resident_bytes
         else:

@@ -1,9 +1,9 @@
-"""The nodes of a job tell rank 0's node what their ranks do, and hear what came of it.
+"""Exchange snapshots between a job's nodes: all nodes send to rank 0's node and get its reply.
 
-Each node sends a look at its ranks every few seconds, by POST to the page of rank 0's node and with
-the word that rank 0 gave to all ranks when they met: whoever else can reach the page does not know
-it. Only rank 0's node judges. The answer has what belongs on the sender's own page, and which
-evidence it is to keep.
+Each node posts a snapshot of its ranks every few seconds to the page of rank 0's node, with the
+secret that rank 0 gave to all ranks at the rendezvous; other clients that can reach the page do
+not know it. Only rank 0's node judges. Its reply has the scores for the sender's own page and the
+number of the stall to collect evidence for.
 """
 
 import hmac
@@ -21,20 +21,20 @@ from finetune_trainer.telemetry.node.looks import RankLook, Seen
 
 PEERS_PATH = "/ranks"
 MAX_NEWS_BYTES = 1 << 18
-_MAX_ANSWER_BYTES = 1 << 18
+_MAX_REPLY_BYTES = 1 << 18
 _TIMEOUT_SECONDS = 3.0
 SILENT_AFTER_SECONDS = 15.0
-_NEWS_MISSED = 3  # in a job of so many nodes that they have some less often
+_NEWS_MISSED = 3  # intervals; in large jobs nodes report less often
 MAX_RANKS_OF_NODE = 256
 
 
 class News(ContractModel):
-    """What a node tells rank 0's.
+    """Request of a node to rank 0's node.
 
     Attributes:
-        word: what rank 0 told all ranks when they met.
-        node: the sender's name.
-        ranks: its ranks that have begun.
+        word: Secret that rank 0 gave to all ranks at the rendezvous.
+        node: Name of the sender.
+        ranks: Its ranks that have begun.
     """
 
     version: Literal[1] = 1
@@ -44,11 +44,11 @@ class News(ContractModel):
 
 
 class Reply(ContractModel):
-    """What rank 0's node answers.
+    """Response of rank 0's node.
 
     Attributes:
-        scores: of the sender's ranks, by rank: busy time by the median of the others'.
-        stall: number of the stall of which evidence is to be kept; 0 for none.
+        scores: Busy time of the sender's ranks relative to the others' median, by rank.
+        stall: Number of the stall to collect evidence for; 0 for none.
     """
 
     version: Literal[1] = 1
@@ -57,7 +57,7 @@ class Reply(ContractModel):
 
 
 class NewsDesk:
-    """Collects the looks of all nodes, on rank 0's; requests come in threads."""
+    """Collects the snapshots of all nodes on rank 0's node; requests come in threads."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class NewsDesk:
         *,
         interval: float = 1.0,
     ) -> None:
-        """Take news from whoever knows `word`; each node has some every `interval` seconds."""
+        """Accept news with the secret `word`; each node sends some every `interval` seconds."""
         self._word = word
         self._silent_after = max(SILENT_AFTER_SECONDS, _NEWS_MISSED * interval)
         self._clock = clock
@@ -75,31 +75,31 @@ class NewsDesk:
         self._scores: Mapping[int, float] = {}
         self._stall = 0
 
-    def hear(self, node: str, ranks: tuple[RankLook, ...]) -> None:
-        """Take the looks of one node."""
+    def store(self, node: str, ranks: tuple[RankLook, ...]) -> None:
+        """Store the snapshots of one node."""
         now = self._clock()
         with self._lock:
             self._heard.update((one.rank, (now, Seen(one, node))) for one in ranks)
 
     def reply(self, ranks: tuple[RankLook, ...]) -> Reply:
-        """Return what concerns the node of these ranks."""
+        """Return the reply to the node of these ranks."""
         with self._lock:
             scores = {one.rank: self._scores[one.rank] for one in ranks if one.rank in self._scores}
             return Reply(scores=scores, stall=self._stall)
 
     def receive(self, body: bytes) -> tuple[HTTPStatus, str]:
-        """Return status and text of the answer to a request."""
+        """Return status and text of the response to a request."""
         try:
             news = News.model_validate_json(body)
         except ValidationError as error:
-            return HTTPStatus.BAD_REQUEST, f"these are no news of version 1: {error.errors()[0]}"
+            return HTTPStatus.BAD_REQUEST, f"not a valid request of version 1: {error.errors()[0]}"
         if not hmac.compare_digest(news.word.encode(), self._word.encode()):
-            return HTTPStatus.FORBIDDEN, "only ranks of this job may tell what they do"
-        self.hear(news.node, news.ranks)
+            return HTTPStatus.FORBIDDEN, "only ranks of this job may report here"
+        self.store(news.node, news.ranks)
         return HTTPStatus.OK, self.reply(news.ranks).to_json()
 
     def seen(self) -> dict[int, Seen]:
-        """Return the newest look at each rank that was heard of."""
+        """Return the newest snapshot of each known rank."""
         now = self._clock()
         with self._lock:
             return {
@@ -107,19 +107,19 @@ class NewsDesk:
                 for rank, (at, one) in self._heard.items()
             }
 
-    def tell(self, scores: Mapping[int, float], stall: int) -> None:
-        """Keep what nodes are to hear with their next news."""
+    def set_results(self, scores: Mapping[int, float], stall: int) -> None:
+        """Store the results that nodes get with their next news."""
         with self._lock:
             self._scores, self._stall = dict(scores), stall
 
 
 class RankZero(ContractModel):
-    """Where a node's news go; rank 0 has told all ranks when they met.
+    """Destination of a node's news, distributed by rank 0 at the rendezvous.
 
     Attributes:
-        host: of rank 0, as this node knows it.
-        port: of the page of its node.
-        word: by which that knows the job's own nodes.
+        host: Address of rank 0 as seen from this node.
+        port: Port of the page of its node.
+        word: Secret by which that page recognises the job's own nodes.
     """
 
     host: str
@@ -128,20 +128,20 @@ class RankZero(ContractModel):
 
 
 def send(to: RankZero, news: News) -> Reply:
-    """Send news to rank 0's node, and return what it answers.
+    """Send news to rank 0's node and return its reply.
 
     Raises:
-        OSError: it does not answer.
-        HTTPException: what answers speaks no HTTP.
-        ValueError: what it answers is of another version, or a refusal.
+        OSError: The node does not respond.
+        HTTPException: The response is not HTTP.
+        ValueError: The response has another version, or is a refusal.
     """
     connection = HTTPConnection(to.host, to.port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("POST", PEERS_PATH, news.to_json())
-        answer = connection.getresponse()
-        text = answer.read(_MAX_ANSWER_BYTES)
+        response = connection.getresponse()
+        text = response.read(_MAX_REPLY_BYTES)
     finally:
         connection.close()
-    if answer.status != HTTPStatus.OK:
-        raise ValueError(f"rank 0's node answers {answer.status}")
+    if response.status != HTTPStatus.OK:
+        raise ValueError(f"rank 0's node responded with status {response.status}")
     return Reply.model_validate_json(text)

@@ -1,4 +1,4 @@
-"""The process that serves a node's page, started again when it ends before it should."""
+"""Run the process that serves a node's page, and restart it if it ends early."""
 
 import socket
 import subprocess
@@ -6,57 +6,57 @@ import sys
 from collections.abc import Callable
 from threading import Event, Thread
 
-_SECONDS_BETWEEN_STARTS = 60.0  # at most; one, two, four, ... before
+_SECONDS_BETWEEN_STARTS = 60.0  # upper bound of the backoff, which starts at 1 s
 _MODULE = "finetune_trainer.telemetry.node"
 
 
 class PageProcess:
-    """One process after the other, on one socket that listens all the time."""
+    """A restarted process on one socket that listens all the time."""
 
     def __init__(
         self, words: tuple[str, ...], listener: socket.socket, warn: Callable[[str], None]
     ) -> None:
-        """Start the first; `words` are its arguments, and the socket is this object's from now on.
+        """Start the process with arguments `words`; this object then owns the socket.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: The process cannot be started.
         """
         self._words, self._listener, self._warn = words, listener, warn
         self._has_ended = Event()
-        self._keeper: Thread | None = None
+        self._restarter: Thread | None = None
         self._process = self._start()
 
-    def keep(self) -> None:
-        """Start another whenever it ends, from a thread, until `end`."""
-        self._keeper = Thread(target=self._keep, name="page-keeper", daemon=True)
-        self._keeper.start()
+    def restart_on_exit(self) -> None:
+        """Restart the process from a thread whenever it ends, until `end`."""
+        self._restarter = Thread(target=self._restart, name="page-keeper", daemon=True)
+        self._restarter.start()
 
     def end(self) -> None:
-        """End it for good, and free its port; it has nothing to finish."""
+        """Kill the process and free its port; it has no state to save."""
         self._has_ended.set()
         self._process.kill()
-        if self._keeper is not None:
-            self._keeper.join()
-        self._let_go()
+        if self._restarter is not None:
+            self._restarter.join()
+        self._release()
         self._listener.close()
 
-    def _keep(self) -> None:
+    def _restart(self) -> None:
         pause = 1.0
         while True:
             code = self._process.wait()
             if self._has_ended.is_set():
                 return
-            self._warn(f"the page of this node ended (exit {code}), and is started again")
+            self._warn(f"the page of this node ended (exit {code}) and is restarted")
             if self._has_ended.wait(pause):
                 return
             pause = min(2 * pause, _SECONDS_BETWEEN_STARTS)
-            self._let_go()
+            self._release()
             try:
                 self._process = self._start()
             except OSError as error:
-                self._warn(f"the page of this node cannot be started again ({error})")
+                self._warn(f"the page of this node cannot be restarted ({error})")
                 return
-            if self._has_ended.is_set():  # `end` may have met the one before
+            if self._has_ended.is_set():  # `end` may have killed only the previous process
                 self._process.kill()
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -66,10 +66,10 @@ class PageProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[number],
-            start_new_session=True,  # Ctrl-C is for the supervisor alone
+            start_new_session=True,  # only the supervisor gets Ctrl-C
         )
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._process.wait()
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.close()

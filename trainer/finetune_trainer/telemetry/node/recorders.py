@@ -1,6 +1,7 @@
-"""Asks torch's flight recorder of a rank, which answers from a thread in C++ behind a socket.
+"""Query the flight recorder of a rank, which a C++ thread serves on a socket.
 
-So also while the rank holds the interpreter lock; not while it is stopped. See `witness`.
+It responds even while the rank holds the interpreter lock, but not while it is stopped. See
+`witness`.
 """
 
 import json
@@ -12,34 +13,34 @@ from pathlib import Path
 
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 
-_HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # of NCCL's recorder, and of gloo's
+_HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # NCCL's and gloo's recorder
 _TIMEOUT_SECONDS = 3.0
 _MAX_BYTES = 1 << 25
 
 
 def ask_recorder(path: Path, *, with_ring: bool = True) -> bytes | None:
-    """Return what the recorder behind a socket has, as JSON; None where it does not answer.
+    """Return the contents of the recorder behind a socket, as JSON; None if it does not respond.
 
-    Without the ring NCCL's tells how far each group is; gloo's always has it.
+    Without the ring, NCCL's recorder reports only each group's progress; gloo's always adds it.
     """
     with closing(_Connection(path)) as connection:
         try:
             for handler in _HANDLERS:
                 wanted = "true" if with_ring else "false"
                 connection.request("POST", f"/handler/{handler}?includecollectives={wanted}")
-                answer = connection.getresponse()
-                text = answer.read(_MAX_BYTES)
-                if answer.status == HTTPStatus.OK:
+                response = connection.getresponse()
+                text = response.read(_MAX_BYTES)
+                if response.status == HTTPStatus.OK:
                     return text
         except (OSError, HTTPException):
-            pass  # it is stopped, gone, or has no recorder
+            pass  # stopped, gone, or without a recorder
     return None
 
 
 def begun_in(dump: bytes) -> int | None:
-    """Return how many collectives of training a rank has begun, as its recorder says.
+    """Return the number of collectives that a rank's training has begun, from a recorder's dump.
 
-    None where it says something else than this version understands.
+    None if this version cannot parse the dump.
     """
     try:
         found = json.loads(dump)
@@ -56,7 +57,7 @@ def begun_in(dump: bytes) -> int | None:
 
 
 class _Connection(HTTPConnection):
-    """A connection to a socket of this machine."""
+    """HTTP connection to a Unix socket."""
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=_TIMEOUT_SECONDS)

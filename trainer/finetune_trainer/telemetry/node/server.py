@@ -1,4 +1,4 @@
-"""The small HTTP server of a node's page: it calls a function for each path."""
+"""Minimal HTTP server of a node's page: it calls a function for each path."""
 
 import socket
 import sys
@@ -13,37 +13,37 @@ _MAX_BODY_BYTES = 1024
 _CONNECTION_TIMEOUT_SECONDS = 5.0
 JSON = "application/json"
 
-Answer = tuple[HTTPStatus, str, bytes]
+Response = tuple[HTTPStatus, str, bytes]
 """Status, content type and body."""
 
 
 class Route(NamedTuple):
-    """What answers at a path.
+    """Handler of a path.
 
     Attributes:
-        method: by which it is asked.
-        answer: makes the answer to a body, at once and in any thread.
-        max_body_bytes: of a request; a longer one is refused unread.
+        method: HTTP method of the request.
+        handle: Returns the response to a body at once, in any thread.
+        max_body_bytes: Limit of a request's body; a longer one is refused unread.
     """
 
     method: str
-    answer: Callable[[bytes], Answer]
+    handle: Callable[[bytes], Response]
     max_body_bytes: int = _MAX_BODY_BYTES
 
 
 Routes = Mapping[str, Route]
-"""By path."""
+"""Routes by path."""
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers from daemon threads, from its making until it is closed."""
+    """Server with daemon threads, which serves from its creation until it is closed."""
 
     daemon_threads = True
     # Closing must not wait for a client that reads slowly.
     block_on_close = False
 
     def __init__(self, listener: socket.socket, routes: Routes) -> None:
-        """Answer those who connect to `listener`, which closes with this server."""
+        """Serve clients of `listener`, which closes with this server."""
         self.routes = routes
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
@@ -52,12 +52,12 @@ class PageServer(ThreadingHTTPServer):
         Thread(target=target, name="page", daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering and free the port."""
+        """Stop serving and free the port."""
         self.shutdown()
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what went wrong, but for a client that hangs up early: that is no event here."""
+        """Print errors, except if the client closed the connection early."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             most = f"send at most {route.max_body_bytes} bytes"
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, explain=most)
         else:
-            status, content_type, body = route.answer(self.rfile.read(int(length)))
+            status, content_type, body = route.handle(self.rfile.read(int(length)))
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
@@ -93,4 +93,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _route  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Do nothing: a line a scrape would bury the training log."""
+        """Do nothing: one line per scrape would bury the training log."""

@@ -1,7 +1,7 @@
-"""Which ranks are slower than the others: busy time a step against the median of the others. Pure.
+"""Find ranks slower than the others: busy time per step relative to the others' median. Pure.
 
-All ranks of a synchronous run make the same steps, so who is slow is busy for longer, and the
-others wait for it in collectives. Busy is all of a step but that waiting.
+All ranks of a synchronous run finish the same steps, so a slow rank is busy for longer and the
+others wait for it in collectives. Busy time is a step's time without that wait.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from finetune_trainer.config import SuspectCause
 from finetune_trainer.telemetry.boundary import Boundary
 from finetune_trainer.telemetry.node.looks import Seen
 
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_MAD_TO_SIGMA = 1.4826  # for a normal distribution
 _SIGMAS = 4.0
 _MIN_OTHERS_OF_SPREAD = 3
 _MOST_APART = 0.1
@@ -29,12 +29,13 @@ class SlowPace:
     """When a rank counts as slow.
 
     Attributes:
-        window_seconds: shortest time over which ranks are compared.
-        min_steps: fewest steps over which they are, as nodes are not looked at in one moment.
-        windows: how many in a row a rank is slow in before it is named.
-        slow: lowest score of a slow rank.
-        well: highest mean score, over as many windows, of one that is well again.
-        min_share: of its wall time that a slow rank is busy for longer than the others.
+        window_seconds: Shortest time over which ranks are compared.
+        min_steps: Fewest steps over which ranks are compared, because nodes are not sampled at the
+            same moment.
+        windows: Number of consecutive slow windows before a rank is named.
+        slow: Lowest score of a slow rank.
+        well: Highest mean score, over as many windows, of a rank that has recovered.
+        min_share: Share of its wall time by which a slow rank is busy for longer than the others.
     """
 
     window_seconds: float = 5.0
@@ -50,8 +51,8 @@ class Slow:
     """A rank that is slow now.
 
     Attributes:
-        score: its busy time by the median of the others', over the newest windows.
-        since: begin of the first window in which it was slow, on the clock of the looks.
+        score: Its busy time over the newest windows, relative to the others' median.
+        since: Start of the first window in which it was slow, on the clock of the snapshots.
     """
 
     rank: int
@@ -62,7 +63,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Use:
-    """Seconds a step of one rank, over one window."""
+    """Seconds per step of one rank, over one window."""
 
     wall: float
     compute: float
@@ -72,12 +73,12 @@ class Use:
 
     @property
     def busy(self) -> float:
-        """All but waiting for others."""
+        """All time except waiting for others."""
         return self.compute + self.data + self.checkpoint
 
     @classmethod
     def between(cls, first: Boundary, last: Boundary) -> "Use":
-        """Return what a rank's steps between two boundaries took."""
+        """Return the average step of a rank between two boundaries."""
         steps = last.steps - first.steps
         waiting = last.waiting_seconds - first.waiting_seconds
         apart = last.apart_seconds - first.apart_seconds
@@ -90,12 +91,12 @@ class Use:
 
 @dataclass
 class _Record:
-    """What one rank was in the newest windows.
+    """Results of one rank in the newest windows.
 
     Attributes:
-        excesses: seconds a step above the others, by cause, of windows in which it was slow.
-        scores: of the same windows.
-        newest: scores of the newest windows, whatever it was in them.
+        excesses: Seconds per step above the others, by cause, in each slow window.
+        scores: Scores of the slow windows.
+        newest: Scores of the newest windows, slow or not.
     """
 
     since: float = 0.0
@@ -115,10 +116,10 @@ class SlowRanks:
         self._records: dict[int, _Record] = {}
         self._history: deque[Mapping[int, float]] = deque(maxlen=_WINDOWS_OF_NOISE)
         self.scores: Mapping[int, float] = {}
-        """Of the newest window, by rank."""
+        """Scores of the newest window, by rank."""
 
     def look(self, now: float, seen: Mapping[int, Seen]) -> list[Slow]:
-        """Take a look into account; return who is slow now, worst first."""
+        """Process a snapshot and return the slow ranks, worst first."""
         pairs = {
             rank: (self._first[rank].look.boundary, one.look.boundary)
             for rank, one in seen.items()
@@ -126,7 +127,7 @@ class SlowRanks:
         }
         whole = {rank: (a, b) for rank, (a, b) in pairs.items() if a is not None and b is not None}
         if len(whole) < len(self._first) or not whole:
-            self._begin(now, seen)  # somebody has come, gone or started anew
+            self._begin(now, seen)  # a rank was added, is gone or was restarted
         elif now - self._began >= self._pace.window_seconds and all(
             last.steps - first.steps >= self._pace.min_steps for first, last in whole.values()
         ):
@@ -136,7 +137,7 @@ class SlowRanks:
         return sorted(named, key=lambda one: -one.score)
 
     def forget(self) -> None:
-        """Begin anew, as the run does something else now."""
+        """Start over, because the run has stopped training."""
         self._first, self._records, self.scores = {}, {}, {}
         self._history.clear()
 
@@ -149,13 +150,13 @@ class SlowRanks:
         }
 
     def _close(self, uses: Mapping[int, Use]) -> None:
-        """Compare the ranks over a window that is over."""
+        """Compare the ranks over a finished window."""
         self._records = {rank: self._records.get(rank, _Record()) for rank in uses}
         if len(uses) < 2:
             self.scores = {}
             return
         if max(use.apart / use.wall for use in uses.values() if use.wall > 0) > _MOST_APART:
-            return  # ranks wait for each other in an evaluation, too, which is not told apart
+            return  # ranks also wait for each other in evaluations, which cannot be separated
         busy = _Medians({rank: use.busy for rank, use in uses.items()})
         self.scores = {
             rank: use.busy / typical
@@ -190,10 +191,10 @@ class SlowRanks:
             self._records[rank] = _Record(newest=record.newest)
 
     def _is_no_noise(self, scores: Sequence[float]) -> bool:
-        """Say whether scores are higher than the ranks' scores vary from window to window.
+        """Whether scores are higher than the ranks' scores vary from window to window.
 
-        Where ranks share too few processors, or their rows differ in length, now this one is slow
-        and now that one. A rank that is slow all the time does not vary.
+        If ranks share too few processors, or their rows differ in length, a different rank is slow
+        in each window. The score of a constantly slow rank does not vary.
         """
         if len(self._history) < _LEAST_WINDOWS_OF_NOISE:
             return False
@@ -220,7 +221,7 @@ _CAUSES = (SuspectCause.COMPUTE, SuspectCause.DATA, SuspectCause.CHECKPOINT)
 
 
 def _excess(rank: int, uses: Mapping[int, Use]) -> dict[SuspectCause, float]:
-    """Return how many seconds a step a rank is above the others, by cause."""
+    """Return by how many seconds per step a rank exceeds the others, by cause."""
     found = {}
     for cause in _CAUSES:
         values = {one: float(getattr(use, cause)) for one, use in uses.items()}
@@ -238,23 +239,23 @@ def _is_same(first: Seen, last: Seen) -> bool:
 
 
 class _Medians:
-    """Medians of all values but one."""
+    """Medians of all values except one."""
 
     def __init__(self, values: Mapping[int, float]) -> None:
         self._values = values
         self._sorted = sorted(values.values())
 
     def of_others(self, rank: int) -> float:
-        """Return the median of the others' values, of which there must be one."""
+        """Return the median of the other ranks' values, of which there must be at least one."""
         ordered, own = self._sorted, bisect_left(self._sorted, self._values[rank])
         num_others = len(ordered) - 1
         middle = {(num_others - 1) // 2, num_others // 2}
         return sum(ordered[at if at < own else at + 1] for at in middle) / len(middle)
 
     def spread_of_others(self, rank: int) -> float:
-        """Return the standard deviation of the others, as their median deviation shows it.
+        """Return the standard deviation of the others, estimated from their median deviation.
 
-        0 where they are too few to have one.
+        0 if there are too few others.
         """
         others = [value for one, value in self._values.items() if one != rank]
         if len(others) < _MIN_OTHERS_OF_SPREAD:

@@ -1,7 +1,7 @@
-"""Starts the page of a node, and ends it: for the node's supervisor, or its first rank without one.
+"""Start and end the page of a node, for the node's supervisor or its first rank without one.
 
-The port is bound here, so that ranks know where the page is before its process has come up, and
-nobody takes a port meanwhile that was found free.
+The port is bound here, so that ranks know the page's address before its process is up, and no
+other program takes the port in between.
 """
 
 import os
@@ -18,7 +18,7 @@ from finetune_trainer.config import ENV_NODE_NAME, TelemetryConfig, TrainConfig
 from finetune_trainer.files import remove_tree
 from finetune_trainer.telemetry.node.node_watch import ENV_WATCH_SPEED, WATCH_FILE, WatchConfig
 from finetune_trainer.telemetry.node.process import PageProcess
-from finetune_trainer.telemetry.shared import NodePage, tell_warning
+from finetune_trainer.telemetry.shared import NodePage, publish_warning
 
 _MEMORY = Path("/dev/shm")
 _PORTS_TRIED = 20
@@ -27,7 +27,7 @@ _PORTS_TRIED = 20
 def watch_config(
     config: TrainConfig, num_nodes: int, environ: Mapping[str, str] = os.environ
 ) -> WatchConfig:
-    """Return what the page of a node must know to find who holds the run back."""
+    """Return the settings with which the page finds ranks that hold the run back."""
     return WatchConfig(
         run_dir=config.run_dir,
         attempt=config.job.attempt,
@@ -48,21 +48,27 @@ def node_page(
     *,
     reads_gpus: bool = False,
     watch: WatchConfig | None = None,
-    is_kept: bool = True,
+    restarts: bool = True,
 ) -> Iterator[NodePage]:
-    """Serve the page of `num_ranks` ranks, from `first_rank` on, while the block runs.
+    """Serve the page of a node's ranks while the block runs.
 
-    `reads_gpus` puts the node's GPUs on it as well.
+    The page's process also ends when this process is killed. If no page can be served, the returned
+    page has a warning and no folder; with port 0 there is no page.
 
-    Its process also ends when this one is killed. Where there can be no page, the one that is
-    returned has a warning, and no folder; with port 0 there is none. `folder` is where the ranks
-    leave what it shows, made if it is missing; None makes a new one. Without `watch` nobody finds
-    who holds the run back. `is_kept` starts its process again when that ends, from a thread.
+    Args:
+        config: Host and port of the page.
+        first_rank: First rank of the node.
+        num_ranks: Number of its ranks.
+        folder: Folder in which the ranks leave the page's contents, created if missing; None
+            creates a temporary one.
+        reads_gpus: Whether the page shows the node's GPUs.
+        watch: Settings to find ranks that hold the run back; None to skip the search.
+        restarts: Whether a thread restarts the page's process when it ends.
     """
     none = NodePage(first_rank=first_rank)
     page, process = _serve(config, none, num_ranks, folder, reads_gpus=reads_gpus, watch=watch)
-    if process is not None and is_kept:
-        process.keep()
+    if process is not None and restarts:
+        process.restart_on_exit()
     try:
         yield page
     finally:
@@ -74,9 +80,9 @@ def node_page(
 def page_without_supervisor(
     config: TrainConfig, *, rank: int, local_rank: int, local_world_size: int
 ) -> AbstractContextManager[NodePage]:
-    """Return the page of this rank's node, where each rank was started by another launcher.
+    """Return the page of this rank's node if another launcher has started each rank.
 
-    The node's first rank serves it; the others find the folder by what all of them know.
+    The node's first rank serves it; the others derive the folder from values that all of them know.
     """
     first_rank = rank - local_rank
     folder = _folder_of_siblings(config, first_rank)
@@ -88,7 +94,7 @@ def page_without_supervisor(
             folder,
             reads_gpus=config.reads_gpus,
             watch=watch_config(config, config.world.world_size // local_world_size),
-            is_kept=False,  # a rank has no thread for its page
+            restarts=False,  # a rank has no thread for restarts
         )
     none = NodePage(first_rank=first_rank)
     if config.telemetry.metrics_port == 0:
@@ -96,7 +102,7 @@ def page_without_supervisor(
     try:
         _make(folder)
     except OSError:
-        return nullcontext(none)  # the first rank tells why, as it finds the same
+        return nullcontext(none)  # the first rank reports the reason
     return nullcontext(none.model_copy(update={"folder": str(folder)}))
 
 
@@ -109,7 +115,7 @@ def _serve(
     reads_gpus: bool,
     watch: WatchConfig | None,
 ) -> tuple[NodePage, PageProcess | None]:
-    """Start the process of a page; where there can be none, return `none` with the reason."""
+    """Start the process of a page; if that fails, return `none` with the reason."""
     if config.metrics_port == 0:
         return none, None
     listener, warning = _listen(config.metrics_host, config.metrics_port)
@@ -133,15 +139,15 @@ def _serve(
 
 
 def _folder_of_siblings(config: TrainConfig, first_rank: int) -> Path:
-    """Return another folder for each node, attempt, and start that torchrun makes of it."""
+    """Return a folder that is unique to the node, the attempt, and torchrun's restart of it."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    told = (config.run_dir, config.job.identity, config.job.attempt, restart, first_rank)
-    digest = blake2b(repr((os.getuid(), *told)).encode(), digest_size=8).hexdigest()
+    known = (config.run_dir, config.job.identity, config.job.attempt, restart, first_rank)
+    digest = blake2b(repr((os.getuid(), *known)).encode(), digest_size=8).hexdigest()
     return _folder_in_memory() / f"finetune-node-{digest}"
 
 
 def _folder_in_memory() -> Path:
-    """Return a folder that no disk is behind; where there is none, the one of temporary files."""
+    """Return a folder without a disk behind it, or else the folder of temporary files."""
     return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -150,12 +156,12 @@ def _make(folder: Path | None) -> Path:
         return Path(tempfile.mkdtemp(prefix="finetune-node-", dir=_folder_in_memory()))
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
     return folder
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket | None, str | None]:
-    """Listen on `port`, or else on the next one that is free; return a warning where it is not."""
+    """Listen on `port`, or else on the next free one with a warning."""
     last = min(port + _PORTS_TRIED, 65536)
     problems: list[OSError] = []
     for candidate in range(port, last):
@@ -195,5 +201,5 @@ def _url(listener: socket.socket) -> str:
 
 
 def _warn(folder: Path, sentence: str) -> None:
-    with suppress(OSError):  # there is no room, and so no page that could miss it
-        tell_warning(folder, sentence)
+    with suppress(OSError):  # no room, so the page does not work either
+        publish_warning(folder, sentence)

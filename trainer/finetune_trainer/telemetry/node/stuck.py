@@ -1,7 +1,7 @@
-"""Which rank did not come to a collective in which the others wait. Pure.
+"""Find the ranks that are missing from a collective in which the others wait. Pure.
 
-Ranks begin the same collectives in the same order, so how many a rank has begun says how far it
-is. Where nobody gets on, and some have begun more than others, those behind are waited for.
+Ranks begin the same collectives in the same order, so the number of begun collectives measures a
+rank's progress. If no rank makes progress and some have begun fewer, the others wait for these.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from finetune_trainer.telemetry.node.looks import RankLook, Seen
 from finetune_trainer.telemetry.processes import PROCESS_STATES
 
 STOPPED = frozenset({"T", "t", None})
-"""States of processes that can take part in nothing."""
+"""States of processes that cannot take part in a collective."""
 _CAUSES = {
     "data_wait": SuspectCause.DATA,
     "checkpoint_blocking": SuspectCause.CHECKPOINT,
@@ -22,14 +22,14 @@ _MAY_TAKE_LONG = frozenset({"checkpoint_blocking", "eval"})
 
 @dataclass(frozen=True)
 class StuckPace:
-    """How long ranks may wait for one before it is named.
+    """How long ranks may wait for a rank before it is named.
 
     Attributes:
-        seconds: at least.
-        steps: or as long as so many steps take, if that is more.
-        long_seconds: where it saves, evaluates, or has not made its first step, as kernels may be
-            compiled in that.
-        most_seconds: never longer than this, as somebody ends the run then; None for no end.
+        seconds: Minimum.
+        steps: Minimum as a number of steps, if that takes longer.
+        long_seconds: Minimum if the rank saves, evaluates, or has not finished its first step, in
+            which kernels may be compiled.
+        most_seconds: Maximum, because the run is ended then; None for no limit.
     """
 
     seconds: float = 30.0
@@ -40,11 +40,11 @@ class StuckPace:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A rank that stays away.
+    """A rank that does not come to a collective.
 
     Attributes:
-        process: state of its process, in words.
-        since: when it or any other rank last got on, on the clock of the looks.
+        process: State of its process, in words.
+        since: Last progress of any rank, on the clock of the snapshots.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Stuck:
 
 
 class StuckRanks:
-    """Follows how far the ranks are."""
+    """Follows the progress of the ranks."""
 
     def __init__(self, pace: StuckPace) -> None:
         self._pace = pace
@@ -62,9 +62,9 @@ class StuckRanks:
         self._quiet_since = 0.0
 
     def look(self, now: float, seen: Mapping[int, Seen], step_seconds: float) -> list[Stuck]:
-        """Take a look into account; return who is waited for, by rank.
+        """Process a snapshot; return the ranks that the others wait for, by rank.
 
-        `step_seconds` is how long a step takes, 0 where that is not known.
+        `step_seconds` is the duration of a step, 0 if not known.
         """
         before, self._looks = self._looks, {rank: one.look for rank, one in seen.items()}
         if before.keys() != seen.keys() or any(
@@ -78,7 +78,7 @@ class StuckRanks:
         return [self._stuck(one) for one in sorted(found, key=lambda one: one.look.rank)]
 
     def forget(self) -> None:
-        """Begin anew, as the run does something else now."""
+        """Start over, because the run has stopped training."""
         self._looks = {}
 
     def _patience(self, found: list[Seen], step_seconds: float) -> float:
@@ -93,7 +93,7 @@ class StuckRanks:
         cause = _CAUSES.get(look.phase or "", SuspectCause.STUCK)
         process = "gone" if look.process is None else PROCESS_STATES.get(look.process, look.process)
         if one.is_silent:
-            process = "not known, as its node is silent"
+            process = "not known, because its node is silent"
         is_unable = one.is_silent or look.process in STOPPED
         return Stuck(
             rank=look.rank,
@@ -104,11 +104,11 @@ class StuckRanks:
 
 
 def behind(seen: Mapping[int, Seen]) -> list[Seen]:
-    """Return the ranks that the others are waiting for; none where no such difference is known.
+    """Return the ranks that the others wait for; empty if no difference is known.
 
-    NCCL's are noted once a step, so torch's recorder may know more than the ranks have noted. Where
-    all have begun as many collectives, these are the ranks that cannot take part: stopped,
-    gone, or of a node that nobody hears of.
+    NCCL's collectives are counted once per step, so torch's recorder may know more than the ranks
+    have published. If all ranks have begun the same number, these are the ranks that cannot take
+    part: stopped, gone, or on a silent node.
     """
     for counted in ("position", "recorded"):
         known = [one for one in seen.values() if getattr(one.look, counted) is not None]
@@ -120,7 +120,7 @@ def behind(seen: Mapping[int, Seen]) -> list[Seen]:
 
 
 def _gets_on(before: RankLook, after: RankLook) -> bool:
-    """Say whether a rank has got on between two looks; that it was asked for more is nothing."""
+    """Whether a rank made progress between two snapshots; a first recorder query is no progress."""
     if after.recorded is not None and before.recorded not in (None, after.recorded):
         return True
     return _noted(before) != _noted(after)
