@@ -1,1 +1,1 @@
-"""The aks backend: one Indexed Job an attempt, on the nodes that a FineTuneProfile chooses."""
+"""The aks backend: one Indexed Job per attempt, on the nodes that a FineTuneProfile chooses."""

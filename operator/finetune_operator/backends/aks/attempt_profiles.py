@@ -1,10 +1,10 @@
-"""Find the profile of a job: as it was at the job's first attempt, else as it is now.
+"""Find the profile of a job: the snapshot of its first attempt, or the current profile.
 
-Later attempts use the first one's profile, so that a changed image does not meet an old checkpoint;
-but what it allows is read now, so that a right can be revoked. The snapshot is on the batch Job of
-each attempt. People who may patch batch Jobs but not create pods could write another image there:
-so its digest, which includes what is kept of the other children (`kept`), is in the job's status,
-and a changed snapshot is refused.
+Later attempts use the snapshot, so that a changed image does not meet an old checkpoint. `allow` is
+read again each time, so that a permission can be revoked. The batch Job of each attempt stores the
+snapshot. Users who may patch batch Jobs but not create pods could write another image there.
+The job's status therefore holds a digest of the snapshot and of the other children (`kept`), and a
+changed snapshot is refused.
 """
 
 import hashlib
@@ -39,24 +39,24 @@ class Snapshot(ApiModel):
     spec: FineTuneProfileSpec
 
     def to_annotation(self) -> str:
-        """Return what later attempts use: all but `allow`, which is always read again.
+        """Return the fields that later attempts use: all except `allow`, which is read again.
 
-        With defaults, as another version of the operator may have others.
+        Defaults are included, because another version of the operator may have others.
         """
         return self.model_dump_json(by_alias=True, exclude_none=True, exclude={"spec": {"allow"}})
 
 
 def aks_of(job: FineTuneJob) -> AksSpec:
-    """Return the job's settings for this backend; the defaults where it has none."""
+    """Return the job's settings for this backend, or the defaults if the job has none."""
     return job.spec.backend.aks or AksSpec()
 
 
 class AttemptProfiles:
-    """Profiles of jobs, each as the job's attempts use it.
+    """Profiles of jobs, as their attempts use them.
 
     Args:
-        cluster: In the operator.
-        given: By name, where there is no cluster.
+        cluster: The cluster, in the operator.
+        given: Profiles by name, if there is no cluster.
     """
 
     def __init__(self, cluster: "Cluster | None", given: Mapping[str, FineTuneProfile]) -> None:
@@ -64,10 +64,10 @@ class AttemptProfiles:
         self._profiles = Profiles(cluster, given, USED_BY_AZUREML)
 
     def of(self, job: FineTuneJob) -> Snapshot:
-        """Return the job's profile: of an earlier attempt, with the present `allow`.
+        """Return the job's profile: the snapshot of an earlier attempt with the current `allow`.
 
         Raises:
-            ProfileError: there is none, it cannot be read, or its snapshot was changed.
+            ProfileError: The profile does not exist, cannot be read, or its snapshot was changed.
         """
         name = aks_of(job).profile
         now = self._profiles.get(name)
@@ -77,7 +77,7 @@ class AttemptProfiles:
         return Snapshot(name=name, spec=now)
 
     def _kept(self, job: FineTuneJob, cluster: "Cluster") -> Snapshot | None:
-        """Return the snapshot of the newest attempt that is there."""
+        """Return the snapshot of the newest existing attempt."""
         key = Key(job.metadata.namespace, job.metadata.name)
         mine = {
             number: one
@@ -100,21 +100,21 @@ class AttemptProfiles:
         try:
             return Snapshot.model_validate_json(_snapshot_text(mine[number]))
         except ValidationError:
-            return None  # of a version with other fields, which the present profile has
+            return None  # written by a version with other fields; the current profile has them
 
 
 def digest_of(batch_job: Object) -> str:
-    """Return the digest of the texts that a batch Job keeps; empty where it has no snapshot."""
+    """Return the digest of the texts that a batch Job stores; empty without a snapshot."""
     texts = kept_texts(batch_job)
     return hashlib.sha256("\n".join(texts).encode()).hexdigest() if texts else ""
 
 
 def kept_texts(batch_job: Object) -> tuple[str, ...]:
-    """Return the texts that the digest is of; none where there is no snapshot."""
+    """Return the texts that the digest covers; none without a snapshot."""
     text = _snapshot_text(batch_job)
     if not text:
         return ()
-    # A batch Job of an earlier version keeps only the snapshot.
+    # A batch Job of an earlier version stores only the snapshot.
     children = batch_job["metadata"]["annotations"].get(CHILDREN_ANNOTATION)
     return (text,) if children is None else (text, children)
 
@@ -125,6 +125,6 @@ def _snapshot_text(batch_job: Object) -> str:
 
 
 def _number(job: str, batch_job: Object) -> int:
-    """Return the attempt's number from its name, which cannot be changed; 0 for none."""
+    """Return the attempt's number from its name, which is immutable; 0 for None."""
     number = str(batch_job["metadata"]["name"]).removeprefix(f"{job}-")
     return int(number) if number.isdecimal() else 0

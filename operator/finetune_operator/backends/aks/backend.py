@@ -45,8 +45,8 @@ class AksBackend(Backend):
     """Backend `aks`: node pools of the cluster that the operator runs in.
 
     Args:
-        context: With the cluster in the operator; elsewhere with the known profiles, and then only
-            `validate` and `render` work.
+        context: Contains the cluster in the operator. Elsewhere it contains the known profiles, and
+            only `validate` and `render` work.
     """
 
     name: ClassVar[str] = BACKEND
@@ -54,14 +54,13 @@ class AksBackend(Backend):
     finds_from_cache: ClassVar[bool] = True
     runs_without_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = WATCHES
-    # Ample: each request to the API server has a limit of its own, and its error says more than
-    # these.
+    # Generous: each request to the API server has its own timeout with a more precise error.
     limits: ClassVar[Limits] = Limits(
         submit=120.0, find=60.0, observe=60.0, cancel=60.0, collect=60.0
     )
 
     first_progress_seconds: ClassVar[float] = 2.0
-    """How long after an attempt was first seen to run its progress is first read."""
+    """Delay from the first observation that an attempt runs until its progress is first read."""
 
     def __init__(self, context: BackendContext) -> None:
         self._cluster = context.cluster
@@ -71,7 +70,7 @@ class AksBackend(Backend):
         self._attempts: LiveAttempts | None = None
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what this backend cannot do, and what the job's profile does not allow."""
+        """List unsupported features, and fields that the job's profile forbids."""
         found = pod_checks.impossible(job)
         if any(one.severity is Severity.ERROR for one in found):
             return found
@@ -87,7 +86,7 @@ class AksBackend(Backend):
             await self._attempts.close()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """List the folders of the URIs that the job writes, by its profile where that is known."""
+        """List the folders that the job writes, resolved by its profile if that is known."""
         try:
             return written(job, self._profiles.of(job).spec)
         except ProfileError:
@@ -97,31 +96,32 @@ class AksBackend(Backend):
         """Return the attempt's manifests.
 
         Raises:
-            BackendError: the job's profile is not known or does not allow the job any more, or the
-                configuration is too long.
+            BackendError: The job's profile is unknown or no longer allows the job, or the
+                configuration
+                is too long.
         """
         profile = profile_to_render(self, plan.job, self._profiles.of, FIELD)
         return render(plan, profile, attempt, operator_namespace=self._operator_namespace)
 
     async def submit(self, request: Request) -> Handle:
-        """Create the attempt's objects; adopt those that the job owns already."""
+        """Create the attempt's objects; adopt objects that the job already owns."""
         return await self._live().submit(request)
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        """Return the attempt if its batch Job exists; of an opened one the API server is asked."""
+        """Return the attempt if its batch Job exists; for an opened attempt, ask the API server."""
         metadata = job.metadata
         name = AttemptName(metadata.namespace, metadata.name, attempt.number)
         is_opened = attempt.number <= job.status.attempt
         return await self._live().find(name, metadata.uid, is_opened=is_opened)
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Observe the attempt, and give rank 0's pod its name once it has an address."""
+        """Observe the attempt, and publish the address of rank 0's pod once it has one."""
         seen = await self._live().observe(ref)
         uri = ref.spec.checkpoint.uri if ref.spec is not None else None
         return replace(seen, checkpoints=uri or "")
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
-        """Stop the attempt for good; its batch Job stays as the record."""
+        """Stop the attempt permanently; its batch Job remains as the record."""
         await self._live().cancel(ref.handle, until)
         return True
 
@@ -130,11 +130,11 @@ class AksBackend(Backend):
         return self._live().logs(ref.handle, rank, follow)
 
     async def collect(self, ref: AttemptRef) -> Sequence[str]:
-        """Return what was exported, as `pvc://` URIs."""
+        """Return the exported artifacts as `pvc://` URIs."""
         return await self._live().collect(ref.handle)
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is kept in memory about a job that is over or gone."""
+        """Drop the in-memory state of a job that has finished or was deleted."""
         if self._attempts is not None:
             self._attempts.forget(job_uid)
 

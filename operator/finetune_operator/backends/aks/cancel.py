@@ -1,9 +1,9 @@
-"""Stop an attempt so that it can never run again, and leave its batch Job as the record.
+"""Stop an attempt permanently, and leave its batch Job as the record.
 
-The batch Job gets a deadline that has passed: its controller then ends all pods with their grace
-and creates no new ones, and the name stays taken, so that the same attempt is not started again.
-The deadline of a suspended Job does not run. Instead it gets the condition FailureTarget, which its
-controller takes for its own decision to fail the Job, also if a queue or somebody else resumes it.
+The batch Job gets a deadline in the past: its controller ends all pods with their grace period and
+creates no more. The name remains taken, so the same attempt is not started again. The deadline of a
+suspended Job does not run, so it gets the condition FailureTarget instead. Its controller treats
+that as its own decision to fail the Job, even if a queue or a user resumes it.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,27 +20,27 @@ from finetune_operator.kube.resources import JOBS, PODS, Object
 MIN_GRACE_SECONDS = 1.0
 """With 0 the API server would delete a pod whose processes may still write."""
 
-_TOLERANCE = timedelta(seconds=2)  # not worth a request a pod
+_TOLERANCE = timedelta(seconds=2)  # smaller differences are not worth a request per pod
 
 
 class Canceller:
-    """Cancels attempts of one cluster; remembers which pods it has deleted.
+    """Cancels attempts of one cluster; remembers the pods that it has deleted.
 
     Args:
-        now: The time, with a zone.
+        now: Returns the current time, with a time zone.
     """
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         self._now = now
-        self._ends: dict[str, dict[str, datetime]] = {}  # by the attempt's uid, then the pod's
+        self._ends: dict[str, dict[str, datetime]] = {}  # by attempt uid, then by pod uid
 
     async def cancel(
         self, children: Children, name: AttemptName, uid: str, until: datetime
     ) -> None:
-        """Stop the attempt by a time; a later call can only bring that forward.
+        """Stop the attempt at a time; a later call can only make it earlier.
 
         Raises:
-            ApiError: the API server refuses, or does not answer.
+            ApiError: The API server refuses or does not respond.
         """
         batch_job = await children.batch_job(name)
         if batch_job is not None and batch_job["metadata"]["uid"] == uid:
@@ -49,13 +49,13 @@ class Canceller:
         await self._hurry(children, pods, until, self._ends.setdefault(uid, {}))
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of an attempt that is over."""
+        """Drop the state of a finished attempt."""
         self._ends.pop(uid, None)
 
     async def _hurry(
         self, children: Children, pods: Iterable[Object], until: datetime, ends: dict[str, datetime]
     ) -> None:
-        """Delete pods that would end later than that; the API server takes an earlier end alone."""
+        """Delete pods that would end later; the API server only accepts an earlier end."""
         now = self._now()
         for pod in pods:
             metadata = pod["metadata"]
@@ -68,15 +68,15 @@ class Canceller:
                     PODS, *place, uid=metadata["uid"], grace_seconds=grace
                 )
             except (ConflictError, NotFoundError):
-                continue  # gone meanwhile
+                continue  # deleted in the meantime
             ends[metadata["uid"]] = until
 
 
 async def end(children: Children, batch_job: Object) -> None:
-    """End a batch Job; once more where somebody has undone that before it took effect.
+    """End a batch Job; repeat if another client undid that before it took effect.
 
     Raises:
-        ApiError: the API server refuses, or does not answer.
+        ApiError: The API server refuses or does not respond.
     """
     if is_ending(batch_job):
         return
@@ -88,14 +88,14 @@ async def end(children: Children, batch_job: Object) -> None:
         else:
             await _let_deadline_pass(children, name, metadata["uid"])
     except (ConflictError, InvalidError, NotFoundError):
-        # Deleted, perhaps created again by somebody: that one is not the attempt.
+        # Deleted, perhaps recreated by another client: the new object is not the attempt.
         there = await children.ask(name)
         if there is not None and there["metadata"]["uid"] == metadata["uid"]:
             raise
 
 
 async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
-    """Make a suspended batch Job fail, unless it has changed: somebody may resume it just now."""
+    """Make a suspended batch Job fail, unless it has changed: a client may resume it."""
     there = await children.ask(name)
     if there is None or there["metadata"]["uid"] != uid or is_ending(there):
         return
@@ -132,7 +132,7 @@ async def _let_deadline_pass(children: Children, name: AttemptName, uid: str) ->
 
 
 def _own_end(metadata: Object, now: datetime) -> datetime:
-    """Return when the pod is killed that the batch Job's controller deletes now, or has deleted."""
+    """Return when the pod is killed if its controller deletes it now or has deleted it."""
     if (ends := metadata.get("deletionTimestamp")) is not None:
         return datetime.fromisoformat(ends)
     annotations = metadata.get("annotations") or {}

@@ -1,4 +1,4 @@
-"""Names, labels and annotations of a job's children; `render` writes them, the rest reads them."""
+"""Names, labels and annotations of a job's children, which `render` writes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,19 +14,20 @@ from finetune_operator.kube.resources import Object
 BACKEND = "aks"
 CONTAINER = "trainer"
 CONFIG_ANNOTATION = "finetune.dev/config"
-"""The trainer's configuration as JSON, on each pod; a downward API volume makes it a file."""
+"""The trainer's configuration as JSON, on each pod; a downward API volume exposes it as a file."""
 
 PROFILE_ANNOTATION = "finetune.dev/profile"
-"""The profile when the attempt was rendered, on each batch Job; later attempts use the same."""
+"""The profile at the time of rendering, on each batch Job; later attempts use it."""
 
 CHILDREN_ANNOTATION = "finetune.dev/children"
-"""How the attempt's other children were created, on each batch Job; they are kept like that."""
+"""The attempt's other children as created, on each batch Job; changed children are restored to it.
+"""
 
 FACTS_ANNOTATION = "finetune.dev/attempt-facts"
-"""What is needed to observe an attempt, on each batch Job."""
+"""The facts needed to observe an attempt, on each batch Job."""
 
 CANCELLED_ANNOTATION = "finetune.dev/cancelled"
-"""On a batch Job that we stopped."""
+"""On a batch Job that the operator stopped."""
 
 LOG_TAIL_ANNOTATION = "finetune.dev/last-lines"
 """On a batch Job that failed: the end of the log of the pod that failed first."""
@@ -46,18 +47,19 @@ METRICS_PORT_NAME = "metrics"
 
 
 class AttemptFacts(ApiModel):
-    """What is needed to observe an attempt without its job.
+    """The facts needed to observe an attempt without its job.
 
-    Another version of the operator may have written it, so new fields need a default.
+    Another version of the operator may have written them, so new fields need a default.
 
     Attributes:
-        nodes: Pods of the gang.
-        processes_per_node: Ranks of each.
-        metrics_port: Port of the nodes' pages; that of rank 0's node has /progress.
+        nodes: Number of pods in the gang.
+        processes_per_node: Ranks per pod.
+        metrics_port: Port of the nodes' pages; the page of rank 0's node has /progress.
         status_interval_seconds: Shortest time between two reads of the progress of a steady run.
         output: URI of the folder of the trained model.
-        output_folder: Its path in a pod; empty where it is not known.
-        service: Service that gives rank 0 its name, where we write its endpoints; else empty.
+        output_folder: Its path in a pod; empty if unknown.
+        service: Service that gives rank 0 its name if the operator writes the endpoints; else
+            empty.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -71,10 +73,10 @@ class AttemptFacts(ApiModel):
 
 
 def facts_of(batch_job: Object) -> AttemptFacts:
-    """Return the facts of the attempt that a batch Job is.
+    """Return the facts of a batch Job's attempt.
 
     Raises:
-        BackendError: somebody has removed or changed them.
+        BackendError: Another client has removed or changed them.
     """
     metadata = batch_job["metadata"]
     text = (metadata.get("annotations") or {}).get(FACTS_ANNOTATION, "")
@@ -90,7 +92,7 @@ def facts_of(batch_job: Object) -> AttemptFacts:
 
 
 def facts_if_readable(batch_job: Object) -> AttemptFacts | None:
-    """Return the facts of the attempt; None where somebody has removed or changed them."""
+    """Return the facts of the attempt, or None if another client has removed or changed them."""
     try:
         return facts_of(batch_job)
     except BackendError:
@@ -99,7 +101,7 @@ def facts_if_readable(batch_job: Object) -> AttemptFacts | None:
 
 @dataclass(frozen=True)
 class AttemptName:
-    """Names one attempt: `NAMESPACE/JOB-NUMBER`, which is also its batch Job's."""
+    """Name of an attempt: `NAMESPACE/JOB-NUMBER`, which is also the name of its batch Job."""
 
     namespace: str
     job: str
@@ -126,10 +128,10 @@ class AttemptName:
 
     @classmethod
     def parse(cls, text: str) -> "AttemptName":
-        """Read what `str` wrote.
+        """Parse the result of `str`.
 
         Raises:
-            ValueError: it is no such name.
+            ValueError: The text is not a valid name.
         """
         namespace, _, name = text.partition("/")
         job, _, number = name.rpartition("-")
@@ -137,19 +139,19 @@ class AttemptName:
 
 
 def child_name(job: str) -> str:
-    """Return the name of the children that a job has once: Service, EndpointSlice, NetworkPolicy.
+    """Return the name of the job's Service, EndpointSlice and NetworkPolicy.
 
-    With a suffix, as a user may well have a Service with the job's name.
+    It has a suffix, because a user may own a Service with the job's name.
     """
     return f"{job}-finetune"
 
 
 def owner_of(made: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reference to the object's controller; empty where it has none."""
+    """Return the reference to the object's controller, or an empty mapping without one."""
     references = made["metadata"].get("ownerReferences") or ()
     return next((dict(one) for one in references if one.get("controller")), {})
 
 
 def is_owned(made: Mapping[str, Any] | None, job_uid: str) -> bool:
-    """Say whether the object is there, and the job of that uid its controller."""
+    """Return whether the object exists and the job of that uid is its controller."""
     return made is not None and owner_of(made).get("uid") == job_uid

@@ -1,7 +1,7 @@
-"""What there is of a job in the cluster: from the operator's caches, or asked for.
+"""Existing children of a job, from the operator's caches or from the API server.
 
-A cache counts once a full list was taken into it; before that, and where nobody fills it, the API
-server is asked.
+A cache is used once it contains a full list. Before that, or without an informer, the API server is
+asked.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Children:
     cluster: Cluster
 
     async def batch_job(self, name: AttemptName) -> Object | None:
-        """Return the batch Job of that name, whoever owns it."""
+        """Return the batch Job of that name, regardless of its owner."""
         cache = self.cluster.cache(JOBS)
         if cache.is_synced:
             return cache.get(Key(name.namespace, name.batch_job))
@@ -41,7 +41,7 @@ class Children:
             return None
 
     async def other_batch_jobs(self, name: AttemptName, job_uid: str) -> list[Object]:
-        """Return the batch Jobs of the job's other attempts; without a cache, of the last one."""
+        """Return the batch Jobs of the job's other attempts; without a cache, the last one's."""
         cache = self.cluster.cache(JOBS)
         found: list[Object | None] = [*cache.of_job(name.key)]
         if not cache.is_synced:
@@ -51,7 +51,7 @@ class Children:
         return [one for one in own if one["metadata"]["name"] != name.batch_job]
 
     async def pods(self, name: AttemptName, uid: str) -> list[Object]:
-        """Return the pods of the batch Job with that uid, also when that is gone."""
+        """Return the pods of the batch Job with that uid, even if it is deleted."""
         cache = self.cluster.cache(PODS)
         if cache.is_synced:
             found = cache.of_job(name.key)
@@ -62,15 +62,15 @@ class Children:
         return [one for one in found if is_owned(one, uid)]
 
     def kept(self, resource: Resource, name: AttemptName) -> Object | None:
-        """Return the compact form of a child that a job has once, as last seen; see `expand`."""
+        """Return the compact form of a child of the job, as last seen; see `expand`."""
         return self.cluster.cache(resource).get(Key(name.namespace, child_name(name.job)))
 
     def note_kept(self, resource: Resource, made: Object) -> None:
-        """Put an answer about a child that a job has once into its cache, as the watch would."""
+        """Store a response about a child of the job in its cache, like an event of the watch."""
         cache = self.cluster.cache(resource)
-        if cache.is_synced:  # else nobody would remove it
+        if cache.is_synced:  # otherwise it would never be removed
             cache.put(compact(made))
 
     def note(self, made: Object) -> None:
-        """Put the answer to a write of a batch Job into its cache, so that `observe` sees it."""
+        """Store the response to a write of a batch Job in its cache, so that `observe` sees it."""
         self.cluster.cache(JOBS).put(trim_job(made))

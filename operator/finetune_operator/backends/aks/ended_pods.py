@@ -1,7 +1,7 @@
-"""Keep the pods of an attempt that have ended until the attempt is over, also when they are gone.
+"""Retain the terminated pods of an attempt until it finishes, even after they are deleted.
 
-A suspended Job's controller deletes its pods without a trace, and may do so before anybody looks
-at the attempt. They are kept only in memory: after a restart the operator knows only that the pods
+A suspended Job's controller deletes its pods without a trace, perhaps before the attempt is
+observed. The pods are retained only in memory: after a restart the operator knows only that they
 were preempted, if it had given the attempt up.
 """
 
@@ -14,27 +14,27 @@ from finetune_operator.kube.resources import Object
 
 
 class EndedPods:
-    """Pods that have ended, of the attempts that are open.
+    """Terminated pods of the open attempts.
 
     Args:
-        cache: Of all pods; each that ends is noted when its watch says so.
+        cache: Cache of all pods; a pod is recorded when its watch reports the end.
     """
 
     def __init__(self, cache: ObjectCache) -> None:
         self._cache = cache
-        self._of_attempt: dict[str, dict[str, Object]] = {}  # by the attempt's uid, then the pod's
+        self._of_attempt: dict[str, dict[str, Object]] = {}  # by attempt uid, then by pod uid
         cache.listen(self._note_changed)
 
     def open(self, uid: str) -> None:
-        """Keep the pods of an attempt from now on."""
+        """Retain the pods of an attempt from now on."""
         self._of_attempt.setdefault(uid, {})
 
     def forget(self, uid: str) -> None:
-        """Drop the pods of an attempt that is over."""
+        """Drop the pods of a finished attempt."""
         self._of_attempt.pop(uid, None)
 
     def with_gone(self, uid: str, pods: Sequence[Object]) -> list[Object]:
-        """Return the pods that are there, and before them those that have ended and are gone."""
+        """Return the existing pods, preceded by the terminated pods that were deleted."""
         for pod in pods:
             self._note(pod)
         there = {pod["metadata"]["uid"] for pod in pods}

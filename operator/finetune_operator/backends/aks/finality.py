@@ -1,8 +1,8 @@
-"""Whether a batch Job can ever create a pod again, even if somebody resumes or edits it. Pure.
+"""Whether a batch Job can ever create a pod again, even if a client resumes or edits it. Pure.
 
-Only when it cannot is an attempt over for `observe`, and does `predecessors` let the next one
-start. Conditions of its controller are final: `Complete` and `Failed` cannot be reverted, and the
-API server refuses to remove `FailureTarget`. Fields that only keep a Job from running are not:
+An attempt has ended for `observe`, and `predecessors` admits the next one, only when it cannot.
+Conditions of its controller are final: `Complete` and `Failed` cannot be reverted, and the
+API server refuses to remove `FailureTarget`. Fields that merely pause a Job are not final:
 `suspend`, `parallelism`, and `activeDeadlineSeconds`, which does not run while the Job is suspended
 and starts again when it is resumed, so that pods would train for a second.
 """
@@ -14,25 +14,27 @@ from finetune_operator.backends.aks.pod_termination import condition, is_alive
 from finetune_operator.kube.resources import Object
 
 GIVEN_UP = "GivenUp"
-"""Reason of the condition FailureTarget where it is ours."""
+"""Reason of the condition FailureTarget that the operator sets."""
 
 PASSED_DEADLINE_SECONDS = 1
 
 
 def has(batch_job: Object, *kinds: str) -> bool:
-    """Say whether one of these conditions is True."""
+    """Return whether one of these conditions is True."""
     return any(condition(batch_job, kind).get("status") == "True" for kind in kinds)
 
 
 def is_final(batch_job: Object) -> bool:
-    """Say whether it has ended; its controller sets these conditions once every pod has ended."""
+    """Return whether the Job, and with it each of its pods, has ended."""
     return has(batch_job, "Complete", "Failed")
 
 
 def has_decided(batch_job: Object) -> bool:
-    """Say whether its controller has decided to create no more pods, and counts no active one.
+    """Return whether its controller will create no more pods and counts no active pod.
 
-    A FailureTarget of ours does not count, as the controller may be creating pods at that moment.
+    The operator's own FailureTarget does not count, because the controller may be creating pods at
+    that
+    moment.
     """
     if is_final(batch_job):
         return True
@@ -41,7 +43,7 @@ def has_decided(batch_job: Object) -> bool:
 
 
 def is_ending(batch_job: Object) -> bool:
-    """Say whether it is ending already, so that no further write is needed."""
+    """Return whether the Job is already ending, so that no further write is needed."""
     if "deletionTimestamp" in batch_job["metadata"]:
         return True
     if is_final(batch_job) or has(batch_job, "FailureTarget", "SuccessCriteriaMet"):
@@ -52,23 +54,24 @@ def is_ending(batch_job: Object) -> bool:
 
 
 def was_given_up(batch_job: Object) -> bool:
-    """Say whether we ended it while it was suspended."""
+    """Return whether the operator ended the Job while it was suspended."""
     found = condition(batch_job, "FailureTarget")
     return bool(found.get("status") == "True" and found.get("reason") == GIVEN_UP)
 
 
 def was_cancelled(batch_job: Object) -> bool:
-    """Say whether we ended it."""
+    """Return whether the operator ended the Job."""
     annotations = batch_job["metadata"].get("annotations") or {}
     return CANCELLED_ANNOTATION in annotations or was_given_up(batch_job)
 
 
 def makes_no_more(batch_job: Object, pods: Sequence[Object], wanted: int) -> bool:
-    """Say whether its controller will certainly create no further pod, where none is alive.
+    """Return whether its controller will certainly create no further pod, given that none is alive.
 
     This is up to a second earlier than `Failed` or `Complete`: once the controller has decided to
-    fail the Job, or all its pods have ended by themselves, which it must count. It may not have
-    counted pods that were deleted, as when somebody suspends the Job, and may replace those.
+    fail the Job, or all its pods have ended by themselves and must be counted. Pods that were
+    deleted,
+    for instance because a client suspended the Job, may be uncounted and replaced.
     """
     if has_decided(batch_job):
         return True
@@ -76,7 +79,7 @@ def makes_no_more(batch_job: Object, pods: Sequence[Object], wanted: int) -> boo
     counted = [pod for pod in ended if "deletionTimestamp" not in pod["metadata"]]
     if len(ended) >= wanted:
         failed = any(pod["status"]["phase"] == "Failed" for pod in counted)
-        # With a higher limit, which somebody has set, the controller replaces failed pods.
+        # With a higher limit, set by another client, the controller replaces failed pods.
         if failed and not batch_job["spec"].get("backoffLimit"):
             return True
         return not failed and len(counted) >= wanted

@@ -1,8 +1,8 @@
-"""How an attempt's Service, EndpointSlice and NetworkPolicy were created. Pure.
+"""Record how an attempt's Service, EndpointSlice and NetworkPolicy were created. Pure.
 
-An annotation of the attempt's batch Job keeps it, as another version of the operator would render
-them differently. It must not give rights to people who may patch only batch Jobs: so the digest in
-the job's status (`attempt_profiles`) includes it, and it has no names or namespaces.
+An annotation of the attempt's batch Job stores them, because another version of the operator would
+render them differently. It must not grant permissions to users who may patch only batch Jobs: the
+digest in the job's status (`attempt_profiles`) covers it, and it contains no names or namespaces.
 """
 
 import json
@@ -22,13 +22,13 @@ from finetune_operator.kube.resources import (
 KINDS = (NETWORK_POLICIES, SERVICES, ENDPOINT_SLICES)
 
 _ONE_VALUE = frozenset({"selector", "podSelector", "namespaceSelector"})
-"""Fields that are compared as a whole, as an addition changes their meaning."""
+"""Fields that are compared as a whole, because an addition changes their meaning."""
 
 _Json = dict[str, Any]
 
 
 def to_annotation(objects: Sequence[Mapping[str, Any]]) -> str:
-    """Return the annotation for these children; empty where there are none."""
+    """Return the annotation for these children, or an empty string without children."""
     if not objects:
         return ""
     first = objects[0]["metadata"]
@@ -38,7 +38,7 @@ def to_annotation(objects: Sequence[Mapping[str, Any]]) -> str:
         extra = {key: value for key, value in labels if key not in first["labels"]}
         rest = {key: value for key, value in one.items() if key not in _NAMED_ELSEWHERE}
         if one["kind"] == SERVICES.kind:
-            # A selector that somebody adds would have controllers write endpoints.
+            # If a client added a selector, controllers would write endpoints.
             rest["spec"] = {"selector": None, **rest["spec"]}
         kept[one["kind"]] = {**rest, "labels": extra} if extra else rest
     return json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
@@ -48,15 +48,15 @@ _NAMED_ELSEWHERE = ("apiVersion", "kind", "metadata")
 
 
 def has_annotation(batch_job: Object) -> bool:
-    """Say whether a batch Job has the annotation."""
+    """Return whether a batch Job has the annotation."""
     return CHILDREN_ANNOTATION in (batch_job["metadata"].get("annotations") or {})
 
 
 def wanted(batch_job: Object, name: AttemptName, address: str) -> dict[Resource, Object]:
-    """Return the children of an attempt as they should be, by kind; none without the annotation.
+    """Return the desired children of an attempt by kind; none without the annotation.
 
     A field that must be absent is None. Without the address of rank 0's pod, the EndpointSlice is
-    left out. The caller has compared the batch Job's digest.
+    omitted. The caller has compared the batch Job's digest.
     """
     if not has_annotation(batch_job):
         return {}
@@ -85,7 +85,7 @@ def to_create(child: Object) -> Object:
 
 
 def change(there: Object, child: Object) -> Object:
-    """Return the merge patch that restores a child; empty where nothing has changed.
+    """Return the merge patch that restores a child, or an empty patch for an unchanged child.
 
     Fields that others have added, such as the server's defaults, stay.
     """
@@ -112,6 +112,6 @@ def _overlaid(there: Any, ours: Any, field: str = "") -> Any:
         return made
     if isinstance(ours, list) and isinstance(there, list) and len(ours) == len(there):
         pairs = zip(there, ours, strict=True)
-        # As a whole, as the server's defaults of an item may belong to its changed fields.
+        # As a whole, because the server's defaults of an item may belong to its changed fields.
         return there if all(_overlaid(one, mine) == one for one, mine in pairs) else ours
     return ours

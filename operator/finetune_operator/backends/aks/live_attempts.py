@@ -1,6 +1,6 @@
-"""The verbs that send requests to the cluster; `AksBackend` makes it on their first use.
+"""The verbs that send requests to the cluster; `AksBackend` creates it on their first use.
 
-Its memory can be lost: after a restart everything that matters is found in the cluster.
+Its memory may be lost: after a restart all important state is found in the cluster.
 """
 
 from collections import defaultdict
@@ -45,9 +45,9 @@ class LiveAttempts:
     """Attempts in one cluster.
 
     Args:
-        cluster: Where they are.
-        now: The time, with a zone.
-        progress: Reads how far they are.
+        cluster: The cluster.
+        now: Returns the current time, with a time zone.
+        progress: Reads the progress of the attempts.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class LiveAttempts:
         self._canceller = Canceller(now)
         self._log_tails = LogTails()
         self._ended = EndedPods(cluster.cache(PODS))
-        self._of_job: defaultdict[str, set[str]] = defaultdict(set)  # uids of its attempts
+        self._of_job: defaultdict[str, set[str]] = defaultdict(set)  # uids of the job's attempts
 
     async def close(self) -> None:
-        """End what is under way; nobody is asked any more."""
+        """Cancel pending requests; no further request is sent."""
         await self._progress.close()
 
     async def submit(self, request: Request) -> Handle:
@@ -75,18 +75,20 @@ class LiveAttempts:
         return handle
 
     async def find(self, name: AttemptName, job_uid: str, *, is_opened: bool) -> Found | None:
-        """Return the attempt if its batch Job exists and is the job's own.
+        """Return the attempt if its batch Job exists and the job owns it.
 
         Args:
-            name: The attempt's.
-            job_uid: The job's.
-            is_opened: An unanswered request may have created it, so that its absence in a cache,
-                which may be late, proves nothing.
+            name: Name of the attempt.
+            job_uid: Uid of the job.
+            is_opened: An unanswered request may have created it, so absence from a cache, which may
+                be
+                late, proves nothing.
 
         Raises:
-            AlreadyOwnedError: pods are alive that nothing of the job ends.
-            NotCreatedError: pods of it are alive without it, or another attempt has not ended.
-            ApiError: the API server does not answer.
+            AlreadyOwnedError: Orphaned pods are alive that no controller ends.
+            NotCreatedError: Pods of the attempt live without their Job, or another attempt has not
+                ended.
+            ApiError: The API server does not respond.
         """
         there = await self._children.batch_job(name)
         if is_opened and not is_owned(there, job_uid):
@@ -101,7 +103,7 @@ class LiveAttempts:
         return Found(handle_of(name, there), since)
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Observe the batch Job and its pods; also names rank 0 and reads its progress."""
+        """Observe the batch Job and its pods; also publish rank 0's name and read its progress."""
         handle, name = ref.handle, AttemptName.parse(ref.handle.name)
         batch_job = await self._owned(name, handle)
         if batch_job is not None:
@@ -150,7 +152,7 @@ class LiveAttempts:
             yield line
 
     async def collect(self, handle: Handle) -> Sequence[str]:
-        """Return the artifacts of its termination message, else the output folder, on success."""
+        """Return a successful attempt's artifacts, or its output folder."""
         name = AttemptName.parse(handle.name)
         batch_job = await self._owned(name, handle)
         if batch_job is None:
@@ -174,7 +176,7 @@ class LiveAttempts:
     async def _with_rank_zero(
         self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
-        """Name rank 0's pod; without a name the other pods would wait silently."""
+        """Publish the name of rank 0's pod; without it the other pods would wait silently."""
         address = address_of(pods)
         if not address or address == self._names.given(handle.uid):
             return seen
@@ -212,7 +214,7 @@ class LiveAttempts:
         self._ended.open(uid)
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is kept about the attempts of a job that is over or gone."""
+        """Drop the in-memory state of the attempts of a finished or deleted job."""
         for uid in self._of_job.pop(job_uid, ()):
             self._forget(uid)
 

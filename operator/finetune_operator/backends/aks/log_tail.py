@@ -1,4 +1,4 @@
-"""Keep the end of the log of the root cause's pod, as pods and their logs are deleted.
+"""Store the end of the log of the root cause's pod, because pods and their logs are deleted.
 
 It becomes an annotation of the batch Job, once, as soon as the attempt has failed.
 """
@@ -33,12 +33,12 @@ class LogTails:
     async def keep(
         self, children: Children, name: AttemptName, batch_job: Object, pods: Sequence[Object]
     ) -> None:
-        """Write the log tail of the root cause, unless it is written already.
+        """Write the log tail of the root cause, unless it is already written.
 
-        Where the log cannot be read, the reason is written instead.
+        If the log cannot be read, the reason is written instead.
 
         Raises:
-            ApiError: it was not written, and another try may succeed.
+            ApiError: The tail was not written, and a retry may succeed.
         """
         if kept_tail(batch_job) or was_cancelled(batch_job):
             return
@@ -53,13 +53,13 @@ class LogTails:
             children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
         except ApiError as error:
             self._failures[uid] = self._failures.get(uid, 0) + 1
-            # The rest of the attempt is stopped only after this, and then this is not tried again.
+            # The rest of the attempt is stopped only after this, and then there is no retry.
             if error.retryable and self._failures[uid] < _MOST_TRIES:
                 raise
             log.warning("the log tail of %s is not kept (%s)", name, error)
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of an attempt that is over."""
+        """Drop the state of a finished attempt."""
         self._failures.pop(uid, None)
 
 
@@ -76,6 +76,6 @@ async def _log_tail(children: Children, pod: Object) -> str:
 
 
 def kept_tail(batch_job: Object) -> list[str]:
-    """Return the lines that were kept; empty if none were."""
+    """Return the stored lines; empty if there are none."""
     annotations = batch_job["metadata"].get("annotations") or {}
     return str(annotations.get(LOG_TAIL_ANNOTATION, "")).splitlines()

@@ -1,4 +1,4 @@
-"""How pods of a job find each other, and who may connect to them. Pure."""
+"""How pods of a job find each other, and which pods may connect to them. Pure."""
 
 from typing import Any
 
@@ -19,18 +19,19 @@ _SERVICE_NAME = "kubernetes.io/service-name"
 
 
 def rendezvous_host(name: AttemptName, service: str) -> str:
-    """Return rank 0's name, another in each attempt, as resolvers cache addresses.
+    """Return rank 0's name, which differs per attempt because resolvers cache addresses.
 
-    Without the cluster's domain, which a pod's search list adds.
+    It omits the cluster's domain, which a pod's search list adds.
     """
     return f"{name.host}.{service}.{name.namespace}.svc"
 
 
 def service(metadata: Json, profile: FineTuneProfileSpec) -> Json:
-    """Return the headless Service under whose name rank 0 is found.
+    """Return the headless Service that gives rank 0 its name.
 
-    Without a selector `rank_zero_slice` is its only EndpointSlice, as no controller writes one.
-    With a selector it selects only rank 0's pod, the only one that is looked up.
+    Without a selector `rank_zero_slice` is its only EndpointSlice, because no controller writes
+    one.
+    With a selector it selects only rank 0's pod, the only pod that is looked up.
     """
     spec: Json = {
         "clusterIP": "None",
@@ -61,9 +62,9 @@ def rank_zero_slice(metadata: Json, service: str, host: str, address: str) -> Js
 
 
 def network_policy(metadata: Json, profile: FineTuneProfileSpec, operator_namespace: str) -> Json:
-    """Return the policy that lets in the job's own pods, the operator and readers of metrics.
+    """Return the policy that admits the job's own pods, the operator and readers of metrics.
 
-    The job's own pods on every port, as NCCL and gloo choose ports at run time.
+    The job's own pods may use every port, because NCCL and gloo choose ports at run time.
     """
     own = {"matchLabels": {JOB_UID_LABEL: metadata["labels"][JOB_UID_LABEL]}}
     readers = [_peer(operator_namespace, OPERATOR_LABELS)]

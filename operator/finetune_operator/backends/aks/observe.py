@@ -1,6 +1,6 @@
 """Turn the batch Job of an attempt and its pods into an Observation. Pure.
 
-A gang is pending until every one of its pods runs, and failed as soon as one has failed.
+A gang is pending until all of its pods run, and failed as soon as one has failed.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 
 def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
-    """Return the observation where the batch Job does not exist any more."""
+    """Return the observation of an attempt whose batch Job no longer exists."""
     alive = [pod for pod in pods if is_alive(pod)]
     text = f"Job {name} does not exist any more"
     if not alive:
@@ -40,11 +40,11 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
     all_gone = not alive and makes_no_more(batch_job, pods, wanted)
-    # A batch Job that somebody made smaller is Complete without having done its work, and all are
-    # done up to seconds before it says so.
+    # A batch Job that another client made smaller is Complete without finishing its work, and all
+    # pods are done up to seconds before the Job reports it.
     is_complete = has(batch_job, "Complete") and size == wanted
     done = {end.index for end in ends if end.termination.exit_code == ExitCode.DONE}
-    # Exit codes of 0 complete a batch Job whatever its trainers say (with_seen_exit_code).
+    # Exit codes of 0 complete a batch Job, whatever its trainers report (with_seen_exit_code).
     contradicted = any(end.index not in done for end in ends)
     if len(done) == wanted or (is_complete and not contradicted):
         return _succeeded(ends, all_gone=all_gone)
@@ -77,7 +77,7 @@ def _order(end: PodTermination) -> tuple[int, int]:
 
 
 def _succeeded(ends: Sequence[PodTermination], *, all_gone: bool) -> Observation:
-    """Rank 0's termination counts: it exports."""
+    """Use rank 0's termination, because rank 0 exports."""
     done = [end for end in ends if end.termination.exit_code == ExitCode.DONE]
     first = min(done, key=lambda one: one.index, default=None)
     termination = first.termination if first else None
@@ -85,7 +85,7 @@ def _succeeded(ends: Sequence[PodTermination], *, all_gone: bool) -> Observation
 
 
 def _is_ending(batch_job: Object) -> bool:
-    """Say whether it has failed or is about to, also one that we stopped in its queue."""
+    """Return whether the Job has failed or is about to, even if it was stopped in its queue."""
     if was_cancelled(batch_job) or "deletionTimestamp" in batch_job["metadata"]:
         return True
     return has(batch_job, "Failed", "FailureTarget", "Complete")
@@ -94,7 +94,7 @@ def _is_ending(batch_job: Object) -> bool:
 def _suspended(batch_job: Object) -> Termination | None:
     """Return the termination of pods that a suspension deleted, which left no message.
 
-    None where it is not known that a suspension ended them.
+    None if it is unknown whether a suspension ended them.
     """
     if not was_given_up(batch_job):
         return None
@@ -105,7 +105,7 @@ def _suspended(batch_job: Object) -> Termination | None:
 
 
 def _why(batch_job: Object, wanted: int) -> str:
-    """Return why it ends, as the batch Job's own condition says."""
+    """Return the reason for its end, from the batch Job's own condition."""
     name = batch_job["metadata"]["name"]
     if has(batch_job, "Complete"):
         size = batch_job["spec"].get("completions") or 0

@@ -22,7 +22,7 @@ from finetune_trainer.config import ENV_NODE_NAME, ENV_RDZV_ENDPOINT, ENV_TERMIN
 
 Json = dict[str, Any]
 
-# No autoscaler may remove the node of a gang that trains: one lost pod loses them all.
+# No autoscaler may remove the node of a training gang: losing one pod loses them all.
 STAY_ANNOTATIONS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
@@ -35,7 +35,7 @@ EXTRA_GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class PodInputs:
-    """What a pod is rendered from.
+    """Inputs from which a pod is rendered.
 
     Attributes:
         labels: On every pod of the attempt.
@@ -145,10 +145,10 @@ def _environment(inputs: PodInputs) -> list[Json]:
     job, profile = inputs.job, inputs.profile
     defaults = {
         "HOME": str(volumes.SCRATCH),
-        "USER": "trainer",  # torch names its compile cache by it, and no passwd knows the user id
+        "USER": "trainer",  # names torch's compile cache; the user id has no passwd entry
         "TMPDIR": "/tmp",
         "HF_HOME": f"{profile.cache_directory}/huggingface",
-        "PYTHONSAFEPATH": "1",  # Python imports nothing from the image's working directory
+        "PYTHONSAFEPATH": "1",  # Python imports no module from the image's working directory
     }
     if job.spec.topology.nodes > 1 and job.spec.topology.gpus_per_node:
         has_rdma = scheduling.uses_rdma(job.spec, profile)
@@ -167,7 +167,7 @@ def _environment(inputs: PodInputs) -> list[Json]:
 
 
 def _resources(job: FineTuneJob, profile: FineTuneProfileSpec) -> Json:
-    """Return requests and limits, equal but for cpu: nothing else can be overcommitted."""
+    """Return requests and limits, equal except for cpu: no other resource can be overcommitted."""
     resources = profile.resources
     limits: dict[str, str] = dict(resources.other)
     if resources.memory is not None:
@@ -221,12 +221,13 @@ def _mounts(inputs: PodInputs) -> list[Json]:
 
 
 def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
-    """Return the probe that kills a pod whose trainer cannot even end itself any more.
+    """Return the probe that kills a pod whose trainer can no longer end itself.
 
     Only rank 0 has a heartbeat, so other pods always pass. The trainer's own watchdog must act
-    first, as it logs the stack of every rank: so the probe begins to fail after the same time, and
-    kills only after it has failed for as long again. Neither must it kill a healthy run whose
-    storage hangs for a minute, as a probe that times out has failed, too.
+    first, because it logs the stack of every rank: the probe begins to fail after the same time,
+    and
+    kills only after it has failed for as long again. It must not kill a healthy run whose storage
+    hangs for a minute either, and a probe that times out counts as failed.
     """
     minutes = max(1, -(-hang_seconds // 60))
     test = (

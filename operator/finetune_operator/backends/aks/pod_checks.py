@@ -1,4 +1,4 @@
-"""What a job asks for that its profile does not allow, or that the aks backend cannot do. Pure.
+"""Requests of a job that its profile forbids or that the aks backend does not support. Pure.
 
 `AksBackend.validate` calls it before an attempt is opened.
 """
@@ -29,7 +29,7 @@ def impossible(job: FineTuneJob) -> list[Problem]:
 
 
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
-    """Return what this profile does not allow or offer."""
+    """Return the requests that this profile does not allow or offer."""
     return [
         *allow_rules.forbidden(job, FIELD, profile.name, profile.spec.allow),
         *_names(job, profile.spec),
@@ -157,7 +157,7 @@ def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
 
 
 def _queue(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
-    """Check the priority class; a queue needs no check, as it is the namespace's own."""
+    """Check the priority class; a queue needs no check, because it belongs to the namespace."""
     if job.spec.queue is not None and (name := job.spec.queue.priority_class) is not None:
         path = "spec.queue.priorityClass"
         yield from refused(path, "a priority class", name, profile.allow.priority_classes)

@@ -1,4 +1,4 @@
-"""The log of one rank: its pod's, which all ranks of the node share."""
+"""The log of one rank: that of its pod, which all ranks of the node share."""
 
 from collections.abc import AsyncIterator
 
@@ -16,9 +16,9 @@ TAIL_LINES = 1000
 async def read_log(
     children: Children, name: AttemptName, batch_job: Object, rank: int, follow: bool
 ) -> AsyncIterator[str]:
-    """Yield the last lines of the pod that `rank` runs in; `follow` goes on to its end.
+    """Yield the last lines of the pod that `rank` runs in; `follow` continues to its end.
 
-    Where there is no log, a sentence says why, and the kept lines of the attempt's log follow.
+    Without a log, a sentence gives the reason, and the stored lines of the attempt's log follow.
     """
     facts = facts_of(batch_job)
     world_size = facts.nodes * facts.processes_per_node

@@ -1,8 +1,8 @@
-"""What a job's `podTemplate` may add to its pods, and how it is merged below our own fields. Pure.
+"""Fields of a job's `podTemplate` and how they are merged below the operator's own fields. Pure.
 
-Only the fields of a PodSpec that are listed here may be set, as others could give more rights than
-the job's author has. A name that the operator or the profile uses is refused, never silently kept
-or replaced.
+Only the fields of a PodSpec that are listed here may be set, because others could grant more
+permissions than the job's author has. A name that the operator or the profile uses is refused,
+never silently ignored or replaced.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,8 +27,8 @@ MOUNT_ROOT = "/extra"
 """A job may mount its volumes only below it, where no image has code that a mount could hide."""
 
 _SCHEDULING = ("affinity", "nodeSelector", "tolerations")
-# Our own variables, and those that can load code into the trainer (and so use its identity), send a
-# token elsewhere, or give a container devices that it did not request.
+# The operator's own variables, and variables that can load code into the trainer (and so use its
+# identity), send a token elsewhere, or give a container devices that it did not request.
 _RESERVED_ENV = (
     "AZURE_*", "CUDA_VISIBLE_DEVICES", "FINETUNE_*", "HF_ENDPOINT", "HF_HOME", "HF_TOKEN", "HOME",
     "JOB_COMPLETION_INDEX", "LD_*", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -78,7 +78,7 @@ _SPEC = _fields(
 
 
 def check(template: PodTemplate, profile: FineTuneProfileSpec, affinity: Json) -> Iterator[Problem]:
-    """Yield what the template may not set; the rendered `affinity` may not be changed."""
+    """Yield the fields that the template may not set; the rendered `affinity` is fixed."""
     yield from _metadata(template, profile.allow)
     spec = template.spec
     if wrong := check_structure(spec, _SPEC, ("spec", "podTemplate", "spec")):
@@ -195,7 +195,7 @@ def _container(
 
 
 def _mount(mount: Json, path: str, own: Collection[str]) -> Iterator[Problem]:
-    """Check a mount; one of our volumes or the profile's could become writable, or hide code."""
+    """Check a mount, which could make a volume writable or hide code."""
     name, target = mount["name"], mount["mountPath"]
     if name not in own:
         text = f"{name} is no volume of podTemplate.spec.volumes; mount one of those"

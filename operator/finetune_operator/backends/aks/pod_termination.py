@@ -15,7 +15,7 @@ from finetune_operator.kube.resources import Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 _LONGEST_TAIL = 400
-# What the runtime, the shell and Python say of an image that cannot run a trainer, in any pod.
+# Messages of the runtime, the shell and Python about an image that cannot run any trainer.
 _WRONG_IMAGE = {
     "exec format error": "is made for another processor than the node has",
     "executable file not found": "does not have the trainer",
@@ -31,9 +31,9 @@ class PodTermination:
 
     Attributes:
         index: Number of its node.
-        termination: Why.
-        node: Where it ran; empty if nowhere.
-        order: As `root_cause_order` gives it.
+        termination: The termination.
+        node: Name of its node; empty if it never ran.
+        order: Sort key from `root_cause_order`.
     """
 
     index: int
@@ -48,12 +48,12 @@ def index_of(pod: Object) -> int:
 
 
 def is_alive(pod: Object) -> bool:
-    """Say whether a process of it may run, also on a node that does not answer."""
+    """Return whether a process of the pod may run, even on a node that does not respond."""
     return pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
 
 
 def condition(made: Object, kind: str) -> Any:
-    """Return the condition of that type; an empty mapping where there is none."""
+    """Return the condition of that type, or an empty mapping if it is absent."""
     found = made.get("status", {}).get("conditions") or ()
     return next((one for one in found if one["type"] == kind), {})
 
@@ -67,7 +67,7 @@ def container_state(pod: Object, state: str) -> Any:
 
 
 def termination_of(pod: Object) -> PodTermination:
-    """Return how a pod that is not alive ended."""
+    """Return how a terminated pod ended."""
     name = pod["metadata"]["name"]
     node = pod.get("spec", {}).get("nodeName", "")
     ended = container_state(pod, "terminated")
@@ -88,7 +88,7 @@ def termination_of(pod: Object) -> PodTermination:
 def _disruption(pod: Object) -> str:
     """Return why the cluster disrupted the pod; empty if it did not.
 
-    An eviction by the kubelet is no disruption: the pod used up its node, the job's own fault.
+    An eviction by the kubelet is no disruption: the pod exhausted its node, the job's own fault.
     """
     target, status = condition(pod, "DisruptionTarget"), pod.get("status", {})
     if target.get("status") != "True" or status.get("reason") == "Evicted":
@@ -108,7 +108,7 @@ def _from_container(name: str, index: int, ended: Any) -> Termination:
 def _without_message(name: str, index: int, code: int, reason: str, tail: str) -> Termination:
     """Return how a pod without the trainer's message ended.
 
-    Node 0 has one whichever launcher starts the ranks, as rank 0 runs there; others need not.
+    Node 0 always has a message, because rank 0 runs there under every launcher; others may not.
     """
     last = tail.strip()[-_LONGEST_TAIL:]
     if reason == "OOMKilled":
@@ -136,7 +136,7 @@ def _without_message(name: str, index: int, code: int, reason: str, tail: str) -
 
 
 def _fault_of_image(tail: str) -> str | None:
-    """Return what is wrong with an image, by the last line that was said; None if it can run."""
+    """Return the fault of an image by the last output line, or None if it can run."""
     lines = tail.strip().splitlines() or [""]
     return next((fault for said, fault in _WRONG_IMAGE.items() if said in lines[-1]), None)
 
@@ -157,7 +157,7 @@ def _parse(message: str) -> Termination | None:
     try:
         return Termination.model_validate_json(message)
     except ValidationError:
-        return None  # it is the end of the log, which Kubernetes takes where there is no message
+        return None  # the end of the log, which Kubernetes uses if there is no message
 
 
 def _termination(code: int, failure: FailureClass, message: str) -> Termination:

@@ -1,8 +1,9 @@
 """End what must not run beside an attempt: other attempts, and orphaned pods.
 
-Called before an attempt is created or reported absent, and with each observation of one, as
-somebody may resume an earlier one. We do not delete an orphaned pod: it may be saving, and somebody
-has orphaned it on purpose. So the job waits, with a message that says what to delete.
+Called before an attempt is created or reported absent, and with each observation of one, because
+a client may resume an earlier attempt. The operator does not delete an orphaned pod: it may be
+saving, and a user has orphaned it on purpose. The job waits instead, with a message that names the
+pods to delete.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
     """End the job's earlier attempts that are in the cache.
 
     Raises:
-        ApiError: the API server refuses, or does not answer.
+        ApiError: The API server refuses or does not respond.
     """
     if not children.cluster.cache(JOBS).is_synced:
         return
@@ -36,7 +37,7 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
 
 
 async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Object | None:
-    """End the job's other attempts; return one that may still create a pod."""
+    """End the job's other attempts; return one of them if it may still create a pod."""
     others = await children.other_batch_jobs(name, job_uid)
     living = [one for one in others if not has_decided(one)]
     for one in living:
@@ -50,9 +51,9 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
     Pods of a batch Job that was deleted in the meantime still write the checkpoint.
 
     Raises:
-        AlreadyOwnedError: there are orphaned pods, which nothing ends.
-        NotCreatedError: something is there that ends by itself.
-        ApiError: the API server refuses, or does not answer.
+        AlreadyOwnedError: There are orphaned pods, which no controller ends.
+        NotCreatedError: An object is in the way that ends by itself.
+        ApiError: The API server refuses or does not respond.
     """
     living = await _end_others(children, name, job_uid)
     pods = [pod for pod in children.cluster.cache(PODS).of_job(name.key) if is_alive(pod)]
@@ -71,9 +72,9 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
 
 
 def _is_orphan(children: Children, pod: Object) -> bool:
-    """Say whether nothing ends the pod: it has no owner, or a Job without an owner.
+    """Return whether no controller ends the pod: it has no owner, or a Job without an owner.
 
-    A Job that is gone proves nothing: its pods are garbage-collected, and a cache may be late.
+    A deleted Job proves nothing: its pods are garbage-collected, and a cache may be late.
     """
     if "deletionTimestamp" in pod["metadata"]:
         return False

@@ -1,6 +1,6 @@
-"""Read rank 0's progress from its pod in the background: nobody waits for a pod that is silent.
+"""Read rank 0's progress from its pod in the background; no caller waits for a silent pod.
 
-A request runs as a task of its own; `read` returns the newest progress, and when to call it again.
+Each request runs as its own task; `read` returns the newest progress, and when to call it again.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from finetune_trainer.config import Phase, Progress
 log = logging.getLogger(__name__)
 
 _TIMEOUT_SECONDS = 2.0
-_PATIENCE_SECONDS = 0.05  # in which a healthy pod answers
+_PATIENCE_SECONDS = 0.05  # time in which a healthy pod responds
 _SOON_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
-_PART = 0.25  # of the time so far: after a long wait, the next one may be a little longer
+_PART = 0.25  # fraction of the time so far: after a long wait, the next one may be a little longer
 _LONG_SILENCE_SECONDS = 60.0
 _MAX_BYTES = 1 << 20
-# Without tokenizing, though it may take long, as somebody waits for the first step.
+# Tokenizing is excluded although it may take long, because a user waits for the first step.
 _STEADY = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING})
 
 
@@ -38,7 +38,7 @@ class Pace:
     interval: float
 
     def after_answer(self, now: float, *, is_steady: bool) -> float:
-        """Return the wait after an answer."""
+        """Return the wait after a response."""
         if is_steady:
             self.since = now + self.interval
             return self.interval
@@ -54,13 +54,13 @@ class Pace:
 
 @dataclass
 class _Pull:
-    """What is known of one pod's progress; times are the loop's.
+    """State of one pod's progress; times are of the event loop.
 
     Attributes:
         due: When the next request is due.
-        begun: When the last one was sent.
-        is_silent: Whether that one got no answer.
-        is_logged: Whether a log line said that the pod is silent.
+        begun: When the last request was sent.
+        is_silent: Whether the last request got no response.
+        is_logged: Whether a log line reported the silence.
     """
 
     pace: Pace
@@ -77,7 +77,7 @@ class Reading:
     """The newest progress of a run.
 
     Attributes:
-        progress: What it published last; None before that.
+        progress: The last published progress; None before that.
         requeue_seconds: When to read again.
     """
 
@@ -89,7 +89,7 @@ class ProgressReader:
     """Progress of all runs of this process, by the attempt's uid.
 
     Args:
-        first_seconds: How long after a run was first seen it is first read.
+        first_seconds: Delay from the first observation of a run until its first read.
     """
 
     def __init__(self, first_seconds: float) -> None:
@@ -101,10 +101,10 @@ class ProgressReader:
         """Return the newest progress, and request a newer one if that is due.
 
         Args:
-            uid: Of the attempt.
+            uid: Uid of the attempt.
             address: IP address of rank 0's pod.
-            port: Where it serves /progress.
-            interval_seconds: Shortest time between two questions while it trains.
+            port: Port of /progress.
+            interval_seconds: Shortest time between two requests while it trains.
         """
         loop = asyncio.get_running_loop()
         pull = self._pulls.get(uid)
@@ -119,19 +119,19 @@ class ProgressReader:
         if pull.task is not None:
             if not pull.is_silent and loop.time() < pull.begun + _SOON_SECONDS:
                 return Reading(pull.newest, _SOON_SECONDS)
-            # A pod that is silent so long will probably not answer this request.
+            # A pod that is silent for so long will probably not respond to this request.
             over = pull.begun + _TIMEOUT_SECONDS
             return Reading(pull.newest, over + pull.pace.after_silence(over) - loop.time())
         return Reading(pull.newest, max(0.1, pull.due - loop.time()))
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of an attempt that is over."""
+        """Drop the state of a finished attempt."""
         pull = self._pulls.pop(uid, None)
         if pull is not None and pull.task is not None:
             pull.task.cancel()
 
     async def close(self) -> None:
-        """Cancel all requests; nobody may read any more."""
+        """Cancel all requests; no further read is allowed."""
         tasks = [pull.task for pull in self._pulls.values() if pull.task is not None]
         for task in tasks:
             task.cancel()
@@ -170,7 +170,7 @@ class ProgressReader:
 
 
 async def _read(content: "aiohttp.StreamReader") -> bytes:
-    """Return the body, cut at a size that no progress has."""
+    """Return the body, cut at a size that no progress reaches."""
     body = bytearray()
     async for part in content.iter_any():
         body += part

@@ -11,7 +11,7 @@ def amount(text: str | int) -> Decimal:
     """Return the amount: cores, bytes or pieces.
 
     Raises:
-        ValueError: it is none, or in an unusual form such as 1e3.
+        ValueError: The text is no amount, or in an unusual form such as 1e3.
     """
     found = _FORM.fullmatch(str(text))
     if found is None or found[2] == "K":

@@ -1,6 +1,6 @@
-"""Give rank 0's pod its name, where the profile leaves that to us: one EndpointSlice a job.
+"""Publish the name of rank 0's pod, if the profile leaves that to the operator: one EndpointSlice.
 
-Called with each observation of an attempt; it writes only where the name has another address.
+Called with each observation of an attempt; writes only if the name has another address.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ AGAIN_SECONDS = 10.0
 
 
 def address_of(pods: Sequence[Object]) -> str:
-    """Return the IP address of rank 0's pod; empty while it has none, and once it has ended."""
+    """Return the IP address of rank 0's pod; empty before it has one, and after it has ended."""
     for pod in pods:
         if index_of(pod) == 0 and is_alive(pod):
             return str(pod.get("status", {}).get("podIP", ""))
@@ -34,21 +34,21 @@ def address_of(pods: Sequence[Object]) -> str:
 
 @dataclass(frozen=True)
 class _Refused:
-    """Why a name was not given, and when it is tried again (on the loop's clock)."""
+    """Why a name was not published, and when to retry (on the loop's clock)."""
 
     due: float
     obstacle: Obstacle
 
 
 class RankZeroNames:
-    """The addresses of names, by the uid of the batch Job.
+    """Published addresses, by the uid of the batch Job.
 
-    A slice with the right address is left alone, also one that another version has written.
+    A slice with the right address is left unchanged, even if another version has written it.
     """
 
     def __init__(self) -> None:
         self._given: dict[str, str] = {}
-        self._new: set[str] = set()  # of which no slice can exist
+        self._new: set[str] = set()  # attempts of which no slice can exist yet
         self._refused: dict[str, _Refused] = {}
 
     def note_submitted(self, uid: str, number: int) -> None:
@@ -57,7 +57,7 @@ class RankZeroNames:
             self._new.add(uid)
 
     def given(self, uid: str) -> str:
-        """Return the address that the attempt's name has; empty where that is not known."""
+        """Return the address that the attempt's name has; empty if unknown."""
         return self._given.get(uid, "")
 
     async def give(
@@ -68,12 +68,12 @@ class RankZeroNames:
         made: Object | None,
         address: str,
     ) -> Obstacle | None:
-        """Give rank 0's name this address; return what is in the way.
+        """Publish this address under rank 0's name; return the obstacle, if any.
 
-        `made` is the EndpointSlice that the batch Job keeps; None where it keeps none.
+        `made` is the EndpointSlice that the batch Job records; None if it records none.
 
         Raises:
-            FineTuneError: try again at once.
+            FineTuneError: Retry at once.
         """
         uid, now = batch_job["metadata"]["uid"], asyncio.get_running_loop().time()
         if self._given.get(uid) == address:
@@ -83,7 +83,8 @@ class RankZeroNames:
             return refused.obstacle
         try:
             if made is None:
-                # Not from the facts, in which others could have put the name of another Service.
+                # Not from the facts, into which a client could have written the name of another
+                # Service.
                 service = child_name(name.job)
                 metadata = _metadata(batch_job, service)
                 made = rank_zero_slice(metadata, service, name.host, address)
@@ -99,7 +100,7 @@ class RankZeroNames:
         return None
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of an attempt that is over."""
+        """Drop the state of a finished attempt."""
         self._given.pop(uid, None)
         self._new.discard(uid)
         self._refused.pop(uid, None)
@@ -109,7 +110,7 @@ class RankZeroNames:
     ) -> None:
         cache, client = children.cluster.cache(ENDPOINT_SLICES), children.cluster.client
         seen = children.kept(ENDPOINT_SLICES, name) if cache.is_synced else None
-        # Without a watch, it is read before anything is written.
+        # Without a watch, the slice is read before any write.
         is_there = not cache.is_synced and uid not in self._new
         self._new.discard(uid)
         there = expand(seen) if seen else None
@@ -121,13 +122,13 @@ class RankZeroNames:
                 there = await client.patch(ENDPOINT_SLICES, slice_name, namespace, change)
             except (ConflictError, InvalidError, NotFoundError):
                 if seen is not None:
-                    cache.remove(seen)  # it was deleted, perhaps created again
+                    cache.remove(seen)  # deleted, perhaps recreated
                 raise
         children.note_kept(ENDPOINT_SLICES, there)
 
 
 def _targets(made: Object) -> list[tuple[str, list[str]]]:
-    """Return what resolvers see of a slice."""
+    """Return the part of a slice that resolvers see."""
     endpoints = made.get("endpoints") or ()
     return [(one.get("hostname", ""), one["addresses"]) for one in endpoints]
 

@@ -16,13 +16,13 @@ _CONTAINER = frozenset({"CreateContainerConfigError", "CreateContainerError", "R
 
 
 class AksReason(StrEnum):
-    """The reasons why a gang does not run; docs/status.md says what to do about each."""
+    """The reasons why a gang does not run; docs/status.md has the remedy for each."""
 
     QUEUED = "Queued"
     SUSPENDED = "Suspended"
     CREATION_FAILED = "CreationFailed"
     PODS_NOT_CREATED = "PodsNotCreated"
-    UNSCHEDULABLE = "Unschedulable"  # where the scheduler gives no reason of its own
+    UNSCHEDULABLE = "Unschedulable"  # if the scheduler gives no reason
     VOLUME_NOT_READY = "VolumeNotReady"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     CONTAINER_NOT_CREATED = "ContainerNotCreated"
@@ -38,7 +38,7 @@ _OF_EVENT = {
 
 
 def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle | None:
-    """Return the obstacle in the batch Job or its pods; that of the first pod that has one."""
+    """Return the obstacle of the batch Job, or of the first pod that has one."""
     name = batch_job["metadata"]["name"]
     if batch_job["spec"].get("suspend"):
         queue = (batch_job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
@@ -75,9 +75,9 @@ def _of_pod(pod: Object) -> Obstacle | None:
 
 
 def may_be_explained_by_events(batch_job: Object, pods: Sequence[Object]) -> bool:
-    """Say whether a gang without an obstacle may wait for something that only Events explain.
+    """Return whether a gang without an obstacle may wait for a cause that only Events explain.
 
-    Not for a pod without a node, as the scheduler's reason is in its status.
+    A pod without a node is excluded, because the scheduler's reason is in its status.
     """
     if len(pods) < (batch_job["spec"].get("completions") or 1):
         return True

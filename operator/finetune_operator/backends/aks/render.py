@@ -1,6 +1,6 @@
 """Turn a plan and a profile into the exact manifests of one attempt. Pure.
 
-`AksBackend.render` and with it `ftctl render` call it; `submit` creates what it returns, in order.
+`AksBackend.render` and with it `ftctl render` call it; `submit` creates the results in order.
 """
 
 import json
@@ -32,12 +32,12 @@ _PERMANENT = [ExitCode.DATA, ExitCode.PREEMPTED, ExitCode.CONFIG, ExitCode.DO_NO
 
 
 def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespace: str) -> Request:
-    """Return what `submit` creates: what the job has once, then the attempt's batch Job.
+    """Return the objects that `submit` creates: those that exist once per job, then the batch Job.
 
     The operator's pods in `operator_namespace` may connect to training pods.
 
     Raises:
-        BackendError: the trainer's configuration is too long.
+        BackendError: The trainer's configuration is too long.
     """
     job = plan.job
     name = AttemptName(job.metadata.namespace, job.metadata.name, attempt.number)
@@ -89,7 +89,7 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName, children: str) 
     job = plan.job
     spec = job.spec
     metadata = _metadata(job, name.batch_job, name.number)
-    labels = dict(metadata["labels"])  # without the queue's, which only the batch Job has
+    labels = dict(metadata["labels"])  # without the queue's label, which only the batch Job has
     if spec.queue is not None:
         metadata["labels"] |= {child_names.QUEUE_LABEL: spec.queue.name}
         if spec.queue.priority_class is not None:

@@ -1,4 +1,4 @@
-"""Which nodes the pods of a job may and should go to: affinity and tolerations. Pure."""
+"""Node selection of a job's pods: affinity and tolerations, required and preferred. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ GPU_TAINTS = (
 
 
 def uses_rdma(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> bool:
-    """Say whether the pods request InfiniBand: with several nodes, and where the profile has it."""
+    """Return whether the pods request InfiniBand: on several nodes, if the profile offers it."""
     wanted = spec.topology.rdma is not Rdma.NONE and spec.topology.nodes > 1
     return wanted and profile.resources.rdma is not None
 
@@ -50,10 +50,10 @@ def tolerations(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> list[Jso
 def affinity(
     spec: FineTuneJobSpec, profile: FineTuneProfileSpec, own_pods: Mapping[str, str]
 ) -> Json:
-    """Return the pods' affinity; empty when any node will do.
+    """Return the pods' affinity; empty if every node is suitable.
 
     Args:
-        spec: The job's.
+        spec: Spec of the job.
         profile: The job's profile.
         own_pods: Labels that only the job's own pods have.
     """

@@ -1,7 +1,7 @@
-"""Create the children of an attempt, once, and never change objects of others.
+"""Create the children of an attempt once, and never change foreign objects.
 
 Called by `AksBackend.submit`. Names follow from job and attempt, so after a crash the same calls
-find what was created. Where a name is taken, only an object that our job owns is adopted.
+find the created objects. If a name is taken, only an object that the job owns is adopted.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ CHILD_KINDS = {one.kind: one for one in (JOBS, SERVICES, NETWORK_POLICIES, ENDPO
 
 
 async def submit(request: Request, children: Children) -> Handle:
-    """Create what is missing of `request` and return the batch Job's handle.
+    """Create the missing objects of `request` and return the batch Job's handle.
 
     Raises:
-        AlreadyOwnedError: a name is taken by something the job does not own, or there are orphaned
-            pods.
-        NotCreatedError: another attempt or its pods may still run.
-        ApiError: the API server refuses, or does not answer.
+        AlreadyOwnedError: A name is taken by an object that the job does not own, or there are
+            orphaned pods.
+        NotCreatedError: Another attempt or its pods may still run.
+        ApiError: The API server refuses or does not respond.
     """
     name = AttemptName.parse(request.name)
     there = await children.batch_job(name)
     if there is None or not is_owned(there, request.job_uid):
         await make_way(children, name, request.job_uid)
-        # A cache may be late: whether one of somebody else is in the way shows on creation.
+        # A cache may be late: the creation shows whether a foreign object is in the way.
         *once, batch_job = request.objects
         client, is_later = children.cluster.client, name.number > 1
         _, made = await asyncio.gather(
@@ -59,7 +59,7 @@ async def submit(request: Request, children: Children) -> Handle:
 
 
 def handle_of(name: AttemptName, batch_job: Object) -> Handle:
-    """Return the handle of the attempt that a batch Job is."""
+    """Return the handle of a batch Job's attempt."""
     metadata = batch_job["metadata"]
     digest = digest_of(batch_job)
     return Handle(kind=JOBS.kind, name=str(name), uid=metadata["uid"], digest=digest)
@@ -73,19 +73,19 @@ async def create_or_adopt(
     there: Object | None = None,
     is_there: bool = False,
 ) -> Object:
-    """Create an object, or return the one of that name if the job of `job_uid` owns it.
+    """Create an object, or return the existing one if the job of `job_uid` owns it.
 
     Args:
         client: Sends the requests.
         wanted: The object.
         job_uid: Uid of the job that must own it.
-        there: The object as it is, where that is known.
-        is_there: It probably exists, so it is read before anything is written.
+        there: The existing object, if known.
+        is_there: It probably exists, so it is read before any write.
 
     Raises:
-        AlreadyOwnedError: it is somebody else's.
-        NotCreatedError: it is being deleted, with an earlier job of the same name.
-        ApiError: as `KubeClient.create`.
+        AlreadyOwnedError: The object has another owner.
+        NotCreatedError: The object is being deleted, with an earlier job of the same name.
+        ApiError: As `KubeClient.create`.
     """
     resource, metadata = CHILD_KINDS[wanted["kind"]], wanted["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
@@ -117,7 +117,7 @@ async def _find(client: KubeClient, resource: Resource, name: str, namespace: st
 
 
 def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
-    """Return the sentence about somebody else's object under a name of ours."""
+    """Return the sentence about a foreign object under one of the operator's names."""
     belongs = "is nobody's child"
     if owner:
         belongs = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']})"
@@ -130,7 +130,7 @@ def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
 async def _delete_old(children: Children, name: AttemptName, job_uid: str) -> None:
     """Delete the batch Job of the attempt before the last one, whose own logs stay readable.
 
-    Before the new one is created, as this is not called again once that exists.
+    Called before the new one is created, because it is not called again once that exists.
     """
     old = AttemptName(name.namespace, name.job, name.number - 2)
     there = await children.batch_job(old) if old.number > 0 else None
@@ -140,4 +140,4 @@ async def _delete_old(children: Children, name: AttemptName, job_uid: str) -> No
         uid = there["metadata"]["uid"]
         await children.cluster.client.delete(JOBS, old.batch_job, old.namespace, uid=uid)
     except (ConflictError, NotFoundError):
-        return  # it is gone already
+        return  # it is already deleted

@@ -1,8 +1,8 @@
 """Restore children of a running attempt that others delete or change, with a growing backoff.
 
 `LiveAttempts.observe` calls it each time; while no child has changed it only compares their
-versions. It restores nothing where the annotation on the batch Job, which keeps how they were
-created, is missing or was changed.
+versions. Without an intact annotation on the batch Job, which records how they were created, it
+restores no child.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Report:
     """The state of an attempt's children.
 
     Attributes:
-        message: One sentence for people; empty where all is well.
-        again_seconds: When something is due, or the message changes; None for never.
+        message: One sentence for people; empty if no child is disturbed.
+        again_seconds: When a check is due, or the message changes; None for never.
     """
 
     message: str = ""
@@ -44,11 +44,11 @@ class Report:
 
 @dataclass
 class _Child:
-    """How often in a row a child was restored; times are the loop's.
+    """How often in a row a child was restored; times are of the event loop.
 
     Attributes:
-        is_owed: It was deleted or changed, and is restored when that is due.
-        error: Why it could not be restored the last time.
+        is_owed: It was deleted or changed, and will be restored when that is due.
+        error: Why the last restore failed.
     """
 
     times: int = 0
@@ -63,16 +63,16 @@ class _Child:
 
     @property
     def over(self) -> float:
-        """When the count starts again from 0, if nothing happens until then."""
+        """When the count restarts from 0, if the child stays unchanged until then."""
         return self.due + _QUIET_SECONDS
 
 
 @dataclass
 class _Attempt:
-    """An attempt's children, and their last state in which nothing had to be restored.
+    """An attempt's children, and their last state in which no child had to be restored.
 
     Attributes:
-        kept: The texts that its batch Job keeps, and the digest in the job's status.
+        kept: The texts that its batch Job stores, and the digest in the job's status.
         is_right: Whether these agree.
         good: Rank 0's address, and versions.
     """
@@ -90,19 +90,19 @@ class Upkeep:
         self._attempts: dict[str, _Attempt] = {}
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of an attempt that is over."""
+        """Drop the state of a finished attempt."""
         self._attempts.pop(uid, None)
 
     async def keep(
         self, children: Children, name: AttemptName, batch_job: Object, digest: str, address: str
     ) -> Report:
-        """Restore the children that are not as they were created.
+        """Restore the children that differ from their recorded form.
 
-        `digest` is the one in the job's status, `address` that of rank 0's pod, once its name has
+        `digest` is the digest in the job's status, `address` that of rank 0's pod once its name has
         it.
 
         Raises:
-            NotLeadingError: this process may not write.
+            NotLeadingError: This process may not write.
         """
         if not kept.has_annotation(batch_job) or not digest:
             return Report()  # of an earlier version
@@ -124,13 +124,13 @@ class Upkeep:
 
 
 def _state(children: Children, name: AttemptName, address: str) -> _State:
-    """Return rank 0's address and the versions, which show whether anything was changed."""
+    """Return rank 0's address and the versions, which show whether a child was changed."""
     found = (children.kept(resource, name) for resource in kept.KINDS)
     return (address, *(one["metadata"]["resourceVersion"] if one else "" for one in found))
 
 
 async def _check(children: Children, resource: Resource, child: Object, about: _Child) -> None:
-    """Restore a child if it is not as it should be, and that is due."""
+    """Restore a child if it differs, and that is due."""
     name, namespace = child["metadata"]["name"], child["metadata"]["namespace"]
     cache = children.cluster.cache(resource)
     there = cache.get(Key(namespace, name))
@@ -155,10 +155,11 @@ async def _check(children: Children, resource: Resource, child: Object, about: _
 
 
 async def _put_back(children: Children, resource: Resource, child: Object) -> str:
-    """Restore a child; return `deleted` or `changed`, or empty where nothing had to be done.
+    """Restore a child; return `deleted` or `changed`, or an empty string for an unchanged child.
 
-    It is read first, and so is its job, as caches may be late, and the garbage collector deletes
-    the children of a job that is gone.
+    The child is read first, and so is its job, because caches may be late, and the garbage
+    collector
+    deletes the children of a deleted job.
     """
     client, metadata = children.cluster.client, child["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
@@ -186,7 +187,7 @@ async def _put_back(children: Children, resource: Resource, child: Object) -> st
 
 
 async def _is_alive(children: Children, owner: Object, namespace: str) -> bool:
-    """Say whether the job exists and is not being deleted."""
+    """Return whether the job exists and is not being deleted."""
     try:
         job = await children.cluster.client.get(FINE_TUNE_JOBS, owner["name"], namespace)
     except NotFoundError:

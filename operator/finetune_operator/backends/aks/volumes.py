@@ -1,6 +1,6 @@
-"""Where a pod finds what a job names by URI, and which URIs the backend can use. Pure.
+"""Where a pod finds the URIs of a job, and which URIs the backend supports. Pure.
 
-`pvc://NAME/PATH` is on the profile's volume NAME, where that is mounted, else on the claim NAME of
+`pvc://NAME/PATH` is on the profile's volume NAME, if that is mounted, else on the claim NAME of
 the job's namespace, below /mnt.
 """
 
@@ -27,7 +27,7 @@ _CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 class BadUriError(ValueError):
-    """A URI that no pod can use; the message says what to write instead."""
+    """A URI that no pod can use; the message names the alternative."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ClaimPath:
 
     Attributes:
         claim: Name of the claim, or of the volume.
-        path: Below its root; empty for the root itself.
+        path: Path below its root; empty for the root itself.
     """
 
     claim: str
@@ -47,7 +47,7 @@ def claim_path(uri: str) -> ClaimPath:
     """Read `pvc://CLAIM/PATH`.
 
     Raises:
-        BadUriError: it is another kind of URI, or leads out of the claim.
+        BadUriError: The URI is of another kind, or leads out of the claim.
     """
     if not uri.startswith(CLAIM):
         raise BadUriError(f"{uri} cannot be used by the aks backend; use pvc://CLAIM/PATH")
@@ -60,19 +60,19 @@ def claim_path(uri: str) -> ClaimPath:
 
 
 def volume_of(name: str, profile: FineTuneProfileSpec) -> ProfileVolume | None:
-    """Return the profile's volume that `pvc://NAME/PATH` is on; None where NAME is a claim."""
+    """Return the profile's volume that `pvc://NAME/PATH` is on, or None if NAME is a claim."""
     return next((one for one in profile.volumes if one.name == name), None)
 
 
 def is_writable(volume: ProfileVolume) -> bool:
-    """Say whether pods can write to the volume."""
+    """Return whether pods can write to the volume."""
     if volume.read_only or not _NEVER_WRITABLE.isdisjoint(volume.source):
         return False
     return not any(isinstance(one, dict) and one.get("readOnly") for one in volume.source.values())
 
 
 def is_lost_with_its_pod(volume: ProfileVolume) -> bool:
-    """Say whether each pod has a volume of its own, which ends with it."""
+    """Return whether each pod has a volume of its own, which ends with it."""
     # Kubernetes takes no source at all for an emptyDir.
     return not volume.source or not _LOST_WITH_ITS_POD.isdisjoint(volume.source)
 
@@ -90,7 +90,7 @@ def path_in_pod(uri: str, profile: FineTuneProfileSpec) -> str:
 
 
 def output_uri(path: str, output: str, folder: str) -> str:
-    """Return the URI of an artifact, or its path in the pod where it is not in the output folder.
+    """Return the URI of an artifact, or its path in the pod if it is outside the output folder.
 
     Args:
         path: Its path in a pod; may be a `file://` URI.
@@ -107,7 +107,7 @@ def output_uri(path: str, output: str, folder: str) -> str:
 def claims_of(job: FineTuneJob, profile: FineTuneProfileSpec) -> Mapping[str, bool]:
     """Return the claims that the job names by URI, and whether each is only read.
 
-    Without the profile's volumes, which every pod has.
+    Volumes of the profile, which every pod has, are excluded.
     """
     claims: dict[str, bool] = {}
     for named, is_read_only in ((inputs_of(job) | starts_of(job), True), (outputs_of(job), False)):
@@ -121,16 +121,16 @@ def claims_of(job: FineTuneJob, profile: FineTuneProfileSpec) -> Mapping[str, bo
 
 
 def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> Locations:
-    """Return every place as a rank sees it.
+    """Return every location as a rank sees it.
 
     Raises:
-        BadUriError: a URI that `pod_checks` would have refused.
+        BadUriError: A URI that `pod_checks` would have refused.
     """
     spec = job.spec
     checkpoints = PurePosixPath(_folder(spec.checkpoint.uri, "checkpoints", profile))
     return Locations(
         path_of=partial(path_in_pod, profile=profile),
-        # Beside the checkpoints, so that curves and logs outlive the pods, too.
+        # Beside the checkpoints, so that curves and logs also outlive the pods.
         run_dir=str(checkpoints / "run"),
         checkpoint_dir=str(checkpoints),
         output_dir=_folder(spec.output.uri, "output", profile),

@@ -1,8 +1,8 @@
-"""Find in the cluster's Events why a gang does not start, where its objects do not say.
+"""Find in the cluster's Events why a gang does not start, if its objects do not show it.
 
-As there are many Events, they are read only for a gang that has been silent for some seconds, and
-less often once they give a reason. Gangs of one namespace share a list: in a burst each would
-otherwise read the Events of all.
+Because there are many Events, they are read only for a gang that has been silent for some seconds,
+and less often once they give a reason. Gangs of one namespace share a list: in a burst each would
+otherwise read all Events.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from finetune_operator.kube.resources import EVENTS, Object
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 3.0  # a node may be slow to find out; its reason must show within five seconds
+SILENT_SECONDS = 3.0  # a node may report late; its reason must show within five seconds
 AGAIN_SECONDS = 10.0
 SHARED_SECONDS = 2.0
 _KEPT = ("metadata", "reason", "message", "involvedObject", "lastTimestamp", "eventTime")
@@ -45,7 +45,7 @@ class WarningEvents:
     ) -> tuple[Obstacle | None, float]:
         """Return the obstacle in the Events of the batch Job and its pods, and when to read again.
 
-        Where Events cannot be read, a log line says so.
+        If Events cannot be read, a log line reports it.
         """
         now = asyncio.get_running_loop().time()
         wait = self._waits.setdefault(uid, _Wait(now + SILENT_SECONDS, None))
@@ -62,7 +62,7 @@ class WarningEvents:
         return wait.said, max(0.1, wait.due - now)
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of a gang that runs or is over."""
+        """Drop the state of a gang that runs or has finished."""
         self._waits.pop(uid, None)
         if not self._waits:
             self._lists.clear()
@@ -74,7 +74,7 @@ class WarningEvents:
         if reading is None or now - read_at > SHARED_SECONDS:
             reading = asyncio.create_task(_read(client, namespace))
             self._lists[namespace] = (now, reading)
-        return await asyncio.shield(reading)  # others may wait for it, too
+        return await asyncio.shield(reading)  # other gangs may await it, too
 
 
 async def _read(client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:

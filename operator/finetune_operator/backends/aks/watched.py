@@ -1,4 +1,4 @@
-"""What the aks backend watches and keeps of each object: little, as there are thousands of pods."""
+"""Kinds that the aks backend watches, and the few fields that it retains of thousands of pods."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def _kept(source: Mapping[str, Any], *names: str) -> Object:
 
 
 def trim_pod(made: Object) -> Object:
-    """Keep of a pod its metadata, node, status and the annotation GRACE_ANNOTATION."""
+    """Retain a pod's metadata, node, status and the annotation GRACE_ANNOTATION."""
     spec = _kept(made.get("spec", {}), "nodeName", "containers")
     names = [_kept(one, "name") for one in spec.pop("containers", ())]
     metadata = _kept(made["metadata"], *_METADATA)
@@ -36,9 +36,9 @@ def trim_pod(made: Object) -> Object:
 
 
 def trim_job(made: Object) -> Object:
-    """Keep of a batch Job its metadata, size, conditions and number of active pods.
+    """Retain a batch Job's metadata, size, conditions and number of active pods.
 
-    And the fields that make it end or create pods again, as somebody may change them.
+    Also the fields by which it ends or creates pods again, because a client may change them.
     """
     return {
         "metadata": _kept(made["metadata"], *_METADATA, "annotations"),

@@ -1,4 +1,4 @@
-"""Which folders a job of the aks backend writes, and where they really are. Pure.
+"""Folders that a job of the aks backend writes, resolved to their storage. Pure.
 
 Two URIs may name one folder: a profile may mount a claim under another name, and a hostPath, an NFS
 share or a Blob container is the same for every namespace and every profile.
@@ -29,7 +29,7 @@ def written(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> list[Writt
 
     Args:
         job: The job.
-        profile: Its profile; without one, every name counts as a claim's.
+        profile: Its profile; without one, every name is treated as a claim.
     """
     found = []
     for field, uri in outputs_of(job).items():
@@ -50,7 +50,7 @@ def _claim(namespace: str, name: str) -> Place:
 
 
 def _root(volume: ProfileVolume, namespace: str) -> Place | None:
-    """Return the identity of the volume; None for one that each pod has for itself."""
+    """Return the identity of the volume, or None if each pod has its own."""
     if volumes.is_lost_with_its_pod(volume):
         return None
     ((kind, source),) = volume.source.items()
