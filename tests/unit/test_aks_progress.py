@@ -108,7 +108,7 @@ def test_who_starts_for_long_is_asked_less_often_but_as_often_as_one_that_trains
 ) -> None:
     pace, now, pauses = Pace(0.0, INTERVAL), 2.0, list[float]()
     while now < 600:
-        pause = pace.after_answer(now, is_steady=False) if answers else pace.after_silence(now)
+        pause = pace.after_response(now, is_steady=False) if answers else pace.after_failure(now)
         pauses.append(pause)
         now += pause
     assert len(pauses) < 60
@@ -119,9 +119,9 @@ def test_who_starts_for_long_is_asked_less_often_but_as_often_as_one_that_trains
 
 def test_who_trained_a_moment_ago_is_asked_again_soon() -> None:
     pace = Pace(0.0, 3600.0)
-    assert pace.after_answer(1000.0, is_steady=True) == 3600
-    assert pace.after_answer(4600.0, is_steady=False) < 1
-    assert pace.after_silence(4601.0) == 3
+    assert pace.after_response(1000.0, is_steady=True) == 3600
+    assert pace.after_response(4600.0, is_steady=False) < 1
+    assert pace.after_failure(4601.0) == 3
 
 
 def test_a_pod_that_begins_to_run_is_not_asked_at_once() -> None:

@@ -86,7 +86,7 @@ async def end(children: Children, batch_job: Object) -> None:
         if batch_job["spec"].get("suspend"):
             await _give_up(children, name, metadata["uid"])
         else:
-            await _let_deadline_pass(children, name, metadata["uid"])
+            await _set_passed_deadline(children, name, metadata["uid"])
     except (ConflictError, InvalidError, NotFoundError):
         # Deleted, perhaps recreated by another client: the new object is not the attempt.
         there = await children.ask(name)
@@ -100,7 +100,7 @@ async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
     if there is None or there["metadata"]["uid"] != uid or is_ending(there):
         return
     if not there["spec"].get("suspend"):
-        await _let_deadline_pass(children, name, uid)
+        await _set_passed_deadline(children, name, uid)
         return
     metadata, status = there["metadata"], there.get("status", {})
     failing = {
@@ -119,16 +119,16 @@ async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
         },
     }
     client, place = children.cluster.client, (name.batch_job, name.namespace)
-    children.note(await client.patch(JOBS, *place, change, subresource="status"))
+    children.note_response(await client.patch(JOBS, *place, change, subresource="status"))
 
 
-async def _let_deadline_pass(children: Children, name: AttemptName, uid: str) -> None:
+async def _set_passed_deadline(children: Children, name: AttemptName, uid: str) -> None:
     change: Object = {
         "metadata": {"uid": uid, "annotations": {CANCELLED_ANNOTATION: "true"}},
         "spec": {"activeDeadlineSeconds": PASSED_DEADLINE_SECONDS},
     }
     client = children.cluster.client
-    children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
+    children.note_response(await client.patch(JOBS, name.batch_job, name.namespace, change))
 
 
 def _own_end(metadata: Object, now: datetime) -> datetime:

@@ -146,12 +146,12 @@ def child_name(job: str) -> str:
     return f"{job}-finetune"
 
 
-def owner_of(made: Mapping[str, Any]) -> dict[str, str]:
+def owner_of(obj: Mapping[str, Any]) -> dict[str, str]:
     """Return the reference to the object's controller, or an empty mapping without one."""
-    references = made["metadata"].get("ownerReferences") or ()
+    references = obj["metadata"].get("ownerReferences") or ()
     return next((dict(one) for one in references if one.get("controller")), {})
 
 
-def is_owned(made: Mapping[str, Any] | None, job_uid: str) -> bool:
+def is_owned(obj: Mapping[str, Any] | None, job_uid: str) -> bool:
     """Return whether the object exists and the job of that uid is its controller."""
-    return made is not None and owner_of(made).get("uid") == job_uid
+    return obj is not None and owner_of(obj).get("uid") == job_uid

@@ -65,12 +65,12 @@ class Children:
         """Return the compact form of a child of the job, as last seen; see `expand`."""
         return self.cluster.cache(resource).get(Key(name.namespace, child_name(name.job)))
 
-    def note_kept(self, resource: Resource, made: Object) -> None:
+    def note_child_response(self, resource: Resource, obj: Object) -> None:
         """Store a response about a child of the job in its cache, like an event of the watch."""
         cache = self.cluster.cache(resource)
         if cache.is_synced:  # otherwise it would never be removed
-            cache.put(compact(made))
+            cache.put(compact(obj))
 
-    def note(self, made: Object) -> None:
+    def note_response(self, obj: Object) -> None:
         """Store the response to a write of a batch Job in its cache, so that `observe` sees it."""
-        self.cluster.cache(JOBS).put(trim_job(made))
+        self.cluster.cache(JOBS).put(trim_job(obj))

@@ -33,7 +33,7 @@ class EndedPods:
         """Drop the pods of a finished attempt."""
         self._of_attempt.pop(uid, None)
 
-    def with_gone(self, uid: str, pods: Sequence[Object]) -> list[Object]:
+    def including_deleted(self, uid: str, pods: Sequence[Object]) -> list[Object]:
         """Return the existing pods, preceded by the terminated pods that were deleted."""
         for pod in pods:
             self._note(pod)

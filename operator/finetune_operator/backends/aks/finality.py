@@ -65,7 +65,7 @@ def was_cancelled(batch_job: Object) -> bool:
     return CANCELLED_ANNOTATION in annotations or was_given_up(batch_job)
 
 
-def makes_no_more(batch_job: Object, pods: Sequence[Object], wanted: int) -> bool:
+def creates_no_more_pods(batch_job: Object, pods: Sequence[Object], wanted: int) -> bool:
     """Return whether its controller will certainly create no further pod, given that none is alive.
 
     This is up to a second earlier than `Failed` or `Complete`: once the controller has decided to

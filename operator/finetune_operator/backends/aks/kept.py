@@ -80,8 +80,8 @@ def wanted(batch_job: Object, name: AttemptName, address: str) -> dict[Resource,
 
 def to_create(child: Object) -> Object:
     """Return the body that creates a child."""
-    made: Object = _overlaid({}, child)
-    return made
+    merged: Object = _overlaid({}, child)
+    return merged
 
 
 def change(there: Object, child: Object) -> Object:
@@ -103,13 +103,13 @@ def change(there: Object, child: Object) -> Object:
 def _overlaid(there: Any, ours: Any, field: str = "") -> Any:
     """Return the object with our fields merged into it."""
     if isinstance(ours, dict) and isinstance(there, dict) and field not in _ONE_VALUE:
-        made = dict(there)
+        merged = dict(there)
         for key, value in ours.items():
             if value is None:
-                made.pop(key, None)
+                merged.pop(key, None)
             else:
-                made[key] = _overlaid(there.get(key, {}), value, key)
-        return made
+                merged[key] = _overlaid(there.get(key, {}), value, key)
+        return merged
     if isinstance(ours, list) and isinstance(there, list) and len(ours) == len(there):
         pairs = zip(there, ours, strict=True)
         # As a whole, because the server's defaults of an item may belong to its changed fields.

@@ -94,7 +94,7 @@ class LiveAttempts:
         if is_opened and not is_owned(there, job_uid):
             there = await self._children.ask(name)
             if there is not None and is_owned(there, job_uid):
-                self._children.note(there)
+                self._children.note_response(there)
             else:
                 await make_way(self._children, name, job_uid)
         if there is None or not is_owned(there, job_uid):
@@ -109,7 +109,7 @@ class LiveAttempts:
         if batch_job is not None:
             self._open(ref.job_uid, handle.uid)
         there = await self._children.pods(name, handle.uid)
-        pods = self._ended.with_gone(handle.uid, there)
+        pods = self._ended.including_deleted(handle.uid, there)
         seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
             await self._log_tails.keep(self._children, name, batch_job, there)
@@ -181,10 +181,10 @@ class LiveAttempts:
         if not address or address == self._names.given(handle.uid):
             return seen
         name = AttemptName.parse(handle.name)
-        made = None
+        recorded = None
         if digest_of(batch_job) == handle.digest:
-            made = kept.wanted(batch_job, name, address).get(ENDPOINT_SLICES)
-        obstacle = await self._names.give(self._children, name, batch_job, made, address)
+            recorded = kept.wanted(batch_job, name, address).get(ENDPOINT_SLICES)
+        obstacle = await self._names.give(self._children, name, batch_job, recorded, address)
         if obstacle is None:
             return seen
         return replace(seen, obstacle=obstacle, requeue_seconds=rank_zero.AGAIN_SECONDS)

@@ -50,7 +50,7 @@ class LogTails:
         change = {"metadata": {"uid": uid, "annotations": {LOG_TAIL_ANNOTATION: text}}}
         try:
             client = children.cluster.client
-            children.note(await client.patch(JOBS, name.batch_job, name.namespace, change))
+            children.note_response(await client.patch(JOBS, name.batch_job, name.namespace, change))
         except ApiError as error:
             self._failures[uid] = self._failures.get(uid, 0) + 1
             # The rest of the attempt is stopped only after this, and then there is no retry.
@@ -69,10 +69,10 @@ async def _log_tail(children: Children, pod: Object) -> str:
     try:
         async with asyncio.timeout(_READ_SECONDS):
             lines = client.log(name, namespace, container=CONTAINER, tail=NUM_LINES)
-            said = "\n".join([line async for line in lines])[-_MAX_CHARACTERS:]
+            text = "\n".join([line async for line in lines])[-_MAX_CHARACTERS:]
     except (ApiError, TimeoutError) as error:
-        said = f"its log could not be read ({error or type(error).__name__})"
-    return f"the last lines of pod {name}:\n{said or '(none)'}"
+        text = f"its log could not be read ({error or type(error).__name__})"
+    return f"the last lines of pod {name}:\n{text or '(none)'}"
 
 
 def kept_tail(batch_job: Object) -> list[str]:

@@ -6,7 +6,12 @@ A gang is pending until all of its pods run, and failed as soon as one has faile
 from collections.abc import Sequence
 
 from finetune_operator.backends.aks.child_names import AttemptName, facts_if_readable
-from finetune_operator.backends.aks.finality import has, makes_no_more, was_cancelled, was_given_up
+from finetune_operator.backends.aks.finality import (
+    creates_no_more_pods,
+    has,
+    was_cancelled,
+    was_given_up,
+)
 from finetune_operator.backends.aks.pod_termination import (
     PodTermination,
     condition,
@@ -39,7 +44,7 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     ends = [termination_of(pod) for pod in pods if not is_alive(pod)]
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
-    all_gone = not alive and makes_no_more(batch_job, pods, wanted)
+    all_gone = not alive and creates_no_more_pods(batch_job, pods, wanted)
     # A batch Job that another client made smaller is Complete without finishing its work, and all
     # pods are done up to seconds before the Job reports it.
     is_complete = has(batch_job, "Complete") and size == wanted

@@ -58,7 +58,7 @@ def pod(inputs: PodInputs) -> Json:
     spec, aks = job.spec, aks_of(job)
     template, security = spec.pod_template, profile.security
     container = _container(inputs)
-    made: Json = {
+    pod_spec: Json = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -88,8 +88,8 @@ def pod(inputs: PodInputs) -> Json:
     }
     if inputs.rendezvous_host and profile.rank_zero_name == "service":
         optional["subdomain"] = inputs.rendezvous_host.split(".")[1]
-    made |= {name: value for name, value in optional.items() if value}
-    pod_template.merge(template, made, container)
+    pod_spec |= {name: value for name, value in optional.items() if value}
+    pod_template.merge(template, pod_spec, container)
     labels = {**(template.metadata.labels if template else {}), **inputs.labels}
     if profile.workload_identity:
         labels["azure.workload.identity/use"] = "true"
@@ -101,7 +101,7 @@ def pod(inputs: PodInputs) -> Json:
     }
     return {
         "metadata": {"labels": labels, "annotations": annotations},
-        "spec": {**made, "containers": [container]},
+        "spec": {**pod_spec, "containers": [container]},
     }
 
 

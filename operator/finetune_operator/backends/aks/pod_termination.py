@@ -52,9 +52,9 @@ def is_alive(pod: Object) -> bool:
     return pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
 
 
-def condition(made: Object, kind: str) -> Any:
+def condition(obj: Object, kind: str) -> Any:
     """Return the condition of that type, or an empty mapping if it is absent."""
-    found = made.get("status", {}).get("conditions") or ()
+    found = obj.get("status", {}).get("conditions") or ()
     return next((one for one in found if one["type"] == kind), {})
 
 
@@ -99,10 +99,10 @@ def _disruption(pod: Object) -> str:
 def _from_container(name: str, index: int, ended: Any) -> Termination:
     """Combine the trainer's termination message with the exit code from the kubelet."""
     code, message = int(ended["exitCode"]), ended.get("message", "")
-    said = _parse(message)
-    if said is None:
+    parsed = _parse(message)
+    if parsed is None:
         return _without_message(name, index, code, str(ended.get("reason", "")), message)
-    return with_seen_exit_code(f"pod {name}", said, code)
+    return with_seen_exit_code(f"pod {name}", parsed, code)
 
 
 def _without_message(name: str, index: int, code: int, reason: str, tail: str) -> Termination:
@@ -130,15 +130,15 @@ def _without_message(name: str, index: int, code: int, reason: str, tail: str) -
             "spec.image and spec.command of the job's FineTuneProfile run the trainer"
         )
         return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
-    said = f" ({reason})" if reason not in ("", "Error", "Completed") else ""
+    reported = f" ({reason})" if reason not in ("", "Error", "Completed") else ""
     more = f"; it said last: {last}" if last else "; see its log"
-    return ended_silently(f"pod {name}", code, reason=said, more=more)
+    return ended_silently(f"pod {name}", code, reason=reported, more=more)
 
 
 def _fault_of_image(tail: str) -> str | None:
     """Return the fault of an image by the last output line, or None if it can run."""
     lines = tail.strip().splitlines() or [""]
-    return next((fault for said, fault in _WRONG_IMAGE.items() if said in lines[-1]), None)
+    return next((fault for phrase, fault in _WRONG_IMAGE.items() if phrase in lines[-1]), None)
 
 
 def _from_status(name: str, pod: Object) -> Termination:

@@ -37,14 +37,14 @@ class Pace:
     since: float
     interval: float
 
-    def after_answer(self, now: float, *, is_steady: bool) -> float:
+    def after_response(self, now: float, *, is_steady: bool) -> float:
         """Return the wait after a response."""
         if is_steady:
             self.since = now + self.interval
             return self.interval
         return self._at_least(_SOON_SECONDS, now)
 
-    def after_silence(self, now: float) -> float:
+    def after_failure(self, now: float) -> float:
         """Return the wait after a failure."""
         return self._at_least(_SILENT_SECONDS, now)
 
@@ -121,7 +121,7 @@ class ProgressReader:
                 return Reading(pull.newest, _SOON_SECONDS)
             # A pod that is silent for so long will probably not respond to this request.
             over = pull.begun + _TIMEOUT_SECONDS
-            return Reading(pull.newest, over + pull.pace.after_silence(over) - loop.time())
+            return Reading(pull.newest, over + pull.pace.after_failure(over) - loop.time())
         return Reading(pull.newest, max(0.1, pull.due - loop.time()))
 
     def forget(self, uid: str) -> None:
@@ -153,14 +153,14 @@ class ProgressReader:
                 raise_for_status=True,
                 allow_redirects=False,
                 connector=self._connector,
-            ) as answer:
-                text = await _read(answer.content)
+            ) as response:
+                text = await _read(response.content)
             pull.newest = Progress.of_any_version(text)
             pull.is_silent = pull.is_logged = False
-            wait = pull.pace.after_answer(loop.time(), is_steady=pull.newest.phase in _STEADY)
+            wait = pull.pace.after_response(loop.time(), is_steady=pull.newest.phase in _STEADY)
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
             pull.is_silent = True
-            wait = pull.pace.after_silence(loop.time())
+            wait = pull.pace.after_failure(loop.time())
             if not pull.is_logged and loop.time() - pull.pace.since > _LONG_SILENCE_SECONDS:
                 log.warning("no progress from %s (%s)", url, error or type(error).__name__)
                 pull.is_logged = True

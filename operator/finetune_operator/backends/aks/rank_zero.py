@@ -65,12 +65,12 @@ class RankZeroNames:
         children: Children,
         name: AttemptName,
         batch_job: Object,
-        made: Object | None,
+        recorded: Object | None,
         address: str,
     ) -> Obstacle | None:
         """Publish this address under rank 0's name; return the obstacle, if any.
 
-        `made` is the EndpointSlice that the batch Job records; None if it records none.
+        `recorded` is the EndpointSlice that the batch Job records; None if it records none.
 
         Raises:
             FineTuneError: Retry at once.
@@ -82,13 +82,13 @@ class RankZeroNames:
         if refused is not None and now < refused.due:
             return refused.obstacle
         try:
-            if made is None:
+            if recorded is None:
                 # Not from the facts, into which a client could have written the name of another
                 # Service.
                 service = child_name(name.job)
                 metadata = _metadata(batch_job, service)
-                made = rank_zero_slice(metadata, service, name.host, address)
-            await self._write(children, name, made, uid, owner_of(batch_job)["uid"])
+                recorded = rank_zero_slice(metadata, service, name.host, address)
+            await self._write(children, name, recorded, uid, owner_of(batch_job)["uid"])
         except (ApiError, BackendError) as error:
             if error.retryable:
                 raise
@@ -106,7 +106,7 @@ class RankZeroNames:
         self._refused.pop(uid, None)
 
     async def _write(
-        self, children: Children, name: AttemptName, made: Object, uid: str, job_uid: str
+        self, children: Children, name: AttemptName, recorded: Object, uid: str, job_uid: str
     ) -> None:
         cache, client = children.cluster.cache(ENDPOINT_SLICES), children.cluster.client
         seen = children.kept(ENDPOINT_SLICES, name) if cache.is_synced else None
@@ -114,22 +114,25 @@ class RankZeroNames:
         is_there = not cache.is_synced and uid not in self._new
         self._new.discard(uid)
         there = expand(seen) if seen else None
-        there = await create_or_adopt(client, made, job_uid, there=there, is_there=is_there)
-        if _targets(there) != _targets(made):
-            change = {"metadata": {"uid": there["metadata"]["uid"]}, "endpoints": made["endpoints"]}
-            slice_name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
+        there = await create_or_adopt(client, recorded, job_uid, there=there, is_there=is_there)
+        if _targets(there) != _targets(recorded):
+            change = {
+                "metadata": {"uid": there["metadata"]["uid"]},
+                "endpoints": recorded["endpoints"],
+            }
+            slice_name, namespace = recorded["metadata"]["name"], recorded["metadata"]["namespace"]
             try:
                 there = await client.patch(ENDPOINT_SLICES, slice_name, namespace, change)
             except (ConflictError, InvalidError, NotFoundError):
                 if seen is not None:
                     cache.remove(seen)  # deleted, perhaps recreated
                 raise
-        children.note_kept(ENDPOINT_SLICES, there)
+        children.note_child_response(ENDPOINT_SLICES, there)
 
 
-def _targets(made: Object) -> list[tuple[str, list[str]]]:
+def _targets(recorded: Object) -> list[tuple[str, list[str]]]:
     """Return the part of a slice that resolvers see."""
-    endpoints = made.get("endpoints") or ()
+    endpoints = recorded.get("endpoints") or ()
     return [(one.get("hostname", ""), one["addresses"]) for one in endpoints]
 
 

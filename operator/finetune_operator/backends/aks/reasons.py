@@ -105,5 +105,5 @@ def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle | No
 
 def _when(event: Object) -> str:
     moments = (event.get("lastTimestamp"), event.get("eventTime"))
-    made = event["metadata"].get("creationTimestamp", "")
-    return str(next((one for one in moments if one), made))
+    created = event["metadata"].get("creationTimestamp", "")
+    return str(next((one for one in moments if one), created))

@@ -39,12 +39,12 @@ def node_selector(profile: FineTuneProfileSpec) -> dict[str, str]:
 
 def tolerations(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> list[Json]:
     """Return the pods' tolerations."""
-    made = [one.model_dump(by_alias=True, exclude_none=True) for one in profile.nodes.tolerations]
+    found = [one.model_dump(by_alias=True, exclude_none=True) for one in profile.nodes.tolerations]
     if spec.topology.gpus_per_node:
-        made += [dict(taint) for taint in GPU_TAINTS]
+        found += [dict(taint) for taint in GPU_TAINTS]
     if spec.capacity is not Capacity.ON_DEMAND:
-        made.append(dict(SPOT_TAINT))
-    return made
+        found.append(dict(SPOT_TAINT))
+    return found
 
 
 def affinity(
@@ -57,24 +57,24 @@ def affinity(
         profile: The job's profile.
         own_pods: Labels that only the job's own pods have.
     """
-    made: Json = {}
+    rules: Json = {}
     if (node := _node_affinity(spec, profile)) != {}:
-        made["nodeAffinity"] = node
+        rules["nodeAffinity"] = node
     if spec.topology.nodes == 1:
-        return made
+        return rules
     selector: Json = {"labelSelector": {"matchLabels": dict(own_pods)}}
     key = profile.nodes.topology_key
     if spec.topology.placement is Placement.SPREAD:
         apart = [{**selector, "topologyKey": HOST}]
-        made["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
+        rules["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
     elif key and uses_rdma(spec, profile):
         # InfiniBand does not reach further, so a pod elsewhere could never join.
         close = [{**selector, "topologyKey": key}]
-        made["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": close}
+        rules["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": close}
     elif key:
         close = [{"weight": 100, "podAffinityTerm": {**selector, "topologyKey": key}}]
-        made["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": close}
-    return made
+        rules["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": close}
+    return rules
 
 
 def _node_affinity(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> Json:
@@ -86,17 +86,17 @@ def _node_affinity(spec: FineTuneJobSpec, profile: FineTuneProfileSpec) -> Json:
     if profile.nodes.agent_pools:
         needed.append(_is_in(AGENT_POOL, profile.nodes.agent_pools))
     spot = [_is_in(label, ["spot"]) for label in SPOT_LABELS]
-    made: Json = {}
+    node: Json = {}
     terms = [{"matchExpressions": needed}] if needed else []
     if spec.capacity is Capacity.SPOT:
         terms = [{"matchExpressions": [*needed, one]} for one in spot]  # terms are alternatives
     if terms:
-        made["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": terms}
+        node["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": terms}
     if spec.capacity is Capacity.SPOT_PREFERRED:
-        made["preferredDuringSchedulingIgnoredDuringExecution"] = [
+        node["preferredDuringSchedulingIgnoredDuringExecution"] = [
             {"weight": 100, "preference": {"matchExpressions": [one]}} for one in spot
         ]
-    return made
+    return node
 
 
 def _is_in(key: str, values: Sequence[str]) -> Json:

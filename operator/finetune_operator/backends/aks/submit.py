@@ -45,16 +45,16 @@ async def submit(request: Request, children: Children) -> Handle:
         # A cache may be late: the creation shows whether a foreign object is in the way.
         *once, batch_job = request.objects
         client, is_later = children.cluster.client, name.number > 1
-        _, made = await asyncio.gather(
+        _, created = await asyncio.gather(
             _delete_old(children, name, request.job_uid),
             asyncio.gather(
                 *(create_or_adopt(client, one, request.job_uid, is_there=is_later) for one in once)
             ),
         )
-        for wanted, one in zip(once, made, strict=True):
-            children.note_kept(CHILD_KINDS[wanted["kind"]], one)
+        for wanted, one in zip(once, created, strict=True):
+            children.note_child_response(CHILD_KINDS[wanted["kind"]], one)
         there = await create_or_adopt(client, batch_job, request.job_uid)
-        children.note(there)
+        children.note_response(there)
     return handle_of(name, there)
 
 

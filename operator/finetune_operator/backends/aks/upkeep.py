@@ -141,7 +141,7 @@ async def _check(children: Children, resource: Resource, child: Object, about: _
     if not about.is_owed or now < about.due:
         return
     try:
-        what = await _put_back(children, resource, child)
+        what = await _restore(children, resource, child)
     except (ApiError, BackendError) as error:
         about.times, about.last, about.error = about.times + 1, now, str(error)
         extra = {"child": f"{resource} {namespace}/{name}", "error": str(error)}
@@ -154,7 +154,7 @@ async def _check(children: Children, resource: Resource, child: Object, about: _
         log.warning("child put back", extra=extra)
 
 
-async def _put_back(children: Children, resource: Resource, child: Object) -> str:
+async def _restore(children: Children, resource: Resource, child: Object) -> str:
     """Restore a child; return `deleted` or `changed`, or an empty string for an unchanged child.
 
     The child is read first, and so is its job, because caches may be late, and the garbage
@@ -169,8 +169,8 @@ async def _put_back(children: Children, resource: Resource, child: Object) -> st
     try:
         there = await client.get(resource, name, namespace)
     except NotFoundError:
-        made = await client.create(resource, kept.to_create(child), namespace)
-        children.note_kept(resource, made)
+        response = await client.create(resource, kept.to_create(child), namespace)
+        children.note_child_response(resource, response)
         return "deleted"
     owner, labels = owner_of(there), there["metadata"].get("labels") or {}
     is_ours = owner.get("uid") == ours["uid"]
@@ -179,10 +179,10 @@ async def _put_back(children: Children, resource: Resource, child: Object) -> st
     change = kept.change(there, child)
     if change and "deletionTimestamp" not in there["metadata"]:
         change["metadata"] = {**change.get("metadata", {}), "uid": there["metadata"]["uid"]}
-        made = await client.patch(resource, name, namespace, change)
-        children.note_kept(resource, made)
+        response = await client.patch(resource, name, namespace, change)
+        children.note_child_response(resource, response)
         return "changed"
-    children.note_kept(resource, there)
+    children.note_child_response(resource, there)
     return ""
 
 

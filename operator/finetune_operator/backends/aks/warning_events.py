@@ -30,7 +30,7 @@ class _Wait:
     """When the Events of a gang are read next, and the obstacle that they last named."""
 
     due: float
-    said: Obstacle | None
+    obstacle: Obstacle | None
 
 
 class WarningEvents:
@@ -53,13 +53,13 @@ class WarningEvents:
             uids = frozenset({uid, *(pod["metadata"]["uid"] for pod in pods)})
             try:
                 events = await self._events(client, namespace)
-                wait.said = from_events(
+                wait.obstacle = from_events(
                     [one for about in uids for one in events.get(about, ())], uids
                 )
             except ApiError as error:
                 log.warning("Events of namespace %s cannot be read (%s)", namespace, error)
-            wait.due = now + (AGAIN_SECONDS if wait.said else SILENT_SECONDS)
-        return wait.said, max(0.1, wait.due - now)
+            wait.due = now + (AGAIN_SECONDS if wait.obstacle else SILENT_SECONDS)
+        return wait.obstacle, max(0.1, wait.due - now)
 
     def forget(self, uid: str) -> None:
         """Drop the state of a gang that runs or has finished."""

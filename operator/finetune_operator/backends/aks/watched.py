@@ -17,33 +17,33 @@ _METADATA = (
 _JOB_SPEC = ("activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend")
 
 
-def _kept(source: Mapping[str, Any], *names: str) -> Object:
+def _only(source: Mapping[str, Any], *names: str) -> Object:
     return {name: source[name] for name in names if name in source}
 
 
-def trim_pod(made: Object) -> Object:
+def trim_pod(obj: Object) -> Object:
     """Retain a pod's metadata, node, status and the annotation GRACE_ANNOTATION."""
-    spec = _kept(made.get("spec", {}), "nodeName", "containers")
-    names = [_kept(one, "name") for one in spec.pop("containers", ())]
-    metadata = _kept(made["metadata"], *_METADATA)
-    if grace := _kept(made["metadata"].get("annotations") or {}, GRACE_ANNOTATION):
+    spec = _only(obj.get("spec", {}), "nodeName", "containers")
+    names = [_only(one, "name") for one in spec.pop("containers", ())]
+    metadata = _only(obj["metadata"], *_METADATA)
+    if grace := _only(obj["metadata"].get("annotations") or {}, GRACE_ANNOTATION):
         metadata["annotations"] = grace
     return {
         "metadata": metadata,
         "spec": {**spec, "containers": names},
-        "status": made.get("status", {}),
+        "status": obj.get("status", {}),
     }
 
 
-def trim_job(made: Object) -> Object:
+def trim_job(obj: Object) -> Object:
     """Retain a batch Job's metadata, size, conditions and number of active pods.
 
     Also the fields by which it ends or creates pods again, because a client may change them.
     """
     return {
-        "metadata": _kept(made["metadata"], *_METADATA, "annotations"),
-        "spec": _kept(made.get("spec", {}), *_JOB_SPEC),
-        "status": _kept(made.get("status", {}), "active", "conditions"),
+        "metadata": _only(obj["metadata"], *_METADATA, "annotations"),
+        "spec": _only(obj.get("spec", {}), *_JOB_SPEC),
+        "status": _only(obj.get("status", {}), "active", "conditions"),
     }
 
 
