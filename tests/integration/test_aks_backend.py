@@ -248,7 +248,7 @@ def test_a_name_of_rank_zero_that_is_taken_is_told_and_given_once_it_is_free(
     assert seen.obstacle is not None
     assert seen.obstacle.reason == "CreationFailed"
     assert seen.obstacle.message == (
-        f"EndpointSlice {namespace}/tiny-finetune is in the way: it exists and is nobody's child; "
+        f"EndpointSlice {namespace}/tiny-finetune is in the way: it exists and has no owner; "
         "delete it, or give this job another name"
     )
     assert seen.requeue_seconds is not None
@@ -504,7 +504,7 @@ def test_the_last_job_of_the_name_is_waited_for(
     first = harness.own("uid-2")
     api.run(backend.submit(given_to(request, first)))
     later = {**first, "metadata": {**first["metadata"], "uid": "the-next-one"}}
-    with pytest.raises(TransientError, match="still belongs to the job of this name before"):
+    with pytest.raises(TransientError, match="is still owned by a deleted job of the same name"):
         api.run(backend.submit(given_to(request, later)))
 
 

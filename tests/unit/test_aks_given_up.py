@@ -143,7 +143,7 @@ def test_an_operator_that_starts_anew_knows_that_a_suspension_took_the_pods_away
         await world.settle()
         first, second = world.job["status"]["attempts"]
         assert (first["failureClass"], first["exitCode"]) == ("Preempted", 75)
-        assert first["message"] == "Job tiny-1 was suspended, by its queue or by somebody else"
+        assert first["message"] == "Job tiny-1 was suspended by its queue or another client"
         assert second["number"] == 2
 
     live(life)
@@ -300,7 +300,8 @@ def test_a_batch_job_that_somebody_made_smaller_is_no_model() -> None:
         await world.settle()
         status = world.job["status"]
         assert status["attempts"][0]["message"] == (
-            "Job tiny-1 ended without its work, as somebody changed its completions from 2 to 0"
+            "Job tiny-1 ended without finishing its work, because its completions were changed "
+            "from 2 to 0"
         )
         assert status["attempt"] == 2
 
@@ -370,9 +371,9 @@ def test_pods_of_a_batch_job_that_was_deleted_from_above_them_are_named_until_th
         stalled = world.condition("Stalled")
         assert (stalled["status"], stalled["reason"]) == ("True", "CreationFailed")
         assert stalled["message"] == (
-            "pod/tiny-1-0, pod/tiny-1-1 still run and belong to no FineTuneJob any more (an owner "
+            "pod/tiny-1-0, pod/tiny-1-1 still run and belong to no FineTuneJob (an owner "
             "was deleted with --cascade=orphan), and two attempts must not write one checkpoint; "
-            "to go on, kubectl delete -n ns pod/tiny-1-0 pod/tiny-1-1"
+            "to continue, kubectl delete -n ns pod/tiny-1-0 pod/tiny-1-1"
         )
         writes = world.writes_but_events
         await look(world)
@@ -399,7 +400,7 @@ def test_what_a_job_deleted_with_orphans_has_left_is_named_with_how_to_delete_it
         message = world.condition("Stalled")["message"]
         assert message.startswith("pod/tiny-1-0, pod/tiny-1-1 still run and belong to no")
         assert message.endswith(
-            "to go on, kubectl delete -n ns jobs,pods,services,endpointslices,networkpolicies "
+            "to continue, kubectl delete -n ns jobs,pods,services,endpointslices,networkpolicies "
             f"-l '{JOB_UID_LABEL} in ({uid})'"
         )
         assert world.condition("Stalled")["status"] == "True"

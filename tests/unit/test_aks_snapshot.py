@@ -54,8 +54,8 @@ def test_a_snapshot_that_was_changed_is_refused_until_its_batch_job_is_deleted()
             told = world.condition("Stalled")
             assert (told["status"], told["message"]) == (
                 "True",
-                "spec.backend.aks.profile default was kept for later attempts on Job tiny-1, where "
-                "somebody has changed what is kept; delete that Job to go on without it",
+                "spec.backend.aks.profile default is stored for later attempts on Job tiny-1, but "
+                "its snapshot was changed; delete that Job to continue without it",
             )
             world.start_process()
         await world.api.delete(JOBS, "tiny-1", "ns")

@@ -57,7 +57,7 @@ def test_no_attempt_is_created_beside_a_pod_whose_batch_job_was_deleted_unseen()
         backend, cache = process(api)
         request = backend.render(planned(**JOB), Attempt(1))
         cache(PODS).put(pod("Running", 1))
-        with pytest.raises(TransientError, match="pod tiny-1-0-abc is still there"):
+        with pytest.raises(TransientError, match="pod tiny-1-0-abc still exists"):
             await backend.submit(request)
         assert api.objects(JOBS) == []
         cache(PODS).put(pod("Failed", 2))
@@ -88,7 +88,7 @@ def test_an_attempt_is_not_taken_for_one_that_never_was_while_a_pod_of_it_lives(
         api, plan = FakeApi(), planned(**JOB)
         backend, cache = process(api)
         cache(PODS).put(pod("Running", 1))
-        with pytest.raises(TransientError, match="pod tiny-1-0-abc is still there"):
+        with pytest.raises(TransientError, match="pod tiny-1-0-abc still exists"):
             await backend.find(opened(plan.job), Attempt(1))
         cache(PODS).put(pod("Failed", 2))
         assert await backend.find(opened(plan.job), Attempt(1)) is None

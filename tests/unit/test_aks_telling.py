@@ -76,7 +76,7 @@ def test_a_gang_whose_batch_job_is_deleted_does_not_run_while_a_pod_hangs() -> N
         await look(world, 60)
         assert told(world, "Running") == ("False", "Restarting")
         message = world.condition("Ready")["message"]
-        assert message.startswith("Job ns/tiny-1 does not exist any more; 1 of its pods still end")
+        assert message.startswith("Job ns/tiny-1 no longer exists; 1 of its pods are still ending")
         assert world.attempts == []
         (hangs,) = world.api.objects(PODS)
         assert hangs["metadata"]["deletionTimestamp"]
@@ -116,7 +116,7 @@ def test_a_pod_of_the_job_of_this_name_before_is_waited_for_in_the_open() -> Non
         await world.apply(deadlines={"pendingSeconds": 60})
         await look(world, 8)
         assert told(world, "ResourcesReady") == ("False", "CreationFailed")
-        assert world.condition("Ready")["message"].startswith("pod tiny-3-0-x is still there")
+        assert world.condition("Ready")["message"].startswith("pod tiny-3-0-x still exists")
         assert world.attempts == []
         world.api.remove(PODS, "tiny-3-0-x", "ns")
         await look(world, 2)

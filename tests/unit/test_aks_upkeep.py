@@ -213,7 +213,7 @@ def test_a_forged_record_is_told() -> None:
         world = await living()
         await forged(world)
         await world.settle()
-        assert "somebody has changed what Job ns/tiny-1 keeps" in told(world)
+        assert "the record of Job ns/tiny-1 about its Service" in told(world)
 
     run(work())
 
@@ -248,10 +248,10 @@ def test_a_fight_is_told_and_slowed_and_forgotten_when_it_is_over() -> None:
 
         await for_a_while(world, 3.5, edit)
         assert len(writes) == 2  # each within 5 s
-        assert "again and again" not in told(world)
+        assert "repeatedly" not in told(world)
         await for_a_while(world, 600, edit, every=7)
         assert len(writes) <= 10
-        sentence = "NetworkPolicy ns/tiny-finetune is deleted or changed again and again"
+        sentence = "NetworkPolicy ns/tiny-finetune is repeatedly deleted or changed"
         assert sentence in told(world)
         assert told(world).count(sentence) == 1
         await for_a_while(world, 900, every=70)
@@ -276,7 +276,7 @@ def test_what_may_not_be_put_back_is_told_with_the_servers_sentence() -> None:
         world.api.before = refuse
         await for_a_while(world, 20)
         assert (
-            f"Service ns/tiny-finetune was deleted or changed and is not put back: {sentence}"
+            f"Service ns/tiny-finetune was deleted or changed and cannot be restored: {sentence}"
             in (told(world))
         )
         assert world.job["status"]["phase"] != "Restarting"

@@ -233,7 +233,7 @@ ELSE = "name another volume, or a claim"
             {"checkpoint__uri": "pvc://v/a"},
             Severity.WARNING,
             f"spec.checkpoint.uri pvc://v/a is on volume v of profile default, {LOST}, so every "
-            f"restart begins anew; {ELSE}",
+            f"restart starts over; {ELSE}",
             id="checkpoints that are lost with the pod",
         ),
         pytest.param(
@@ -274,8 +274,8 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
     ({"dataset__source": "file://./x"}, "spec.dataset.source",
      "cannot be used by the aks backend; use pvc://CLAIM/PATH or hf://ORG/NAME"),
     ({"dataset__source": "hf:///mnt/private/x.jsonl"}, "spec.dataset.source",
-     "names nothing on the hub; write hf://ORG/NAME"),
-    ({"model__source": "hf://../cache/model"}, "spec.model.source", "names nothing on the hub"),
+     "is not a repository of the hub; write hf://ORG/NAME"),
+    ({"model__source": "hf://../cache/model"}, "spec.model.source", "is not a repository"),
     ({"checkpoint__uri": "hf://a/b"}, "spec.checkpoint.uri", "use pvc://CLAIM/PATH"),
     ({"checkpoint__resumeFrom": "pvc://private/x"}, "spec.checkpoint.resumeFrom",
      "private is a claim"),
@@ -300,11 +300,11 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
     ({"topology__instanceType": "Standard_D4s_v5\n"}, "spec.topology.instanceType",
      "cannot be the value of a label"),
     ({"backend__aks__serviceAccountName": "train-A"}, "spec.backend.aks.serviceAccountName",
-     "train-A cannot be the name of an object; use lower-case letters"),
+     "train-A is not a valid object name; use lower-case letters"),
     ({"model__tokenSecretRef": {"name": "../hub", "key": "k"}}, "spec.model.tokenSecretRef.name",
-     "../hub cannot be the name of an object"),
+     "../hub is not a valid object name"),
     ({"topology__nodes": 2, "observability__metricsPort": 29500},
-     "spec.observability.metricsPort", "where the ranks of several nodes meet"),
+     "spec.observability.metricsPort", "is the rendezvous port of several nodes"),
     ({"output__uri": None}, "spec.output.uri", "is missing"),
     ({"checkpoint__uri": None, "topology__nodes": 2}, "spec.checkpoint.uri", "is missing"),
     ({"backend__aks__profile": "nope"}, "spec.backend.aks.profile", "nope is looked up"),
@@ -589,7 +589,9 @@ def test_amounts_are_compared_as_kubernetes_does() -> None:
     assert amounts == sorted(set(amounts))
     assert [amount(text) for text in ("500m", "16Gi", 2)] == [Decimal("0.5"), 16 * 2**30, 2]
     for text in ("", "1K", "1e3", "-1", "1 Gi", "Gi"):
-        with pytest.raises(ValueError, match="is no amount; write such as 8, 500m or 16Gi"):
+        with pytest.raises(
+            ValueError, match="is not a valid amount; write for example 8, 500m or 16Gi"
+        ):
             amount(text)
 
 
@@ -866,7 +868,7 @@ ENDS: list[Any] = [
     ),
     pytest.param(
         ended(0, 1, "Traceback\nImportError: x\n"), 1, "Error",
-        "it said last: Traceback\nImportError: x", id="the end of its log",
+        "its last output: Traceback\nImportError: x", id="the end of its log",
     ),
     pytest.param(
         ended(
@@ -877,15 +879,15 @@ ENDS: list[Any] = [
     ),
     pytest.param(
         ended(0, 1, "/usr/bin/python: No module named finetune_trainer\n"), 78, "ConfigError",
-        "name one that `make images` has built for the nodes in spec.image", id="another image",
+        "set an image that `make images` has built for the nodes in spec.image", id="another image",
     ),
     pytest.param(
         ended(0, 255, "exec /bin/sh: exec format error"), 78, "ConfigError",
-        "is made for another processor than the node has", id="of another processor",
+        "is built for another processor than the node's", id="of another processor",
     ),
     pytest.param(
         ended(0, 1, "exec format error\nRuntimeError: of a step\n"), 1, "Error",
-        "it said last: exec format error\nRuntimeError: of a step", id="something after it",
+        "its last output: exec format error\nRuntimeError: of a step", id="something after it",
     ),
     pytest.param(
         pod(0, "Failed", reason="NodeAffinity", message="no match"), 137, "WorkerLost",
@@ -893,7 +895,7 @@ ENDS: list[Any] = [
     ),
     pytest.param(
         disrupted(0, "PreemptionByScheduler"), 75, "Preempted", "pod tiny-1-0-x on node-0 was "
-        "taken away (taken)", id="preempted by the scheduler",
+        "disrupted (taken)", id="preempted by the scheduler",
     ),
     pytest.param(
         disrupted(0, "TerminationByKubelet", reason="Evicted", message="low on memory"), 137,
@@ -966,7 +968,7 @@ def test_an_attempt_whose_batch_job_was_deleted_has_failed_until_its_pods_are_go
     assert (name.job, name.number, name.host) == ("a-b", 12, "a-b-12-0")
     hangs = observe.gone(name, [running(0), ended(1, 1)])
     assert (hangs.phase, hangs.all_gone, hangs.nodes_ready) == (AttemptPhase.FAILED, False, 1)
-    assert hangs.message == "Job default/a-b-12 does not exist any more; 1 of its pods still end"
+    assert hangs.message == "Job default/a-b-12 no longer exists; 1 of its pods are still ending"
     for pods in ([ended(0, 1)], []):
         seen = observe.gone(name, pods)
         assert (seen.phase, seen.all_gone) == (AttemptPhase.UNKNOWN, True)

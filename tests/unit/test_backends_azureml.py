@@ -163,7 +163,7 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
      "spec.dataset.also[0].source", "theirs is a datastore"),
     ({"model__source": "azureml://models/m"}, "spec.model.source",
      "or azureml://models/NAME/versions/VERSION or azureml://registries/"),
-    ({"model__source": "hf://../model"}, "spec.model.source", "names nothing on the hub"),
+    ({"model__source": "hf://../model"}, "spec.model.source", "is not a repository of the hub"),
     ({"model__source": "azureml://datastores/rows/paths/a/../../x"}, "spec.model.source",
      "has an empty part, . or .. in its path; write it without"),
     ({"model__source": f"{REGISTERED}/a//b"}, "spec.model.source", "has an empty part"),

@@ -125,7 +125,7 @@ def test_a_service_that_does_not_answer_is_asked_less_and_less_often() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        pytest.param(None, "is gone", id="gone"),
+        pytest.param(None, "is missing", id="gone"),
         pytest.param("{", "cannot be read ({)", id="changed"),
     ],
 )
@@ -143,8 +143,8 @@ def test_facts_that_somebody_took_from_a_batch_job_are_told_with_what_to_do(
         stalled = world.condition("Stalled")
         assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
         assert stalled["message"].startswith(
-            f"the annotation finetune.dev/attempt-facts of Job ns/tiny-1 {what}; put it back, or "
-            "delete that Job: the next attempt goes on from the last checkpoint"
+            f"the annotation finetune.dev/attempt-facts of Job ns/tiny-1 {what}; restore it, or "
+            "delete that Job: the next attempt resumes from the last checkpoint"
         )
         back = {"metadata": {"annotations": {FACTS_ANNOTATION: before}}}
         await world.api.patch(JOBS, "tiny-1", "ns", back)

@@ -92,8 +92,8 @@ class AttemptProfiles:
         noted = {one.number: one.digest for one in job.status.attempts}.get(number)
         if noted and noted != digest_of(mine[number]):
             text = (
-                f"{aks_of(job).profile} was kept for later attempts on Job {job.metadata.name}-"
-                f"{number}, where somebody has changed what is kept; delete that Job to go on "
+                f"{aks_of(job).profile} is stored for later attempts on Job {job.metadata.name}-"
+                f"{number}, but its snapshot was changed; delete that Job to continue "
                 "without it"
             )
             raise ProfileError(text)

@@ -83,10 +83,10 @@ def facts_of(batch_job: Object) -> AttemptFacts:
     try:
         return AttemptFacts.model_validate_json(text)
     except ValidationError as error:
-        what = f"cannot be read ({text:.100})" if text else "is gone"
+        what = f"cannot be read ({text:.100})" if text else "is missing"
         raise BackendError(
             f"the annotation {FACTS_ANNOTATION} of Job {metadata['namespace']}/{metadata['name']} "
-            f"{what}; put it back, or delete that Job: the next attempt goes on from the last "
+            f"{what}; restore it, or delete that Job: the next attempt resumes from the last "
             "checkpoint"
         ) from error
 

@@ -146,7 +146,7 @@ class LiveAttempts:
         name = AttemptName.parse(handle.name)
         batch_job = await self._owned(name, handle)
         if batch_job is None:
-            yield f"Job {name} does not exist any more, and rank {rank}'s log went with it"
+            yield f"Job {name} no longer exists, nor does rank {rank}'s log"
             return
         async for line in read_log(self._children, name, batch_job, rank, follow):
             yield line

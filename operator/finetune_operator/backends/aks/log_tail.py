@@ -56,7 +56,7 @@ class LogTails:
             # The rest of the attempt is stopped only after this, and then there is no retry.
             if error.retryable and self._failures[uid] < _MOST_TRIES:
                 raise
-            log.warning("the log tail of %s is not kept (%s)", name, error)
+            log.warning("the log tail of %s is not stored (%s)", name, error)
 
     def forget(self, uid: str) -> None:
         """Drop the state of a finished attempt."""

@@ -28,11 +28,11 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination
 def gone(name: AttemptName, pods: Sequence[Object]) -> Observation:
     """Return the observation of an attempt whose batch Job no longer exists."""
     alive = [pod for pod in pods if is_alive(pod)]
-    text = f"Job {name} does not exist any more"
+    text = f"Job {name} no longer exists"
     if not alive:
         return Observation(AttemptPhase.UNKNOWN, all_gone=True, message=text)
     running = sum(container_state(pod, "running") is not None for pod in alive)
-    text = f"{text}; {len(alive)} of its pods still end"
+    text = f"{text}; {len(alive)} of its pods are still ending"
     return Observation(AttemptPhase.FAILED, nodes_ready=running, message=text)
 
 
@@ -103,7 +103,7 @@ def _suspended(batch_job: Object) -> Termination | None:
     """
     if not was_given_up(batch_job):
         return None
-    text = f"Job {batch_job['metadata']['name']} was suspended, by its queue or by somebody else"
+    text = f"Job {batch_job['metadata']['name']} was suspended by its queue or another client"
     return Termination(
         failure_class=FailureClass.PREEMPTED, exit_code=ExitCode.PREEMPTED, message=text
     )
@@ -115,8 +115,8 @@ def _why(batch_job: Object, wanted: int) -> str:
     if has(batch_job, "Complete"):
         size = batch_job["spec"].get("completions") or 0
         return (
-            f"Job {name} ended without its work, as somebody changed its completions from "
-            f"{wanted} to {size}"
+            f"Job {name} ended without finishing its work, because its completions were changed "
+            f"from {wanted} to {size}"
         )
     for kind in ("Failed", "FailureTarget"):
         found = condition(batch_job, kind)

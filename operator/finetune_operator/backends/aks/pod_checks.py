@@ -46,7 +46,7 @@ def _uris(job: FineTuneJob) -> Iterator[Problem]:
         may_be_hub = path in inputs
         if may_be_hub and uris.is_on_hub(uri):
             if not uris.is_hub_name(uri):
-                yield Problem(path, f"{uri} names nothing on the hub; write hf://ORG/NAME")
+                yield Problem(path, f"{uri} is not a repository of the hub; write hf://ORG/NAME")
             continue
         try:
             volumes.claim_path(uri)
@@ -67,14 +67,14 @@ def _folders(job: FineTuneJob) -> Iterator[Problem]:
         text = "is missing, and the pods of several nodes share no disk; set pvc://CLAIM/PATH"
         yield Problem("spec.checkpoint.uri", text)
     else:
-        text = "is missing, so every restart begins anew; set pvc://CLAIM/PATH"
+        text = "is missing, so every restart starts over; set pvc://CLAIM/PATH"
         yield Problem("spec.checkpoint.uri", text, Severity.WARNING)
 
 
 def _port(job: FineTuneJob) -> Iterator[Problem]:
     port = job.spec.observability.metrics_port
     if job.spec.topology.nodes > 1 and port == RENDEZVOUS_PORT:
-        text = f"{port} is where the ranks of several nodes meet; use another port"
+        text = f"{port} is the rendezvous port of several nodes; use another port"
         yield Problem("spec.observability.metricsPort", text)
 
 
@@ -94,7 +94,7 @@ def _forms(job: FineTuneJob) -> Iterator[Problem]:
     for path, name in objects.items():
         if name is not None and not _OBJECT_NAME.fullmatch(name):
             text = (
-                f"{name} cannot be the name of an object; use lower-case letters, digits, hyphens "
+                f"{name} is not a valid object name; use lower-case letters, digits, hyphens "
                 "and dots, with a letter or digit at both ends"
             )
             yield Problem(path, text)
@@ -150,7 +150,7 @@ def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
         elif volumes.is_lost_with_its_pod(volume):
             text = f"{where}, which is each pod's own and ends with it"
             if path == "spec.checkpoint.uri" and job.spec.topology.nodes == 1:
-                text += f", so every restart begins anew; {advice}"
+                text += f", so every restart starts over; {advice}"
                 yield Problem(path, text, Severity.WARNING)
             else:
                 yield Problem(path, f"{text}; {advice}")
@@ -171,7 +171,9 @@ def _nodes(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
         yield Problem("spec.topology.instanceType", text)
     if topology.rdma is Rdma.REQUIRED:
         if profile.spec.resources.rdma is None:
-            text = f"required is impossible, as profile {profile.name} has no InfiniBand; use auto"
+            text = (
+                f"required is impossible because profile {profile.name} has no InfiniBand; use auto"
+            )
             yield Problem("spec.topology.rdma", text)
         elif topology.nodes == 1:
             text = "required has no effect with one node; use auto"

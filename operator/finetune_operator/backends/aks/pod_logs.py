@@ -29,7 +29,7 @@ async def read_log(
     pods = await children.pods(name, batch_job["metadata"]["uid"])
     pods = [one for one in pods if index_of(one) == index]
     if not pods:
-        yield f"the pod of rank {rank} of {name} is gone"
+        yield f"the pod of rank {rank} of {name} no longer exists"
         for line in kept_tail(batch_job):
             yield line
         return

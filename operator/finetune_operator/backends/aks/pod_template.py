@@ -198,7 +198,7 @@ def _mount(mount: Json, path: str, own: Collection[str]) -> Iterator[Problem]:
     """Check a mount, which could make a volume writable or hide code."""
     name, target = mount["name"], mount["mountPath"]
     if name not in own:
-        text = f"{name} is no volume of podTemplate.spec.volumes; mount one of those"
+        text = f"{name} is not a volume of podTemplate.spec.volumes; mount a listed volume"
         yield Problem(f"{path}.name", text)
     parts = target.removeprefix(MOUNT_ROOT).split("/")
     if not target.startswith(f"{MOUNT_ROOT}/") or {"", ".", ".."} & set(parts[1:]):
@@ -210,7 +210,7 @@ def _resource(
     path: str, resource: str, value: str | int, profile: FineTuneProfileSpec
 ) -> Iterator[Problem]:
     if resource not in ("cpu", "memory", "ephemeral-storage"):
-        yield Problem(path, "is asked for by the operator; set spec.topology, or the profile")
+        yield Problem(path, "is requested by the operator; set spec.topology, or the profile")
         return
     set_by_profile = {
         **profile.resources.other,

@@ -17,7 +17,7 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination
 _LONGEST_TAIL = 400
 # Messages of the runtime, the shell and Python about an image that cannot run any trainer.
 _WRONG_IMAGE = {
-    "exec format error": "is made for another processor than the node has",
+    "exec format error": "is built for another processor than the node's",
     "executable file not found": "does not have the trainer",
     ": not found": "does not have the trainer",
     "No module named finetune_trainer": "does not have the trainer",
@@ -74,7 +74,7 @@ def termination_of(pod: Object) -> PodTermination:
     disruption = _disruption(pod)
     if disruption and (not ended or _parse(ended.get("message", "")) is None):
         where = f" on {node}" if node else ""
-        text = f"pod {name}{where} was taken away ({disruption})"
+        text = f"pod {name}{where} was disrupted ({disruption})"
         termination = _termination(ExitCode.PREEMPTED, FailureClass.PREEMPTED, text)
         order = root_cause_order(ExitCode.KILLED, is_victim=False)
         return PodTermination(index_of(pod), termination, node, order)
@@ -113,25 +113,25 @@ def _without_message(name: str, index: int, code: int, reason: str, tail: str) -
     last = tail.strip()[-_LONGEST_TAIL:]
     if reason == "OOMKilled":
         text = (
-            f"pod {name} was killed as it reached its memory limit; lower "
+            f"pod {name} was killed because it reached its memory limit; lower "
             "spec.training.microBatchSize or maxSeqLength, or give the pods more memory"
         )
         return _termination(ExitCode.KILLED, FailureClass.OUT_OF_MEMORY, text)
     if (fault := _fault_of_image(tail)) is not None:
         text = (
-            f"the image of pod {name} {fault} ({last}); name one that `make images` has built for "
-            "the nodes in spec.image of the job's FineTuneProfile"
+            f"the image of pod {name} {fault} ({last}); set an image that `make images` has built "
+            "for the nodes in spec.image of the job's FineTuneProfile"
         )
         return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
     if code == ExitCode.DONE and index == 0 and not last:
         text = (
-            f"pod {name} ended with exit code 0 and without a word of the trainer, which "
-            "writes how it ended, so nothing shows that it trained; see its log, and let "
+            f"pod {name} ended with exit code 0 and without a termination message, "
+            "so there is no evidence that it trained; see its log, and make "
             "spec.image and spec.command of the job's FineTuneProfile run the trainer"
         )
         return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
     reported = f" ({reason})" if reason not in ("", "Error", "Completed") else ""
-    more = f"; it said last: {last}" if last else "; see its log"
+    more = f"; its last output: {last}" if last else "; see its log"
     return ended_silently(f"pod {name}", code, reason=reported, more=more)
 
 

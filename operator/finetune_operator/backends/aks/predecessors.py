@@ -61,8 +61,8 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
         raise AlreadyOwnedError(_about_orphans(name, job_uid, orphans))
     if pods:
         raise NotCreatedError(
-            f"pod {pods[0]['metadata']['name']} is still there, and two attempts must not write "
-            "one checkpoint; waiting until it is gone"
+            f"pod {pods[0]['metadata']['name']} still exists, and two attempts must not write "
+            "one checkpoint; waiting until it has ended"
         )
     if living is not None:
         raise NotCreatedError(
@@ -100,7 +100,7 @@ def _about_orphans(name: AttemptName, job_uid: str, pods: Sequence[Object]) -> s
         shown += f" and {rest} more"
     state = "runs and belongs" if len(names) == 1 else "run and belong"
     return (
-        f"{shown} still {state} to no FineTuneJob any more (an owner was deleted with "
-        "--cascade=orphan), and two attempts must not write one checkpoint; to go on, kubectl "
+        f"{shown} still {state} to no FineTuneJob (an owner was deleted with "
+        "--cascade=orphan), and two attempts must not write one checkpoint; to continue, kubectl "
         f"delete -n {name.namespace} {what}"
     )

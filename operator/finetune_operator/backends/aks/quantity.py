@@ -15,6 +15,6 @@ def amount(text: str | int) -> Decimal:
     """
     found = _FORM.fullmatch(str(text))
     if found is None or found[2] == "K":
-        raise ValueError(f"{text} is no amount; write such as 8, 500m or 16Gi")
+        raise ValueError(f"{text} is not a valid amount; write for example 8, 500m or 16Gi")
     base = 1024 if found[2].endswith("i") else 1000
     return Decimal(found[1]) * Decimal(base) ** _THOUSANDS[found[2][:1]]

@@ -43,11 +43,11 @@ def obstacle(batch_job: Object, pods: Sequence[Object]) -> Obstacle | None:
     if batch_job["spec"].get("suspend"):
         queue = (batch_job["metadata"].get("labels") or {}).get(QUEUE_LABEL)
         if queue:
-            text = f"waits in queue {queue} to be admitted"
+            text = f"waits for admission by queue {queue}"
             return Obstacle(AksReason.QUEUED, text, Effect.QUEUED)
         text = (
-            f"Job {name} was suspended by somebody else; resume it, or delete it and the next "
-            "attempt starts (what pauses a job is its own spec.suspend)"
+            f"Job {name} was suspended by another client; resume it, or delete it and the next "
+            "attempt starts (to pause a job, set its spec.suspend)"
         )
         return Obstacle(AksReason.SUSPENDED, text)
     found = (_of_pod(pod) for pod in sorted(pods, key=index_of))

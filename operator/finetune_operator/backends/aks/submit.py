@@ -103,8 +103,8 @@ async def create_or_adopt(
         return there
     if (owner.get("kind"), owner.get("name")) == (ours["kind"], ours["name"]):
         raise NotCreatedError(
-            f"{resource.kind} {namespace}/{name} still belongs to the job of this name before; "
-            "waiting until it is gone"
+            f"{resource.kind} {namespace}/{name} is still owned by a deleted job of the same name; "
+            "waiting for its deletion"
         )
     raise AlreadyOwnedError(in_the_way(resource, f"{namespace}/{name}", owner))
 
@@ -118,7 +118,7 @@ async def _find(client: KubeClient, resource: Resource, name: str, namespace: st
 
 def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
     """Return the sentence about a foreign object under one of the operator's names."""
-    belongs = "is nobody's child"
+    belongs = "has no owner"
     if owner:
         belongs = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']})"
     return (

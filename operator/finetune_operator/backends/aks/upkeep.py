@@ -111,8 +111,8 @@ class Upkeep:
             mine.kept, mine.is_right = texts, digest_of(batch_job) == digest
         if not mine.is_right:
             return Report(
-                f"somebody has changed what Job {name} keeps of its Service, EndpointSlice and "
-                "NetworkPolicy, so these are not put back when they are deleted or changed"
+                f"the record of Job {name} about its Service, EndpointSlice and "
+                "NetworkPolicy was changed, so these are not restored when deleted or changed"
             )
         if mine.good != _state(children, name, address):
             for resource, child in kept.wanted(batch_job, name, address).items():
@@ -145,13 +145,13 @@ async def _check(children: Children, resource: Resource, child: Object, about: _
     except (ApiError, BackendError) as error:
         about.times, about.last, about.error = about.times + 1, now, str(error)
         extra = {"child": f"{resource} {namespace}/{name}", "error": str(error)}
-        log.warning("child not put back", extra=extra)
+        log.warning("child not restored", extra=extra)
         return
     about.is_owed, about.error = False, ""
     if what:
         about.times, about.last = about.times + 1, now
         extra = {"child": f"{resource} {namespace}/{name}", "was": what, "times": str(about.times)}
-        log.warning("child put back", extra=extra)
+        log.warning("child restored", extra=extra)
 
 
 async def _restore(children: Children, resource: Resource, child: Object) -> str:
@@ -209,10 +209,10 @@ def _report(name: AttemptName, found: dict[Resource, _Child]) -> Report:
         elif is_reported:
             waits.append(one.over - now)
         if is_reported and one.is_owed and one.error:
-            sentences.append(f"{what} was deleted or changed and is not put back: {one.error}")
+            sentences.append(f"{what} was deleted or changed and cannot be restored: {one.error}")
         elif is_reported:
             sentences.append(
-                f"{what} is deleted or changed again and again, and put back ever more slowly; "
+                f"{what} is repeatedly deleted or changed, and restored with a growing delay; "
                 f"`kubectl get {resource.plural} {child_name(name.job)} -n {name.namespace} "
                 "--show-managed-fields -o yaml` shows who changes it"
             )

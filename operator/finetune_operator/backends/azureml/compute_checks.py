@@ -157,7 +157,7 @@ def _uris(job: FineTuneJob) -> Iterator[Problem]:
     for field, uri in (inputs | uris.starts_of(job) | uris.outputs_of(job)).items():
         if field in inputs and uris.is_on_hub(uri):
             if not uris.is_hub_name(uri):
-                yield Problem(field, f"{uri} names nothing on the hub; write hf://ORG/NAME")
+                yield Problem(field, f"{uri} is not a repository of the hub; write hf://ORG/NAME")
             continue
         try:
             places.place_of(field, uri)
