@@ -20,7 +20,7 @@ PASSED_DEADLINE_SECONDS = 1
 
 
 def has(batch_job: Object, *kinds: str) -> bool:
-    """Return whether one of these conditions is True."""
+    """Return whether any of these conditions is True."""
     return any(condition(batch_job, kind).get("status") == "True" for kind in kinds)
 
 

@@ -82,7 +82,7 @@ class LiveAttempts:
             job_uid: Uid of the job.
             is_opened: An unanswered request may have created it, so absence from a cache, which may
                 be
-                late, proves nothing.
+                late, is no proof.
 
         Raises:
             AlreadyOwnedError: Orphaned pods are alive that no controller ends.

@@ -40,7 +40,7 @@ class PodInputs:
     Attributes:
         labels: On every pod of the attempt.
         config: The trainer's configuration, as JSON.
-        run_dir: Folder of rank 0's progress.json, as the pod sees it.
+        run_dir: Folder of rank 0's progress.json in the pod.
         rendezvous_host: Name of rank 0's pod; empty on a single node.
     """
 

@@ -1,4 +1,4 @@
-"""The log of one rank: that of its pod, which all ranks of the node share."""
+"""The log of a rank, which is its pod's log and shared by all ranks of the node."""
 
 from collections.abc import AsyncIterator
 

@@ -37,7 +37,7 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
 
 
 async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Object | None:
-    """End the job's other attempts; return one of them if it may still create a pod."""
+    """End the job's other attempts; return an attempt that may still create a pod."""
     others = await children.other_batch_jobs(name, job_uid)
     living = [one for one in others if not has_decided(one)]
     for one in living:
@@ -46,7 +46,7 @@ async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Ob
 
 
 async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
-    """End the job's other attempts, and raise while one of them or a pod may still run.
+    """End the job's other attempts, and raise while another attempt or a pod may still run.
 
     Pods of a batch Job that was deleted in the meantime still write the checkpoint.
 
@@ -74,7 +74,7 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
 def _is_orphan(children: Children, pod: Object) -> bool:
     """Return whether no controller ends the pod: it has no owner, or a Job without an owner.
 
-    A deleted Job proves nothing: its pods are garbage-collected, and a cache may be late.
+    A deleted Job is no proof: its pods are garbage-collected, and a cache may be late.
     """
     if "deletionTimestamp" in pod["metadata"]:
         return False

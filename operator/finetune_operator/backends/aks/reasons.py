@@ -86,7 +86,7 @@ def may_be_explained_by_events(batch_job: Object, pods: Sequence[Object]) -> boo
 
 
 def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle | None:
-    """Return the obstacle in the newest Event about one of the objects that explains one.
+    """Return the obstacle in the newest explanatory Event about the objects.
 
     Only Events report mounts that fail, and pods that cannot be created.
     """

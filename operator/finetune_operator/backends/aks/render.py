@@ -32,7 +32,7 @@ _PERMANENT = [ExitCode.DATA, ExitCode.PREEMPTED, ExitCode.CONFIG, ExitCode.DO_NO
 
 
 def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespace: str) -> Request:
-    """Return the objects that `submit` creates: those that exist once per job, then the batch Job.
+    """Return the objects that `submit` creates: the children shared by attempts, then the Job.
 
     The operator's pods in `operator_namespace` may connect to training pods.
 

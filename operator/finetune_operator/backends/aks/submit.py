@@ -117,7 +117,7 @@ async def _find(client: KubeClient, resource: Resource, name: str, namespace: st
 
 
 def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
-    """Return the sentence about a foreign object under one of the operator's names."""
+    """Return the sentence about a foreign object under a name of the operator."""
     belongs = "has no owner"
     if owner:
         belongs = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']})"

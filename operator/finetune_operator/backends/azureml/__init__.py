@@ -1,1 +1,1 @@
-"""The azureml backend: one command job an attempt, in the workspace that a profile names."""
+"""The azureml backend: one command job per attempt, in the workspace that a profile names."""

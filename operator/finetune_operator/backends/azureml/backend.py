@@ -1,7 +1,7 @@
 """The azureml backend: an attempt is one command job of an Azure ML workspace.
 
-What runs is seen by looks that are made beside the work (`look`), so that observing asks nobody.
-The Azure SDK is imported when the first job of this backend is about to run.
+Attempts are polled in the background (`look`), so observing sends no request. The Azure SDK is
+imported when the first job of this backend is about to run.
 """
 
 import asyncio
@@ -86,20 +86,20 @@ class AzureMLBackend(Backend):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, services: Services) -> None:
-        """Begin to look at attempts."""
+        """Start polling attempts."""
         self._services, self._loop = services, asyncio.get_running_loop()
         self._azure.start(services)
         self._looks.start(services)
 
     async def close(self) -> None:
-        """Ask for nothing any more."""
+        """Stop sending requests."""
         self._azure.close()
         self._loop = None
         await self._looks.close()
         await self._computes.close()
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what this backend cannot do, and what the job's profile does not allow."""
+        """List unsupported features, and fields that the job's profile forbids."""
         found = compute_checks.impossible(job)
         if found:
             return found
@@ -110,9 +110,9 @@ class AzureMLBackend(Backend):
         return compute_checks.forbidden(job, profile)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what is missing here, and what Azure says that the job cannot have."""
+        """List missing libraries, and resources that Azure cannot give the job."""
         missing, loop = compute_checks.missing_library(), self._loop
-        if missing or loop is None:  # nobody may ask Azure before the start
+        if missing or loop is None:  # no request to Azure is allowed before the start
             return missing
         return asyncio.run_coroutine_threadsafe(self._ask_azure(job), loop).result()
 
@@ -120,11 +120,11 @@ class AzureMLBackend(Backend):
         try:
             workspace, profile = self._place_of(job)
         except TransientError:
-            return []  # `validate` says so
+            return []  # `validate` reports it
         return await self._computes.problems_in_time(workspace, job, profile, _ASK_SECONDS)
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """List the folders of the job, by the workspace of its profile where that is known."""
+        """List the folders that the job writes, in its profile's workspace if that is known."""
         try:
             profile = profile_of(job, self._profiles)
         except ProfileError:
@@ -135,8 +135,9 @@ class AzureMLBackend(Backend):
         """Return the attempt's command job.
 
         Raises:
-            BackendError: the job's profile is not known or does not allow the job any more, or the
-                configuration is too long.
+            BackendError: The job's profile is unknown or no longer allows the job, or the
+                configuration
+                is too long.
         """
         profile_of_job = partial(profile_of, profiles=self._profiles)
         profile = profile_to_render(self, plan.job, profile_of_job, PROFILE_FIELD)
@@ -162,22 +163,22 @@ class AzureMLBackend(Backend):
         return Found(handle_of(workspace, there), there.created)
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Tell what was seen last."""
+        """Return the last poll as an observation."""
         if _is_strange(ref):
             return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="of another job")
         return self._looks.observe(ref)
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
-        """Have the trainer save a checkpoint and stop where it listens; else cancel the job.
+        """Ask a listening trainer to save a checkpoint and stop; otherwise cancel the job.
 
-        Called again at `until`, it cancels the job: also in an operator that starts anew.
+        Called again at `until`, even by a new operator process, it cancels the job.
         """
         if _is_strange(ref):
             return True
         workspace, services = self._workspace_of(ref), self._services
         if services is None:
             raise TransientError("the backend is closed")
-        if (look := self._looks.newest(ref)) is None:  # the first of many looks may take its time
+        if (look := self._looks.newest(ref)) is None:  # the first of many polls may be slow
             look = await look_now(workspace, ref, self._now())
             self._looks.learn(ref, look)
         now = self._now()
@@ -202,16 +203,16 @@ class AzureMLBackend(Backend):
         return [job.outputs[OUTPUT]]
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is known of a job that is over or gone."""
+        """Drop the state of a finished or deleted job."""
         self._looks.forget(job_uid)
         self._stops.forget(job_uid)
         self._computes.forget(job_uid)
 
     def _place_of(self, job: FineTuneJob) -> tuple[Workspace, JobProfile]:
-        """Return the workspace of a job, and its profile as it is now.
+        """Return the workspace of a job, and its current profile.
 
         Raises:
-            TransientError: there is no such profile.
+            TransientError: The profile does not exist.
         """
         try:
             profile = profile_of(job, self._profiles)
@@ -226,12 +227,12 @@ class AzureMLBackend(Backend):
         return self._asked_as(workspace_id, azureml_of(ref.spec).profile if ref.spec else "")
 
     def _asked_as(self, workspace_id: str, name: str) -> Workspace:
-        """Return a workspace, asked as the identity of a profile that names it.
+        """Return a workspace, accessed with the identity of a profile that names it.
 
         Args:
-            workspace_id: By which Azure names it.
-            name: Of the profile. Where that has gone to another workspace, any profile of this one
-                serves, and without one the identity that the operator has by itself.
+            workspace_id: Azure's id of the workspace.
+            name: Name of the profile. If it now names another workspace, any profile of this one
+                is used, and without one the operator's own identity.
         """
         for one in (name, *self._profiles.names()):
             try:
@@ -240,7 +241,7 @@ class AzureMLBackend(Backend):
                 continue
             if settings is None:
                 continue
-            if names.workspace_id(settings).lower() == workspace_id.lower():  # as Azure has it
+            if names.workspace_id(settings).lower() == workspace_id.lower():  # in Azure's form
                 return self._azure.workspace(workspace_id, settings.client_id)
         return self._azure.workspace(workspace_id, None)
 

@@ -1,7 +1,7 @@
-"""What a job asks for that its profile does not allow, or its compute cannot do. Pure.
+"""Requests of a job that its profile does not allow or its compute does not support. Pure.
 
-`AzureMLBackend.validate` calls it before an attempt is opened; `computes` does so with what Azure
-tells.
+`AzureMLBackend.validate` calls it before an attempt is opened; `computes` calls it with Azure's
+responses.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from finetune_operator.planner import uris
 from finetune_operator.planner.plan import make_plan
 
 MAX_CONFIG_BYTES = 120 * 1024
-"""Linux takes 128 KiB for a variable, its name included."""
+"""Linux limits a variable to 128 KiB, including its name."""
 
 SIZE_FIELD = "spec.topology.instanceType"
 
@@ -48,12 +48,12 @@ class Compute:
     """A compute of a workspace.
 
     Attributes:
-        kind: As the SDK calls it.
-        location: Where it is.
-        size: Of its nodes, where all have the same.
-        is_spot: Whether its nodes may be taken away.
-        max_nodes: How many nodes it may have; None where that is not told.
-        gpus: Of a node, by instance type, where a job has the choice.
+        kind: The SDK's name for it.
+        location: Region.
+        size: VM size of its nodes, if all have the same.
+        is_spot: Whether its nodes may be preempted.
+        max_nodes: Maximum number of nodes; None if not reported.
+        gpus: GPUs per node, by instance type, if a job can choose.
         default_type: Instance type of a job that names none.
     """
 
@@ -67,11 +67,11 @@ class Compute:
 
 
 def missing_library() -> list[Problem]:
-    """Return what is to be installed before a job can be submitted; imports nothing of it."""
+    """Return the package to install before a job can be submitted, without importing it."""
     for name in ("azure.ai.ml", "azure.identity"):
         try:
             is_there = find_spec(name) is not None
-        except ModuleNotFoundError:  # not even the package above it
+        except ModuleNotFoundError:  # not even its parent package
             is_there = False
         if not is_there:
             text = f"azureml needs the Azure SDK, and {name} is not installed; {INSTALL}"
@@ -87,7 +87,7 @@ def impossible(job: FineTuneJob) -> list[Problem]:
 
 
 def forbidden(job: FineTuneJob, profile: JobProfile) -> list[Problem]:
-    """Return what this profile does not allow or offer."""
+    """Return the requests that this profile does not allow or offer."""
     return [
         *allow_rules.forbidden(job, PROFILE_FIELD, profile.name, profile.spec.allow),
         *_compute(job, profile),
@@ -98,7 +98,7 @@ def forbidden(job: FineTuneJob, profile: JobProfile) -> list[Problem]:
 
 
 def on_serverless(job: FineTuneJob, gpus: Mapping[str, int]) -> Iterator[Problem]:
-    """Check what a job asks for against the GPUs of each VM size of the location."""
+    """Check the job's requests against the GPUs of each VM size of the location."""
     size = job.spec.topology.instance_type or ""
     if size.lower() not in gpus:
         yield Problem(SIZE_FIELD, f"{size} is no VM size of the workspace's location")
@@ -109,7 +109,7 @@ def on_serverless(job: FineTuneJob, gpus: Mapping[str, int]) -> Iterator[Problem
 def on_cluster(
     job: FineTuneJob, name: str, compute: Compute, gpus: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Check what a job asks for against a cluster of Azure ML."""
+    """Check the job's requests against a cluster of Azure ML."""
     topology, capacity = job.spec.topology, job.spec.capacity
     size = topology.instance_type
     if size is not None and size.lower() != compute.size.lower():
@@ -128,7 +128,7 @@ def on_cluster(
 
 
 def on_kubernetes(job: FineTuneJob, name: str, compute: Compute) -> Iterator[Problem]:
-    """Check what a job asks for against an attached Kubernetes cluster."""
+    """Check the job's requests against an attached Kubernetes cluster."""
     topology, names = job.spec.topology, ", ".join(sorted(compute.gpus)) or "none"
     size = topology.instance_type
     if size is None:
@@ -207,7 +207,7 @@ def _names(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
 def _datastores(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
     """Check the datastores that the job names, the profile's own among them.
 
-    Other jobs keep their checkpoints there, so naming a path in it is a right of its own.
+    Other jobs store their checkpoints there, so naming a path in it needs a permission of its own.
     """
     named = uris.inputs_of(job) | uris.starts_of(job) | uris.outputs_of(job)
     for field, uri in named.items():
@@ -223,7 +223,7 @@ def _length(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
     try:
         plan = make_plan(job)
     except InvalidJobError:
-        return  # whoever plans the job says so
+        return  # the planner reports it
     size = len(packed_config(plan, profile, attempt=1))
     if size > MAX_CONFIG_BYTES:
         text = (

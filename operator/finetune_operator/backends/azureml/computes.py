@@ -1,6 +1,6 @@
-"""What only Azure can tell of a job before an attempt is opened: whether its compute can run it.
+"""Checks that only Azure can make before an attempt is opened: whether the compute can run the job.
 
-`AzureMLBackend.check_inputs` asks; answers are kept for some minutes, for all jobs.
+`AzureMLBackend.check_inputs` asks; responses are cached for some minutes, for all jobs.
 """
 
 import asyncio
@@ -29,26 +29,26 @@ _CLUSTER, _KUBERNETES = "amlcompute", "kubernetes"
 
 
 class Computes:
-    """What Azure has answered about computes, environments and sizes."""
+    """Azure's responses about computes, environments and sizes."""
 
     def __init__(self) -> None:
         self._answers = Answers()
         self._unchecked: dict[str, FineTuneJob] = {}  # by uid
 
     async def close(self) -> None:
-        """Ask for nothing any more."""
+        """Stop sending requests."""
         await self._answers.close()
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is kept about a job."""
+        """Drop the state of a job."""
         self._unchecked.pop(job_uid, None)
 
     async def problems_in_time(
         self, workspace: Workspace, job: FineTuneJob, profile: JobProfile, seconds: float
     ) -> list[Problem]:
-        """Return what keeps the job from running, as far as Azure says so within some seconds.
+        """Return the problems that Azure reports for the job within some seconds.
 
-        Where it does not, `refuse_unchecked` asks again before the job is submitted.
+        Without a response, `refuse_unchecked` asks again before the job is submitted.
         """
         self._unchecked[job.metadata.uid] = job
         try:
@@ -62,15 +62,15 @@ class Computes:
     async def refuse_unchecked(
         self, job_uid: str, where: Callable[[FineTuneJob], tuple[Workspace, JobProfile]]
     ) -> None:
-        """Ask for what was not answered before.
+        """Repeat the requests that had no response.
 
         Args:
-            job_uid: Of the job.
-            where: Returns its workspace and profile as they are now, or raises a BackendError.
+            job_uid: Uid of the job.
+            where: Returns its current workspace and profile, or raises a BackendError.
 
         Raises:
-            TransientError: nobody can say now.
-            RefusedError: the compute cannot run the job.
+            TransientError: There is no response.
+            RefusedError: The compute cannot run the job.
         """
         if (job := self._unchecked.get(job_uid)) is not None:
             workspace, profile = where(job)
@@ -81,10 +81,10 @@ class Computes:
     async def problems(
         self, workspace: Workspace, job: FineTuneJob, profile: JobProfile
     ) -> list[Problem]:
-        """Return what keeps the job from running in the workspace.
+        """Return the problems that keep the job from running in the workspace.
 
         Raises:
-            TransientError: nobody can say now.
+            TransientError: There is no response.
         """
         try:
             found = await self._environment(workspace, profile.environment_of(job))
@@ -112,7 +112,7 @@ class Computes:
     async def _environment(self, workspace: Workspace, environment: str) -> list[Problem]:
         name, _, version = environment.removeprefix("azureml:").partition(":")
         if name.startswith("//"):
-            return []  # of a registry: the job is refused where it does not exist
+            return []  # in a registry: the job is refused if it does not exist
         there = await self._kept_answer(
             workspace,
             ("environments", name, version),
@@ -139,7 +139,7 @@ class Computes:
     async def _kept_answer(
         self, workspace: Workspace, what: tuple[str, ...], call: Callable[[Sdk], T]
     ) -> T | None:
-        """Return what one request answers, or has answered before; None where there is nothing."""
+        """Return the result of one request, possibly cached; None if the object does not exist."""
 
         async def ask() -> T | None:
             try:

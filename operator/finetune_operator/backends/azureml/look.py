@@ -1,4 +1,4 @@
-"""Looks at attempts beside the work, at intervals and in the budget, so that no verb waits."""
+"""Poll attempts in the background, at intervals and within the budget, so that no verb waits."""
 
 import asyncio
 import logging
@@ -21,23 +21,23 @@ from finetune_operator.errors import BackendError, TransientError
 
 log = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 60.0  # of a workspace; it is told to its jobs
-_END_SECONDS = 60.0  # after these an end that nobody can explain is one all the same
-_JOB_EACH = 5  # of the looks at a run; the others ask MLflow
+SILENCE_SECONDS = 60.0  # after which the silence of a workspace is reported in its jobs
+_END_SECONDS = 60.0  # after this time an end without an explanation is accepted
+_JOB_EACH = 5  # every fifth poll of a run asks for the job; the others ask MLflow
 
 
 @dataclass(eq=False)
 class _Followed:
-    """An attempt that is looked at; times are the loop's.
+    """A polled attempt; times are of the event loop.
 
     Attributes:
-        places: Where silence counts: in the workspace, and of this one alone.
-        told: What another request was told, instead of the next one.
-        over: What another request saw of the end, which is still to be read.
-        stop_until: When it ends at the latest, where this process has stopped it.
-        due: When to look again; `changed` is set where that, or `told`, has changed.
-        may_listen: MLflow is still to be asked for the tags, as those of a job may be older.
-        failed_at: When more of its end could not be read first.
+        places: Scopes of silence: the workspace, and this attempt.
+        told: Result of another request, used instead of the next poll.
+        over: The end as another request saw it, whose details are still to be read.
+        stop_until: Deadline of the end, if this process has stopped it.
+        due: When to poll again; `changed` is set if `due` or `told` has changed.
+        may_listen: MLflow is still to be asked for the tags, because a job's tags may be older.
+        failed_at: When reading the details of its end first failed.
     """
 
     ref: AttemptRef
@@ -57,12 +57,12 @@ class _Followed:
 
 
 class Looks:
-    """What was seen last of each attempt that the backend was asked about.
+    """The last poll of each attempt that the backend was asked about.
 
     Args:
         workspace_of: Returns the workspace of an attempt, or raises a BackendError.
-        now: The time, with a zone.
-        jitter: Returns a number from 0 to 1: up to a tenth longer, so that looks spread.
+        now: Returns the current time, with a time zone.
+        jitter: Returns a number from 0 to 1: intervals grow by up to a tenth, so that polls spread.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Looks:
         self._silences = Silences(SILENCE_SECONDS)
 
     def start(self, services: Services) -> None:
-        """Look from now on at each attempt that is asked about."""
+        """Start polling each attempt that is asked about."""
         self._services = services
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._services = None
         tasks = [one.task for one in self._followed.values() if one.task is not None]
         for task in tasks:
@@ -91,11 +91,11 @@ class Looks:
         self._followed.clear()
 
     def observe(self, ref: AttemptRef) -> Observation:
-        """Return what was seen last of an attempt.
+        """Return the last poll of an attempt.
 
         Raises:
-            TransientError: nothing was seen of it yet.
-            BackendError: nothing can be, until somebody changes something.
+            TransientError: No poll has succeeded yet.
+            BackendError: No poll can succeed until a person changes something.
         """
         one = self._follow(ref)
         if one is not None and one.look is not None:
@@ -105,12 +105,12 @@ class Looks:
         raise TransientError(str(error or "Azure ML was not asked about the attempt yet"))
 
     def newest(self, ref: AttemptRef) -> Look | None:
-        """Return what was seen last; None until it is known whether the trainer listens."""
+        """Return the last poll; None until it is known whether the trainer listens."""
         one = self._follow(ref)
         return (one.over or (None if one.may_listen else one.look)) if one is not None else None
 
     def note(self, job: RawJob) -> None:
-        """Take what another request was told for a look."""
+        """Use the result of another request as a poll."""
         key = job.id.lower()
         if (one := self._followed.get(key)) is None:
             self._told[key] = job
@@ -119,18 +119,18 @@ class Looks:
             one.changed.set()
 
     def learn(self, ref: AttemptRef, look: Look) -> None:
-        """Take a look that was made before the first one of an attempt had its turn."""
+        """Use a poll that preceded the first scheduled poll of an attempt."""
         if (one := self._follow(ref)) is not None and (one.look is None or one.may_listen):
             one.may_listen = False
             if not look.is_over:
                 self._publish(one, look)
-            elif one.task is not None:  # its last words are to be read first
+            elif one.task is not None:  # its termination messages are still to be read
                 one.over = look
-                one.task.cancel()  # it may wait for its turn to see as much
+                one.task.cancel()  # it may be waiting for its turn to see the same
                 one.task = asyncio.create_task(self._look_on(one))
 
     def note_stop(self, ref: AttemptRef, until: datetime) -> None:
-        """Know that this process has stopped an attempt, and look at it more often."""
+        """Record that this process has stopped an attempt, and poll it more often."""
         if (one := self._follow(ref)) is not None:
             one.stop_until = until
             one.look = one.look and replace(one.look, stop_until=until)
@@ -138,7 +138,7 @@ class Looks:
             one.changed.set()
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is known of the attempts of a job."""
+        """Drop the state of a job's attempts."""
         for key, one in list(self._followed.items()):
             if one.ref.job_uid == job_uid:
                 del self._followed[key]
@@ -157,7 +157,7 @@ class Looks:
         return self._followed.get(key)
 
     async def _look_on(self, one: _Followed) -> None:
-        """Look at an attempt until nothing of it lives."""
+        """Poll an attempt until no part of it lives."""
         loop = asyncio.get_running_loop()
         while one.look is None or not one.look.is_over:
             wait = await self._look(one)
@@ -169,7 +169,7 @@ class Looks:
                         await one.changed.wait()
 
     async def _look(self, one: _Followed) -> float:
-        """Look at an attempt, and return after how many seconds to do so again."""
+        """Poll an attempt, and return the seconds until the next poll."""
         name = one.ref.handle.name.rpartition("/")[2]
         try:
             workspace = self._workspace_of(one.ref)
@@ -181,7 +181,7 @@ class Looks:
                 look = await self._with_end(workspace, one, name, look)
         except BackendError as error:
             return self._missed(one, error)
-        except Exception as error:  # a fault of ours; without looks the job would not go on
+        except Exception as error:  # a defect of ours; without polls the job would stall
             log.exception("attempt not seen", extra={"attempt": one.ref.handle.name})
             return self._missed(one, BackendError(f"{type(error).__name__}: {error}"))
         self._answered(one)
@@ -190,11 +190,11 @@ class Looks:
         return 0.0 if one.may_listen else states.seconds_between_looks(look, self._now())
 
     async def _ask(self, workspace: Workspace, one: _Followed, name: str) -> Seen:
-        """Send the one request of a look, and a second one where a run does not run any more."""
+        """Send the request of a poll, and a second one for a run that no longer runs."""
         priority = Priority.READ if one.failed_at is None else Priority.END
         if one.told is None and one.look is not None and one.look.is_running:
             one.num_looks += 1
-            # Where MLflow refuses, the job is asked instead, whose tags may say as much.
+            # If MLflow refuses, the job is asked instead, whose tags may contain the same.
             if (one.num_looks % _JOB_EACH == 0) == bool(one.warning):
                 run, one.warning = await see_run(workspace, name)
                 if run is not None:
@@ -213,7 +213,7 @@ class Looks:
             raise
 
     def _missed(self, one: _Followed, error: BackendError) -> float:
-        """Take note of a look that has seen nothing, and return how long to wait."""
+        """Record a failed poll, and return how long to wait."""
         one.error = error
         if not error.retryable:
             text = f"what becomes of the job cannot be seen: {error}"
@@ -233,7 +233,7 @@ class Looks:
                 self._tell(place, None)
 
     def _tell(self, place: str, trouble: Obstacle | None) -> None:
-        """Tell all of a place what is in the way of seeing them; its own refusal goes before."""
+        """Report the obstacle to all attempts of a scope, unless they have one of their own."""
         for one in self._followed.values():
             if one.look is None or one.look.is_over or place not in one.places:
                 continue

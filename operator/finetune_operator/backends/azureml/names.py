@@ -1,4 +1,4 @@
-"""What a job names, its profile above all, and its attempts in Azure ML: names and tags. Pure."""
+"""Names and tags of jobs and attempts in Azure ML, and the names in a job's profile. Pure."""
 
 import logging
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ PROFILE_FIELD = f"{FIELD}.profile"
 
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 COMMAND = "python -P -m finetune_trainer.launch.azureml"
-"""Without the mounts. A second command in it would make a shell of it, which swallows SIGTERM."""
+"""Without the mounts. A second command would need a shell, which swallows SIGTERM."""
 
 
 def azureml_of(spec: FineTuneJobSpec) -> AzureMLSpec:
-    """Return a job's settings for this backend; the defaults where it has none."""
+    """Return the job's settings for this backend, or the defaults if the job has none."""
     return spec.backend.azureml or AzureMLSpec()
 
 
@@ -49,7 +49,7 @@ class JobProfile:
 
     Attributes:
         name: Its name.
-        spec: All of it.
+        spec: Its whole spec.
         settings: Its block `azureml`.
     """
 
@@ -58,7 +58,7 @@ class JobProfile:
     settings: AzureMLSettings
 
     def compute_of(self, job: FineTuneJob) -> str | None:
-        """Return the compute that runs the job; None for serverless compute, or where none is."""
+        """Return the compute that runs the job; None if serverless or not named."""
         mine = azureml_of(job.spec)
         return None if mine.serverless else mine.compute or self.settings.compute
 
@@ -68,10 +68,10 @@ class JobProfile:
 
 
 def profile_of(job: FineTuneJob, profiles: Profiles) -> JobProfile:
-    """Return the job's profile as it is now.
+    """Return the job's current profile.
 
     Raises:
-        ProfileError: there is none, it cannot be read, or it is not for this backend.
+        ProfileError: The profile does not exist, cannot be read, or is for another backend.
     """
     name = azureml_of(job.spec).profile
     spec = profiles.get(name)
@@ -83,14 +83,14 @@ def profile_of(job: FineTuneJob, profiles: Profiles) -> JobProfile:
 def job_name(job: FineTuneJob, attempt: int) -> str:
     """Return the name of an attempt, which no other job of the workspace ever gets.
 
-    Without a uid, which `ftctl render` does not have, it is only the name and the number.
+    Without a uid, as in `ftctl render`, it consists of the name and the number.
     """
     parts = (job.metadata.name, job.metadata.uid, str(attempt))
     return "-".join(part for part in parts if part)
 
 
 def workspace_id(settings: AzureMLSettings) -> str:
-    """Return the id by which Azure names the workspace."""
+    """Return Azure's id of the workspace."""
     return (
         f"/subscriptions/{settings.subscription_id}/resourceGroups/{settings.resource_group}"
         f"/providers/Microsoft.MachineLearningServices/workspaces/{settings.workspace}"
@@ -98,7 +98,7 @@ def workspace_id(settings: AzureMLSettings) -> str:
 
 
 def resource_id(settings: AzureMLSettings, name: str) -> str:
-    """Return the id by which Azure names a job of the workspace."""
+    """Return Azure's id of a job of the workspace."""
     return f"{workspace_id(settings)}/jobs/{name}"
 
 
@@ -109,7 +109,7 @@ def parts_of(resource_id: str) -> tuple[str, str]:
 
 
 def tags(job: FineTuneJob, attempt: int) -> dict[str, str]:
-    """Return the tags by which an attempt is known to be the job's own."""
+    """Return the tags that identify an attempt as the job's own."""
     metadata = job.metadata
     values = {
         "finetune.namespace": metadata.namespace,
@@ -123,12 +123,12 @@ def tags(job: FineTuneJob, attempt: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Report:
-    """What the tags of a run say.
+    """Contents of a run's tags.
 
     Attributes:
-        progress: What rank 0 published last.
-        heard: The reporter's last sign of life; None before it looks for the stop tag.
-        stop_until: When the run ends at the latest, where the operator has stopped it.
+        progress: The last progress of rank 0.
+        heard: The reporter's last sign of life; None before it checks the stop tag.
+        stop_until: Deadline of the run's end, if the operator has stopped it.
     """
 
     progress: Progress | None = None
@@ -140,7 +140,7 @@ NOTHING_TOLD = Report()
 
 
 def report_of(tags: Mapping[str, str]) -> Report:
-    """Return what the tags of a run say."""
+    """Parse a run's tags."""
     stop = _read(StopRequest, STOP_TAG, tags)
     return Report(
         progress=_read(Progress, PROGRESS_TAG, tags),

@@ -1,8 +1,8 @@
-"""Where a job finds on the compute what it names by URI: inputs, outputs and `mount://`. Pure.
+"""Where a job's URIs are on the compute: inputs, outputs and `mount://`. Pure.
 
-What a job reads is mounted, never downloaded: Kubernetes compute cannot download. Where Azure ML
-mounts it is known only there, so the command passes each path on, and the trainer's configuration
-says `mount://NAME/REST` in its place.
+Inputs are mounted, never downloaded: Kubernetes compute cannot download. The mount point is known
+only on the compute, so the command passes each path on, and the trainer's configuration has
+`mount://NAME/REST` in its place.
 """
 
 import re
@@ -34,7 +34,7 @@ _REGISTRY_MODEL = re.compile(
     rf"(azureml://registries/{_NAME}/models/{_NAME}/versions/{_NAME})(?:/(.*))?"
 )
 _WORKSPACE_MODEL = re.compile(rf"azureml://models/({_NAME})/versions/({_NAME})(?:/(.*))?")
-# An escape, what ends a path, patterns, the other slash, and what cannot be seen.
+# An escape, path terminators, patterns, the other slash, and invisible characters.
 _NOT_ITSELF = re.compile(r"[%?#*\\\x00-\x1f\x7f]")
 _MODELS = ("spec.model.source", "spec.method.lora.startFrom")
 _INPUT_NAMES = {
@@ -47,11 +47,11 @@ _INPUT_NAMES = {
 
 
 class BadUriError(ValueError):
-    """A URI that no job of Azure ML can use; the message says what to write instead."""
+    """A URI that no job of Azure ML can use; the message names the alternative."""
 
 
 class InputType(StrEnum):
-    """What Azure ML calls an input."""
+    """Azure ML's names for types of inputs."""
 
     FOLDER = "uri_folder"
     MODEL = "custom_model"
@@ -59,12 +59,12 @@ class InputType(StrEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """What a URI names.
+    """The target of a URI.
 
     Attributes:
-        root: What is mounted, as Azure ML names it.
+        root: The mounted folder, as Azure ML names it.
         rest: Path below that; empty for all of it.
-        datastore: Datastore that it is in; None for a registered model.
+        datastore: Its datastore; None for a registered model.
         path: Path in the datastore; empty for a registered model.
     """
 
@@ -80,7 +80,7 @@ class Input:
     """An input of the job.
 
     Attributes:
-        path: What is mounted, as Azure ML names it.
+        path: The mounted folder, as Azure ML names it.
     """
 
     type: InputType
@@ -89,12 +89,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Places:
-    """What is mounted for a job.
+    """The mounts of a job.
 
     Attributes:
         inputs: By name; read only.
         outputs: URI of the folder, by name.
-        mounted: Each URI that the job reads, as the trainer's configuration names it.
+        mounted: Each URI that the job reads, in the form of the trainer's configuration.
     """
 
     inputs: Mapping[str, Input]
@@ -103,17 +103,17 @@ class Places:
 
     @property
     def arguments(self) -> str:
-        """What tells the trainer where each of them is mounted."""
+        """Arguments that pass each mount point to the trainer."""
         given = [f"{name}=${{{{inputs.{name}}}}}" for name in self.inputs]
         given += [f"{name}=${{{{outputs.{name}}}}}" for name in self.outputs]
         return " ".join(given)
 
 
 def place_of(field: str, uri: str) -> Place:
-    """Return what the URI in a field of the job names.
+    """Return the target of the URI in a field of the job.
 
     Raises:
-        BadUriError: the field cannot have such a URI.
+        BadUriError: The field does not accept such a URI.
     """
     if match := _DATASTORE.fullmatch(uri):
         datastore, path = match[1], _clean(uri, match[2])
@@ -133,8 +133,9 @@ def place_of(field: str, uri: str) -> Place:
 def outputs_of(job: FineTuneJob, datastore: str) -> dict[str, str]:
     """Return the URI of each folder that the job writes, by its field.
 
-    Without a URI of its own it is in `datastore`, and the job's uid in its path: neither another
-    job nor a later one of the same name has it.
+    Without a URI of its own it is in `datastore`, with the job's uid in its path: no other job and
+    no
+    later job of the same name has it.
     """
     metadata = job.metadata
     parts = ("finetune", metadata.namespace, metadata.name, metadata.uid)
@@ -147,7 +148,7 @@ def outputs_of(job: FineTuneJob, datastore: str) -> dict[str, str]:
 
 
 def places_of(job: FineTuneJob, datastore: str) -> Places:
-    """Return what is mounted for a job whose URIs `compute_checks` has found good."""
+    """Return the mounts of a job whose URIs `compute_checks` has accepted."""
     inputs: dict[str, Input] = {}
     mounted: dict[str, str] = {}
     names: dict[str, str] = {}
@@ -169,8 +170,8 @@ def written(job: FineTuneJob, settings: AzureMLSettings | None) -> list[Written]
 
     Args:
         job: The job.
-        settings: Of its profile; without them, the profile's name stands for the workspace, and
-            nobody knows the datastore of folders that the job does not name.
+        settings: Settings of its profile. Without them, the profile's name replaces the workspace,
+            and the datastore of folders that the job does not name is unknown.
     """
     if settings is None:
         holder: tuple[str, ...] = ("azureml profile", azureml_of(job.spec).profile)
@@ -202,14 +203,14 @@ def locations(
         cache_dir=f"{SCRATCH}/tokens",
         termination_path=f"{SCRATCH}/termination.json",
         allow_foreign=allow_foreign,
-        gpu_metrics=GpuMetrics.NONE,  # nobody can scrape such a node
+        gpu_metrics=GpuMetrics.NONE,  # no Prometheus can scrape such a node
         scheduled_events_url=None if job.spec.capacity == "onDemand" else SCHEDULED_EVENTS,
         listing_lag_seconds=listing_lag_seconds,
     )
 
 
 def _forms(field: str) -> str:
-    """Return how the URI of a field may be written."""
+    """Return the accepted forms of a field's URI."""
     forms = [DATASTORE_FORM]
     if field in _MODELS:
         forms += [MODEL_FORM, REGISTRY_FORM]
@@ -230,7 +231,7 @@ def _clean(uri: str, path: str | None) -> str:
     """Return a path below a root, without a slash at its end.
 
     Raises:
-        BadUriError: it leads out of the root, or is written in a way that two may mean one place.
+        BadUriError: The path leads out of the root, or is ambiguous.
     """
     cleaned = (path or "").removesuffix("/")
     if cleaned and not {"", ".", ".."}.isdisjoint(cleaned.split("/")):

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def render(plan: Plan, profile: JobProfile, attempt: Attempt) -> Request:
-    """Return what `submit` creates: one command job."""
+    """Return the command job that `submit` creates."""
     job = plan.job
     name = names.job_name(job, attempt.number)
     return Request(
@@ -33,7 +33,7 @@ def render(plan: Plan, profile: JobProfile, attempt: Attempt) -> Request:
 
 
 def packed_config(plan: Plan, profile: JobProfile, attempt: int) -> str:
-    """Return the trainer's configuration as it stands in the job."""
+    """Return the trainer's configuration as the job contains it."""
     locations = places.locations(
         plan.job,
         _places(plan, profile),
@@ -60,7 +60,7 @@ def _command_job(plan: Plan, profile: JobProfile, name: str, attempt: int) -> Js
         "command": f"{names.COMMAND} {mounts.arguments}",
         "environment": profile.environment_of(job),
         "environment_variables": {
-            "PYTHONSAFEPATH": "1",  # Python imports nothing from the image's working directory
+            "PYTHONSAFEPATH": "1",  # Python imports no module from the image's working directory
             **settings.env,
             ENV_TRAIN_CONFIG: packed_config(plan, profile, attempt),
         },
@@ -69,8 +69,8 @@ def _command_job(plan: Plan, profile: JobProfile, name: str, attempt: int) -> Js
         made["compute"] = f"azureml:{compute}"
     made["resources"] = _resources(plan, settings.shared_memory)
     if plan.nodes > 1:
-        # It starts the main process of each node, which starts the ranks, and tells them where
-        # they meet. Of a single node it would only make that process a rank.
+        # It starts the main process of each node, which starts the ranks, and passes the rendezvous
+        # address. On a single node it would only make that process a rank.
         made["distribution"] = {"type": "pytorch", "process_count_per_instance": 1}
     if queue := _queue_settings(plan):
         made["queue_settings"] = queue
@@ -82,7 +82,7 @@ def _command_job(plan: Plan, profile: JobProfile, name: str, attempt: int) -> Js
             for key, one in mounts.inputs.items()
         }
     made["outputs"] = {
-        # Mode upload would send checkpoints only when the job has ended.
+        # Mode upload would upload checkpoints only after the job has ended.
         key: {"type": places.InputType.FOLDER.value, "path": uri, "mode": "rw_mount"}
         for key, uri in mounts.outputs.items()
     }
@@ -98,7 +98,7 @@ def _resources(plan: Plan, shared_memory: str) -> Json:
 
 def _queue_settings(plan: Plan) -> Json:
     mine, made = azureml_of(plan.job.spec), Json()
-    # Of a compute that has a name, spot is a property: the job cannot ask for it.
+    # For a named compute, spot is a property of the compute: the job cannot request it.
     if mine.serverless and plan.job.spec.capacity is Capacity.SPOT:
         made["job_tier"] = "spot"
     if mine.priority is not None:

@@ -1,7 +1,7 @@
-"""The logs of a run's nodes: which files they are, the lines of one rank, and nodes' last words.
+"""The logs of a run's nodes: their files, the lines of one rank, and termination messages.
 
-Run history names the files by signed URLs, which give whoever has them the right to read: they are
-in no text, and nobody keeps them.
+Run history names the files by signed URLs, which grant their owner the right to read: they appear
+in no text and are never stored.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _NODE = re.compile(r"(?:^|/)std_log(?:_process_(\d+))?\.txt$")
 _RETRY = re.compile(r"(?:^|/)retry-(\d+)/")
 
 _AGAIN_SECONDS = 5.0
-_DETAILS_EACH = 3  # of these times
+_DETAILS_EACH = 3  # every third read refreshes the details
 _CHUNK_BYTES = 1 << 20
-_END_BYTES = 16 << 10  # last words have at most 4 KiB
+_END_BYTES = 16 << 10  # a termination message has at most 4 KiB
 _LINES_AFTER_LAST_WORDS = 20
 _FILES_AT_ONCE = 4
 _PATIENCE_SECONDS = 300.0
@@ -38,20 +38,20 @@ _PATIENCE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SignedUrl:
-    """An address that gives its owner the right to read."""
+    """A URL that grants its owner the right to read."""
 
     value: str = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Details:
-    """What run history says of a run.
+    """Run history's record of a run.
 
     Attributes:
         state: Raw.
         end: Why it has ended.
-        report: What its tags say.
-        log_files: By their path.
+        report: Contents of its tags.
+        log_files: Signed URLs by path.
     """
 
     state: str
@@ -61,7 +61,7 @@ class Details:
 
     @property
     def logs(self) -> dict[int, str]:
-        """Path of the log of each node, by its number: that of its newest start."""
+        """Path of the log of each node's newest start, by the node's number."""
         newest: dict[int, tuple[int, str]] = {}
         for path in self.log_files:
             if (node := _NODE.search(path)) is not None:
@@ -75,16 +75,16 @@ class Details:
 async def read_details(
     workspace: Workspace, name: str, priority: Priority = Priority.READ
 ) -> Details:
-    """Return what run history says of a run; one request.
+    """Return run history's record of a run; one request.
 
     Raises:
-        TransientError: it cannot be asked now.
-        BackendError: it is refused, or the answer is not about a run.
+        TransientError: There is no response.
+        BackendError: The request is refused, or the response is not about a run.
     """
     path = f"/history/v1.0{{ws}}/runs/{name}/details"
     try:
         said = _History.model_validate(await workspace.get(path, priority=priority))
-    except ValidationError:  # its text would have the URLs in it
+    except ValidationError:  # its text would contain the URLs
         text = "Azure ML's answer to runs/details is not about a run; update this operator"
         raise BackendError(text) from None
     error = (said.error and said.error.error) or _RootError()
@@ -103,15 +103,15 @@ async def read_details(
 async def read_end(
     workspace: Workspace, name: str, *, is_last_try: bool
 ) -> tuple[RunEnd, Report, dict[int, Termination]]:
-    """Return why a run has ended, what its tags say, and the last words of nodes that left some.
+    """Return why a run has ended, the contents of its tags, and its nodes' termination messages.
 
     Args:
-        workspace: Of the run.
-        name: Of the run.
-        is_last_try: Do with what can be read.
+        workspace: Workspace of the run.
+        name: Name of the run.
+        is_last_try: Accept an incomplete result.
 
     Raises:
-        BackendError: something cannot be read; not at the last try.
+        BackendError: A part cannot be read; not at the last try.
     """
     try:
         details = await read_details(workspace, name, Priority.END)
@@ -141,13 +141,13 @@ async def read_end(
 async def read_log(
     workspace: Workspace, ref: AttemptRef, rank: int, follow: bool
 ) -> AsyncIterator[str]:
-    """Yield the lines of the node that `rank` runs in; `follow` goes on to the end of the run.
+    """Yield the lines of the node that `rank` runs in; `follow` continues to the end of the run.
 
-    Where there is no log, a sentence says so. While it follows, it outlasts minutes of silence.
+    Without a log, a sentence reports it. With `follow` it tolerates minutes of silence.
 
     Raises:
-        NoSuchRankError: the attempt has no such rank.
-        TransientError: the log cannot be read now.
+        NoSuchRankError: The attempt has no such rank.
+        TransientError: The log cannot be read now.
         BackendError: Azure ML refuses.
     """
     node, name = node_of(ref, rank), ref.handle.name.rpartition("/")[2]
@@ -170,7 +170,7 @@ async def read_log(
             if row_of(details.state).is_over or not follow:
                 break
             heard, tries = now(), tries + 1
-            is_old = path is None or tries % _DETAILS_EACH == 0  # its state, and URLs that last
+            is_old = path is None or tries % _DETAILS_EACH == 0  # its state, and URLs that expire
         except TransientError as error:
             wait = max(wait, error.retry_after or 0.0)
             if not follow or now() + wait - heard > _PATIENCE_SECONDS:
@@ -184,11 +184,11 @@ async def read_log(
 
 
 class _LogFile:
-    """How far a log is read.
+    """How far a log has been read.
 
     Attributes:
-        path: Of the file; empty before there was one. A new start of the run has another one.
-        rest: Of the last line, which has no end yet.
+        path: Path of the file; empty before it exists. A new start of the run has another file.
+        rest: Start of the last line, which is incomplete.
     """
 
     def __init__(self, path: str) -> None:
@@ -208,7 +208,7 @@ class _LogFile:
 
 
 def _last_words(end: bytes) -> Termination | None:
-    """Return the last words of a node; libraries may have printed a few lines after them."""
+    """Return the termination message of a node; libraries may print a few lines after it."""
     for line in reversed(end.rstrip().split(b"\n")[-_LINES_AFTER_LAST_WORDS - 1 :]):
         try:
             return Termination.model_validate_json(line)
@@ -218,7 +218,7 @@ def _last_words(end: bytes) -> Termination | None:
 
 
 class _Part(BaseModel):
-    """A part of run history's answer, which may say more, and null where there is nothing."""
+    """A part of run history's response, which may contain more fields, and null for absent ones."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel)
 

@@ -1,7 +1,6 @@
-"""What is told of a run: by the trainer in its tags, and by run history when it has ended.
+"""Reports about a run: by the trainer in its tags, and by run history after its end.
 
-`look` asks, `states` judges by it. Others may write tags, too: one that cannot be read is as good
-as absent.
+`look` asks, `states` evaluates. Others may write tags, too: an unreadable tag is treated as absent.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=ContractModel)
 
-GONE = ""  # there is no such job
+GONE = ""  # the job does not exist
 RUNNING, COMPLETED, FAILED, CANCELED = "Running", "Completed", "Failed", "Canceled"
 _LATE_SECONDS = 5.0
 
@@ -42,11 +41,11 @@ _EXIT_CODE = re.compile(
 
 @dataclass(frozen=True)
 class Seen:
-    """What one request says of an attempt; where it says nothing, the values are empty.
+    """The result of one request about an attempt; missing values are empty.
 
     Attributes:
-        state: Raw; `GONE` where there is no such job.
-        report: What its tags say.
+        state: Raw; `GONE` if the job does not exist.
+        report: Contents of its tags.
         url: Its page.
         checkpoints: URI of the folder of its checkpoints.
     """
@@ -61,12 +60,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """What run history says of the end of a run; each of these may be empty.
+    """Run history's record of a run's end; each field may be empty.
 
     Attributes:
-        code: Of the error, such as `UserError`.
-        text: Of the error.
-        cancelled_by: Who cancelled it, where that was not its creator.
+        code: Error code, such as `UserError`.
+        text: Error text.
+        cancelled_by: The user who cancelled it, unless that was its creator.
         cancel_reason: Why.
     """
 
@@ -82,13 +81,13 @@ NO_END = RunEnd()
 async def see_run(
     workspace: Workspace, name: str, priority: Priority = Priority.READ
 ) -> tuple[Seen | None, str]:
-    """Return what MLflow says of a run, and why it says nothing.
+    """Return MLflow's view of a run, and why it is empty.
 
-    It has fewer words for states: of a run that does not run, or that it refuses to tell, there is
-    nothing.
+    MLflow has fewer states: for a run that does not run, or that it refuses to show, the view is
+    empty.
 
     Raises:
-        TransientError: it cannot be asked now.
+        TransientError: There is no response.
     """
     path = "/mlflow/v2.0{ws}/api/2.0/mlflow/runs/get"
     try:
@@ -105,21 +104,21 @@ async def see_run(
 
 
 async def see_job(workspace: Workspace, name: str, priority: Priority = Priority.READ) -> Seen:
-    """Return what Azure ML says of a job; it is asked twice before one is believed to be gone.
+    """Return Azure ML's view of a job; two requests must agree that it is deleted.
 
     Raises:
-        TransientError: it cannot be asked now.
-        BackendError: it is refused.
+        TransientError: There is no response.
+        BackendError: The request is refused.
     """
     job = await workspace.job(name, priority)
-    if job is None:  # Azure may be late with what it has just created
+    if job is None:  # a newly created object may appear late
         await asyncio.sleep(_LATE_SECONDS)
         job = await workspace.job(name, priority)
     return Seen(GONE) if job is None else seen_of(job)
 
 
 def seen_of(job: RawJob) -> Seen:
-    """Return what an answer about a job says."""
+    """Convert a response about a job."""
     checkpoints = job.outputs.get(CHECKPOINTS, "")
     report = report_of(job.tags)
     return Seen(job.status, report, job.url, checkpoints, job.created, job.nodes)
@@ -128,12 +127,12 @@ def seen_of(job: RawJob) -> Seen:
 def ended(
     state: str, end: RunEnd, last_words: Mapping[int, Termination], url: str, *, is_ours: bool
 ) -> Observation:
-    """Return how a run ended, apart from what every end has.
+    """Return how a run ended, without the fields that every end has.
 
     Args:
         state: Raw.
-        end: What run history says.
-        last_words: Of each node that has left some, by its number.
+        end: Run history's record.
+        last_words: Termination messages by node number.
         url: Page of the run.
         is_ours: Whether the operator has stopped it.
     """
@@ -148,7 +147,7 @@ def ended(
 
 
 def _cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: bool) -> Observation:
-    """Return how a cancelled run ended; whoever cancels one that we have not stopped means it."""
+    """Return how a cancelled run ended; a cancel that is not ours is deliberate."""
     if is_ours:
         text = "the job was cancelled as the operator asked, before it could say anything"
         return _failure(FailureClass.PREEMPTED, text, last_words)
@@ -166,7 +165,7 @@ def _cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: b
 def _failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Observation:
     """Return how a failed run ended.
 
-    A node that was taken away explains its peers, but not one that could work nowhere.
+    A preempted node explains its peers, but not a node that could run nowhere.
     """
     said = end.text or end.code or "without a reason"
     message = f"Azure ML says that the job failed ({said}); see {url}"
@@ -181,7 +180,7 @@ def _failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Obs
 
 
 def exit_code_in(text: str) -> int | None:
-    """Return the exit code that an error text tells, as a shell has it; None where it has none."""
+    """Return the exit code in an error text, in the shell's form; None without one."""
     for found in _EXIT_CODE.finditer(text):
         code = int(found[1])
         code = code if code >= 0 else 128 - code
@@ -193,7 +192,7 @@ def exit_code_in(text: str) -> int | None:
 def _failure(
     failure: FailureClass, message: str, last_words: Mapping[int, Termination] | None = None
 ) -> Observation:
-    """Return a failure in which the root cause decides, and the class where nobody names one."""
+    """Return a failure decided by the root cause, with the class to use if no node reports one."""
     node = root_cause(last_words or {})
     cause = None if node is None or last_words is None else last_words[node]
     if cause is None or cause.exit_code == ExitCode.DONE:

@@ -1,6 +1,6 @@
 """Credentials, transport and error mapping of the Azure SDK, used by `workspace_client` in threads.
 
-It imports the SDK on first use, as that takes a second and 100 MB.
+The SDK is imported on first use, because that takes a second and 100 MB.
 """
 
 import logging
@@ -21,22 +21,22 @@ Check = Callable[[bool], None]  # called before each request, with whether it wr
 
 INSTALL = "pip install 'finetune-operator[azureml]'"
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 15.0
-# Else they tell of each request, of what is experimental, and URLs of which some are secrets.
+# By default they log each request, experimental features, and URLs of which some are secrets.
 _LOG_LEVELS = {"azure": logging.WARNING, "azure.ai.ml": logging.ERROR, "urllib3": logging.INFO}
-# A 404 about the workspace, what that is in, or of a proxy says nothing of what was asked for.
+# A 404 about the workspace, its parents, or from a proxy is no evidence about the object.
 _ABOVE = re.compile(
     "(Subscription|ResourceGroup|ParentResource)NotFound|ResourceNotFound.*/workspaces/[^/']+'"
 )
-# The Azure CLI took too long or has no network; the class is that of a login that is missing.
+# The Azure CLI timed out or has no network; the class is the same as for a missing login.
 _NO_LOGIN_NOW = re.compile("Failed to invoke|HTTPSConnectionPool")
 _MAX = 400  # characters of a message
 
 
 class RefusedError(BackendError):
-    """Azure ML refuses a request, and will until somebody changes something.
+    """Azure ML refuses a request, and will until a person changes something.
 
     Attributes:
-        status: Of HTTP; 0 where nothing was sent, or it is about the workspace itself.
+        status: HTTP status; 0 if no request was sent, or it is about the workspace itself.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -45,10 +45,10 @@ class RefusedError(BackendError):
 
 
 def load() -> None:
-    """Import the SDK, and have it log only what matters.
+    """Import the SDK, and limit its logging.
 
     Raises:
-        RefusedError: it cannot be imported.
+        RefusedError: The SDK cannot be imported.
     """
     try:
         import azure.ai.ml
@@ -63,12 +63,12 @@ def credential(environ: Mapping[str, str], client_id: str | None, check: Check) 
     """Return the credential of an identity.
 
     Args:
-        environ: As workload identity sets it in a pod; without, whoever is logged in.
-        client_id: Of the identity; None for the one that the operator has by itself.
-        check: Of each request for a token, which changes nothing.
+        environ: Variables that workload identity sets in a pod; without them, the logged-in user.
+        client_id: Client id of the identity; None for the operator's own.
+        check: Called before each request for a token, which is read-only.
 
     Raises:
-        RefusedError: the environment is incomplete.
+        RefusedError: The environment is incomplete.
     """
     from azure.identity import DefaultAzureCredential, WorkloadIdentityCredential
 
@@ -87,14 +87,14 @@ def credential(environ: Mapping[str, str], client_id: str | None, check: Check) 
         client_id=client_id,
         token_file_path=token_file,
         authority=environ.get("AZURE_AUTHORITY_HOST"),
-        disable_instance_discovery=True,  # nobody but the environment names the authority
+        disable_instance_discovery=True,  # only the environment may name the authority
         retry_total=0,
         transport=_transport(lambda is_write: check(False)),
     )
 
 
 def log_in(credential: Any) -> None:
-    """Get a token, which the requests after it use as well; in `errors_told`."""
+    """Get a token, which the following requests also use; inside `errors_told`."""
     credential.get_token(*_scopes())
 
 
@@ -102,9 +102,9 @@ class Sdk:
     """The SDK's clients of one workspace and identity, for several threads.
 
     Args:
-        workspace_id: By which Azure names it.
-        credential: Of the identity.
-        check: Of each request.
+        workspace_id: Azure's id of the workspace.
+        credential: Credential of the identity.
+        check: Called before each request.
     """
 
     def __init__(self, workspace_id: str, credential: Any, check: Check) -> None:
@@ -138,7 +138,7 @@ class Sdk:
     def send(
         self, method: str, url: str, params: Mapping[str, str] | None = None, body: Any = None
     ) -> Json:
-        """Send a request that the SDK has no verb for, and return the answer."""
+        """Send a request that the SDK has no verb for, and return the response."""
         from azure.core.rest import HttpRequest
 
         asked = HttpRequest(method, url, params=dict(params or {}), json=body)
@@ -146,15 +146,15 @@ class Sdk:
         return dict(response.json()) if response.content else {}
 
     def read(self, url: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return bytes of what a URL names, as nobody; none where it has not got so far.
+        """Read a byte range from a signed URL without credentials; empty past the end.
 
         Args:
-            url: It may be a secret, and is in no log and no error.
-            start: The first byte; a negative one is counted from the end, for one more request.
-            length: How many at most; None for all.
+            url: May be a secret, and is in no log and no error.
+            start: The first byte; a negative value counts from the end and costs one more request.
+            length: Maximum number of bytes; None for all.
 
         Raises:
-            TransientError: it cannot be read.
+            TransientError: The range cannot be read.
         """
         if start < 0:
             size = self._part(url, "0-0").headers.get("Content-Range", "*/0").rpartition("/")[2]
@@ -205,11 +205,11 @@ def _scopes() -> list[str]:
 
 @contextmanager
 def errors_told() -> Iterator[None]:
-    """Raise what the SDK raises as an error of ours.
+    """Translate the SDK's exceptions.
 
     Raises:
-        TransientError: the same call may work later.
-        RefusedError: somebody must change something.
+        TransientError: A retry may succeed.
+        RefusedError: A person must change something.
     """
     from azure.core import exceptions as azure
 
@@ -224,7 +224,7 @@ def errors_told() -> Iterator[None]:
         status, odata = error.status_code or 0, error.error
         message = odata.message if odata is not None else error.message
         said = f"Azure ML says: {without_secrets(str(message), _MAX)}"
-        # An answer that is no error but broke off says nothing, either.
+        # A successful response that broke off is no evidence, either.
         may_pass = 0 < status < 400 or status in (408, 429) or status >= 500
         if may_pass or (error.response is None and _NO_LOGIN_NOW.search(str(message))):
             wait = "" if error.response is None else error.response.headers.get("Retry-After", "")
@@ -234,7 +234,7 @@ def errors_told() -> Iterator[None]:
             status = 0
         raise RefusedError(said, status) from error
     except (azure.AzureError, KeyError, ValueError, OSError) as error:
-        # What a job needs that this SDK does not know, or a token file that cannot be read.
+        # The SDK does not know a part of the job, or a token file cannot be read.
         raise RefusedError(f"the Azure SDK says: {without_secrets(str(error), _MAX)}") from error
 
 

@@ -1,7 +1,7 @@
-"""What the states of an Azure ML job mean: the table of states, and a look as an observation. Pure.
+"""The table of an Azure ML job's states, and the conversion of a poll to an observation. Pure.
 
-`look` folds all that it hears of an attempt into one `Look`. Azure ML may start a run once more,
-show states that nobody has heard of, and stay for hours in one that should pass.
+`look` folds all responses about an attempt into one `Look`. Azure ML may restart a run silently,
+show unknown states, and stay for hours in a transient one.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ _FRESH_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """What a state means.
+    """Meaning of a state.
 
     Attributes:
-        phase: Of the attempt; None keeps the one before.
-        obstacle: What is in the way; None while nothing is.
-        limit: Seconds after which the state does not pass by itself; None where it may last.
-        remedy: What to do after that, besides looking at the job's page.
-        is_over: Nothing of the attempt lives, and no other state follows.
+        phase: Phase of the attempt; None retains the previous phase.
+        obstacle: The obstacle; None if there is none.
+        limit: Seconds after which the state will not pass by itself; None if it may last.
+        remedy: Remedy after that, besides the job's page.
+        is_over: No part of the attempt lives, and no other state follows.
     """
 
     phase: AttemptPhase | None
@@ -87,7 +87,7 @@ STATES = {
 
 
 def row_of(state: str) -> Row:
-    """Return the row of a state, also of one that is new to us."""
+    """Return the row of a state, including unknown ones."""
     if state in STATES:
         return STATES[state]
     text = f"Azure ML shows the job as {state[:40]}, a state of which nothing is known"
@@ -96,20 +96,20 @@ def row_of(state: str) -> Row:
 
 @dataclass(frozen=True)
 class Look:
-    """What is known of an attempt; two are equal if they say the same of it.
+    """Knowledge about an attempt; two are equal if they would be reported in the same way.
 
     Attributes:
         state: Raw.
-        since: When it came into that state, as far as this process knows.
-        disruptions: How often Azure ML has started it once more.
-        stop_until: When it ends at the latest, where we have stopped it.
+        since: When it entered that state, as far as this process knows.
+        disruptions: How often Azure ML has restarted it.
+        stop_until: Deadline of its end, if the operator has stopped it.
         end: Why it has ended.
-        last_words: Of each node that has left some, by its number.
-        trouble: Why nothing newer is known; None while Azure ML answers.
-        warning: What cannot be read, though the state can; empty else.
+        last_words: Termination messages by node number.
+        trouble: Why there is no newer knowledge; None while Azure ML responds.
+        warning: The part that cannot be read, although the state can; else empty.
         heard: When the reporter gave a sign of life, by our clock.
-        stamp: The same as it tells it: which start of the run, and seconds by its own clock.
-        is_listening: Whether the reporter lives and looks for the stop tag.
+        stamp: The same by its own clock: which start of the run, and seconds.
+        is_listening: Whether the reporter lives and checks the stop tag.
     """
 
     state: str
@@ -136,12 +136,12 @@ class Look:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it lives any more."""
+        """Whether no part of it lives."""
         return row_of(self.state).is_over
 
 
 def look_after(before: Look | None, seen: Seen, now: datetime) -> Look:
-    """Return what is known after a request; what is over stays over."""
+    """Return the knowledge after a request; a finished attempt stays finished."""
     if before is not None and before.is_over:
         return before
     report = seen.report
@@ -165,7 +165,7 @@ def look_after(before: Look | None, seen: Seen, now: datetime) -> Look:
 
 
 def _first_look(seen: Seen, now: datetime) -> Look:
-    """Return what was before the first look: what waits has done so since it was created."""
+    """Return the state before the first poll: a waiting attempt has waited since its creation."""
     has_run = seen.report.heard is not None or seen.report.progress is not None
     waits = row_of(seen.state).phase is AttemptPhase.PENDING and not has_run
     since = (seen.created or now) if waits else now
@@ -173,12 +173,12 @@ def _first_look(seen: Seen, now: datetime) -> Look:
 
 
 def _newest(*found: Progress | None) -> Progress | None:
-    """Return the latest: the tags of a job may be older than those of its run."""
+    """Return the latest values: a job's tags may be older than its run's."""
     return max((one for one in found if one is not None), key=lambda one: one.time, default=None)
 
 
 def seconds_between_looks(look: Look | None, now: datetime) -> float:
-    """Return how long to wait for the next look; who does not stop is looked at less often."""
+    """Return the seconds until the next poll, which are fewer while the attempt stops."""
     if look is None:
         return WAITING_SECONDS
     asked = look.stop_until or (look.since if look.state == "CancelRequested" else None)
@@ -188,13 +188,13 @@ def seconds_between_looks(look: Look | None, now: datetime) -> float:
 
 
 def with_end(look: Look, end: RunEnd, report: Report, said: Mapping[int, Termination]) -> Look:
-    """Return the look at a run that has ended with what is told of its end."""
+    """Return the knowledge about a finished run with the reported cause of its end."""
     look = replace(look, end=end, last_words=said, progress=_newest(report.progress, look.progress))
     return replace(look, stop_until=report.stop_until or look.stop_until)
 
 
 def observation_of(look: Look, now: datetime) -> Observation:
-    """Return a look as an observation; its sentences change with it, and when a limit passes."""
+    """Return an observation; its sentences change with the knowledge, and when a limit passes."""
     if look.is_over:
         newest = _newest(look.progress, *(one.progress for one in look.last_words.values()))
         is_ours = look.stop_until is not None
@@ -215,22 +215,22 @@ def observation_of(look: Look, now: datetime) -> Observation:
 
 
 def _with_sign_of_life(old: Look, report: Report, now: datetime) -> Look:
-    """Return the look with whether the reporter lives: its clock may differ from ours."""
+    """Return the knowledge with whether the reporter lives: its clock may differ from ours."""
     if report.heard is None:
         return old
     stamp, heard = (report.heard.starts or 1, report.heard.time), old.heard
-    if old.stamp is None:  # it may be an old one
+    if old.stamp is None:  # it may be an old sign of life
         heard = now if abs(now.timestamp() - report.heard.time) <= _FRESH_SECONDS else None
     elif stamp > old.stamp:
         heard = now
-    else:  # the tags of a job may be older than those of its run
+    else:  # a job's tags may be older than its run's
         stamp = old.stamp
     is_fresh = heard is not None and (now - heard).total_seconds() <= _FRESH_SECONDS
     return replace(old, heard=heard, stamp=stamp, is_listening=is_fresh)
 
 
 def _in_the_way(look: Look, now: datetime) -> tuple[Obstacle | None, float | None]:
-    """Return what is in the way, and after how many seconds that changes by itself."""
+    """Return the obstacle, and after how many seconds it changes by itself."""
     if look.trouble is not None:
         return look.trouble, None
     row, since, obstacle = row_of(look.state), look.since, row_of(look.state).obstacle

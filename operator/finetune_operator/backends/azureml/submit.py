@@ -1,6 +1,6 @@
-"""Creates attempts and ends them: by name, so that whoever asks again finds what there is.
+"""Creates and ends attempts by name, so that a repeated request finds the existing job.
 
-`AzureMLBackend` calls it. A write is never repeated here; the operator tries again.
+`AzureMLBackend` calls it. A write is never repeated here; the operator retries.
 """
 
 import logging
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 Before = Callable[[], Awaitable[None]]
 
 _CONFLICTS = (400, 409)
-"""How Azure ML refuses a job whose name another one has; a bad job is refused likewise."""
+"""Azure ML's refusal of a job name that is taken; an invalid job is refused in the same way."""
 
 _ENDING = ("Finalizing", "CancelRequested", "Completed", "Failed", "Canceled")
-"""A job in one of these states ends by itself, and Azure ML refuses to cancel most of them."""
+"""A job in these states ends by itself, and Azure ML refuses to cancel most of them."""
 
 _WITHOUT_EFFECT = timedelta(minutes=5)
-"""A cancel of which nothing is seen for so long is sent again."""
+"""A cancel without a visible effect is sent again after this time."""
 
 _TAG_PATIENCE = timedelta(minutes=1)
-"""So much longer a cancel waits for its tag: without that, the end looks like somebody else's."""
+"""A cancel waits this much longer for its tag: without it, the end looks like another user's."""
 
 _SET_TAG = "/mlflow/v2.0{ws}/api/2.0/mlflow/runs/set-tag"
 
@@ -47,16 +47,16 @@ def handle_of(workspace: Workspace, job: RawJob) -> Handle:
 async def submit(
     workspace: Workspace, job: Mapping[str, Any], before: Before | None = None
 ) -> RawJob:
-    """Return the job of that name, which is created where there is none.
+    """Return the job of that name; create it if it does not exist.
 
     Args:
-        workspace: Where.
-        job: As `render` has it.
-        before: Called before it is created; may raise a BackendError.
+        workspace: The workspace.
+        job: Result of `render`.
+        before: Called before the creation; may raise a BackendError.
 
     Raises:
-        AlreadyOwnedError: there is one that belongs to another FineTuneJob.
-        BackendError: it cannot be created; `retryable` says whether to try again.
+        AlreadyOwnedError: The existing job belongs to another FineTuneJob.
+        BackendError: The job cannot be created; `retryable` is True if a retry may succeed.
     """
     name = job["name"]
     there = await workspace.job(name, Priority.WRITE)
@@ -79,34 +79,35 @@ async def submit(
 
 
 async def look_now(workspace: Workspace, ref: AttemptRef, now: datetime) -> Look:
-    """Return what Azure ML says of an attempt that is to be stopped, before all other looks.
+    """Return Azure ML's view of an attempt that is to be stopped, before all other polls.
 
     Raises:
-        TransientError: there is no answer, or no such job; then looks find out whether it is gone.
+        TransientError: There is no response, or no such job; polls then find out whether it is
+            deleted.
     """
     _, name = names.parts_of(ref.handle.name)
     there = await workspace.job(name, Priority.WRITE)
     if there is None:
         raise TransientError(f"job {name} is not found; looking again whether it is gone")
     look = look_after(None, seen_of(there), now)
-    if look.is_running and look.heard is None:  # the tags of a job may be older than its run's
+    if look.is_running and look.heard is None:  # a job's tags may be older than its run's
         run, _ = await see_run(workspace, name, Priority.WRITE)
         look = look_after(look, run, now) if run is not None else look
     return look
 
 
 def is_own(there: RawJob, tags: Mapping[str, str]) -> bool:
-    """Say whether a job has the tags that make it an attempt's own."""
+    """Return whether a job has the tags of an attempt's own job."""
     return all(there.tags.get(tag) == tags.get(tag) for tag in (names.UID_TAG, names.ATTEMPT_TAG))
 
 
 @dataclass(frozen=True)
 class _Order:
-    """What has been sent to end an attempt.
+    """Requests that were sent to end an attempt.
 
     Attributes:
-        tagged_until: What the stop tag says; None where it is not set.
-        waits_until: Until when it is left alone.
+        tagged_until: Value of the stop tag; None if it is not set.
+        waits_until: Time until which the attempt is left alone.
         cancelled_at: When the service has accepted a cancel; None before that.
     """
 
@@ -116,10 +117,11 @@ class _Order:
 
 
 class Stops:
-    """Ends attempts: by the stop tag where the trainer listens, and by a cancel once that is late.
+    """Ends attempts: by the stop tag if the trainer listens, and by a cancel after the deadline.
 
-    The tag is set before each cancel, too: by it another operator process tells our own cancel from
-    one in Studio.
+    The tag is set before each cancel, too: it lets another operator process distinguish our own
+    cancel
+    from one in Studio.
     """
 
     def __init__(self) -> None:
@@ -128,13 +130,13 @@ class Stops:
     async def stop(
         self, workspace: Workspace, ref: AttemptRef, look: Look, until: datetime, now: datetime
     ) -> bool:
-        """Have an attempt end, unless that was accepted before.
+        """Stop an attempt, unless an earlier stop was accepted.
 
         Returns:
-            Whether to call again at `until`, which is said once.
+            Whether to call again at `until`; True only once.
 
         Raises:
-            BackendError: it was not accepted.
+            BackendError: The stop was not accepted.
         """
         key, (_, name) = (ref.job_uid, ref.handle.name), names.parts_of(ref.handle.name)
         order = self._orders.get(key, _Order(look.stop_until))
@@ -159,7 +161,7 @@ class Stops:
         return may_wait and order.waits_until != until
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is known of the attempts of a job."""
+        """Drop the state of a job's attempts."""
         self._orders = {key: one for key, one in self._orders.items() if key[0] != job_uid}
 
 
@@ -167,7 +169,7 @@ async def _tag(workspace: Workspace, name: str, until: datetime) -> bool:
     """Set the stop tag; return whether that worked.
 
     Raises:
-        TransientError: nobody knows, or it may work later.
+        TransientError: The result is unknown, or a retry may succeed.
     """
     value = StopRequest(until=until).model_dump_json(by_alias=True, exclude_none=True)
     try:
@@ -179,10 +181,10 @@ async def _tag(workspace: Workspace, name: str, until: datetime) -> bool:
 
 
 async def _cancel(workspace: Workspace, name: str) -> None:
-    """Have the service cancel the job; one that is gone or ends by itself needs no cancel.
+    """Cancel the job; a deleted or ending job needs no cancel.
 
     Raises:
-        BackendError: it has not accepted that.
+        BackendError: The service has not accepted the cancel.
     """
     try:
         await workspace.cancel(name)

@@ -1,7 +1,7 @@
-"""Asks Azure ML for the other modules: in threads, within time limits and a request budget.
+"""Sends requests to Azure ML for the other modules: in threads, with timeouts and a budget.
 
-Nothing here retries: what may work later is a `TransientError`, and the budget keeps to the
-service's `Retry-After`.
+This module never retries: a request that may succeed later raises a `TransientError`, and the
+budget observes the service's `Retry-After`.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from finetune_operator.errors import TransientError
 
 T = TypeVar("T")
 
-REQUESTS_PER_SECOND = "FINETUNE_AZUREML_REQUESTS_PER_SECOND"  # variable: most of a workspace
+REQUESTS_PER_SECOND = "FINETUNE_AZUREML_REQUESTS_PER_SECOND"  # variable: maximum for a workspace
 _LOAD_SECONDS = 60.0
-_CALL_SECONDS = 25.0  # a call that was given up sends nothing any more
+_CALL_SECONDS = 25.0  # an abandoned call sends no further request
 _LAST = Priority.READ
-_READS_AT_ONCE, _READS_OF_ONE = 4, 2  # of all workspaces and each: threads are left to the others
+_READS_AT_ONCE, _READS_OF_ONE = 4, 2  # of all workspaces and of each: the other threads stay free
 
 
 @dataclass(frozen=True)
 class RawJob:
-    """A job as Azure ML has it.
+    """A job in Azure ML.
 
     Attributes:
         status: Its raw state, such as `Preparing`.
-        tags: Of the job; those of its run may be newer.
+        tags: Tags of the job; its run's tags may be newer.
         url: Its page in Studio.
-        created: When it was created, where that is told.
-        nodes: How many it has.
+        created: When it was created, if reported.
+        nodes: Number of nodes.
         outputs: URI of each output, by name.
     """
 
@@ -59,16 +59,16 @@ class RawJob:
 
 
 class Azure:
-    """Every workspace, each asked as the identities that profiles name.
+    """Every workspace, each accessed with the identities that profiles name.
 
     Args:
-        environ: Says who the operator is, and how often a workspace may be asked.
+        environ: Identifies the operator, and limits the request rate of a workspace.
 
     Attributes:
         reading: Held by each read that has a thread.
 
     Raises:
-        ValueError: a variable of the environment is no good.
+        ValueError: A variable of the environment is invalid.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -84,15 +84,15 @@ class Azure:
         self._is_loaded = False
 
     def start(self, services: Services) -> None:
-        """Ask from now on."""
+        """Allow requests from now on."""
         self._services = services
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Stop sending requests."""
         self._services = None
 
     def workspace(self, workspace_id: str, client_id: str | None) -> "Workspace":
-        """Return a workspace that is asked as the identity of that client id."""
+        """Return a workspace that is accessed with the identity of that client id."""
         lower = workspace_id.lower()  # Azure ignores case
         if (lower, client_id) not in self._workspaces:
             budget = self._budgets.setdefault(lower, Budget(self._per_second, _READS_OF_ONE))
@@ -100,11 +100,11 @@ class Azure:
         return self._workspaces[lower, client_id]
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns in a thread.
+        """Run `call` in a thread and return its result.
 
         Raises:
-            BackendError: there is no answer, or it is no success.
-            NotLeadingError: it was to write, and this process may not.
+            BackendError: There is no response, or an error response.
+            NotLeadingError: The call writes, and this process may not.
         """
         if not self._is_loaded:
             await self._open().run_blocking(load, _LOAD_SECONDS)
@@ -127,12 +127,12 @@ class Azure:
             return Sdk(workspace_id, self._credentials[client_id], self._check)
 
     def forget_credential(self, client_id: str | None) -> None:
-        """Have a new credential made where the identity is needed next."""
+        """Create a new credential when the identity is needed next."""
         with self._making:
             self._credentials.pop(client_id, None)
 
     def _check(self, is_write: bool) -> None:
-        """Let a request of this thread go, or raise an error."""
+        """Admit a request of this thread, or raise an error."""
         services = self._open()
         if time.monotonic() > self._thread.until:
             raise TransientError("the request was given up before it was sent")
@@ -146,16 +146,16 @@ class Azure:
 
 
 class Workspace:
-    """One workspace, asked as one identity; every request has its turn in its budget.
+    """A workspace, accessed with one identity; every request waits for its turn in the budget.
 
-    Each verb raises TransientError where the same request may work later, RefusedError where
-    somebody must change something, and NotLeadingError where it writes and this process may not.
+    Each verb raises TransientError if a retry may succeed, RefusedError if a person must change
+    something, and NotLeadingError if it writes and this process may not.
 
     Args:
         azure: Runs its calls.
-        id: By which Azure names it.
-        client_id: Of the identity; None for the one that the operator has by itself.
-        budget: Shared by all who ask this workspace.
+        id: Azure's id of the workspace.
+        client_id: Client id of the identity; None for the operator's own.
+        budget: Shared by all identities that access this workspace.
     """
 
     def __init__(self, azure: Azure, id: str, client_id: str | None, budget: Budget) -> None:
@@ -168,7 +168,7 @@ class Workspace:
         self._base = ""
 
     async def job(self, name: str, priority: Priority = Priority.READ) -> RawJob | None:
-        """Return a job, or None where there is none; one GET."""
+        """Return a job, or None if it does not exist; one GET."""
         try:
             return _raw(await self.ask(lambda sdk: sdk.ml.jobs.get(name), priority))
         except RefusedError as error:
@@ -181,30 +181,30 @@ class Workspace:
         return _raw(await self.ask(lambda sdk: sdk.create(job), Priority.WRITE))
 
     async def cancel(self, name: str) -> None:
-        """Ask for the end of a job; one POST, which is answered long before that."""
+        """Cancel a job; one POST, whose response precedes the end of the job by far."""
         await self.ask(lambda sdk: sdk.ml.jobs.begin_cancel(name, polling=False), Priority.WRITE)
 
     async def get(self, path: str, params: Json | None = None, priority: Priority = _LAST) -> Json:
-        """Return what the data plane has at a path, in which `{ws}` stands for the workspace."""
+        """Read from the data plane at a path, in which `{ws}` stands for the workspace."""
         url = await self._url(path)
         return await self.ask(lambda sdk: sdk.send("GET", url, params), priority)
 
     async def post(self, path: str, body: Json) -> Json:
-        """Change what the data plane has at a path, and return its answer."""
+        """Write to the data plane at a path, and return the response."""
         url = await self._url(path)
         return await self.ask(lambda sdk: sdk.send("POST", url, body=body), Priority.WRITE)
 
     async def get_range(
         self, url: str, start: int, length: int, priority: Priority = _LAST
     ) -> bytes:
-        """Return bytes of what a signed URL names, as `Sdk.read` does; none of them is budgeted."""
+        """Read a byte range from a signed URL, like `Sdk.read`; exempt from the budget."""
         async with self._budget.held(priority), self._azure.reading:
             return await self._azure.run(lambda: self._sdk().read(url, start, length))
 
     async def ask(self, call: Callable[[Sdk], T], priority: Priority) -> T:
-        """Return what `call` returns, which sends one request, when that has its turn."""
+        """Wait for a turn, and return the result of `call`, which sends one request."""
         async with self._budget.held(priority), AsyncExitStack() as stack:
-            if self._made is None:  # else turns would gather until the SDK is there
+            if self._made is None:  # otherwise turns would accumulate until the SDK is imported
                 await self._azure.run(lambda: self._sdk().ml)
             await self._budget.turn(priority)
             if priority is not Priority.WRITE:
@@ -216,7 +216,9 @@ class Workspace:
                     error.retry_after = self._budget.hold(error.retry_after)
                 raise
             except RefusedError as error:
-                if error.status == 401:  # the credential would keep its token to the end
+                if (
+                    error.status == 401
+                ):  # otherwise the credential would retain its token to the end
                     self._made = None
                     self._azure.forget_credential(self.client_id)
                 raise
@@ -226,7 +228,7 @@ class Workspace:
         return made  # the loop may have dropped the other meanwhile
 
     async def _url(self, path: str) -> str:
-        """Return where a path of the data plane is, which the workspace says once."""
+        """Return the URL of a data-plane path; the workspace reports the host once."""
         async with self._finding:  # a write may wait for it, so no read has its turn before
             if not self._base:
                 name, first = self.id.rpartition("/")[2], Priority.WRITE
@@ -240,7 +242,7 @@ def _raw(job: Any) -> RawJob:
     return RawJob(
         job.id,
         job.name,
-        str(getattr(job.status, "value", job.status)),  # a state that is new is no enum
+        str(getattr(job.status, "value", job.status)),  # an unknown state is no enum
         dict(job.tags or {}),
         job.studio_url or "",
         job.creation_context.created_at if job.creation_context else None,
