@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from finetune_operator.backends.azureml.backend import AzureMLBackend
-from finetune_operator.backends.azureml.look import Looks
+from finetune_operator.backends.azureml.polling import Poller
 from finetune_operator.backends.base import BackendContext, Limits
 
 BOUND_SECONDS = 8.0
@@ -24,4 +24,4 @@ class HastyBackend(AzureMLBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._looks = Looks(self._workspace_of, context.now, jitter=lambda: -9.5)
+        self._looks = Poller(self._workspace_of, context.now, jitter=lambda: -9.5)

@@ -5,7 +5,7 @@ from typing import Any
 
 from finetune_operator.backends.azureml.names import Report
 from finetune_operator.backends.azureml.runs import RunEnd, Seen
-from finetune_operator.backends.azureml.states import Look, look_after
+from finetune_operator.backends.azureml.states import AttemptView, updated_view
 from finetune_trainer.config import ExitCode, FailureClass, Heard, Phase, Progress, Termination
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -22,11 +22,11 @@ def after(seconds: float) -> datetime:
     return NOW + timedelta(seconds=seconds)
 
 
-def look(*states: str, report: Report | None = None, **fields: Any) -> Look:
+def look(*states: str, report: Report | None = None, **fields: Any) -> AttemptView:
     """Return what is known after looks at one state after the other, in no time."""
-    found: Look | None = None
+    found: AttemptView | None = None
     for state in states:
-        found = look_after(found, seen(state, report or Report(), **fields), NOW)
+        found = updated_view(found, seen(state, report or Report(), **fields), NOW)
     assert found is not None
     return found
 

@@ -14,7 +14,7 @@ from azureml_cases import CASES
 from azureml_looks import STEP_7, words
 from azureml_service import WORKSPACE, ServiceClient, running_service
 from builders import job
-from finetune_operator.backends.azureml.look import Looks
+from finetune_operator.backends.azureml.polling import Poller
 from finetune_operator.backends.azureml.run_logs import read_log
 from finetune_operator.backends.azureml.workspace_client import Azure, RawJob, Workspace
 from finetune_operator.backends.base import AttemptPhase, AttemptRef, Effect, Handle, Observation
@@ -77,7 +77,7 @@ class Process:
     service: ServiceClient
     name: str
     workspace: Workspace
-    looks: Looks
+    looks: Poller
     lent: Lent
 
     @property
@@ -127,7 +127,7 @@ async def process(service: ServiceClient, name: str) -> AsyncIterator[Process]:
     azure = Azure({**service.environ(), "FINETUNE_AZUREML_REQUESTS_PER_SECOND": "1000"})
     azure.start(lent)
     workspace = azure.workspace(WORKSPACE, None)
-    looks = Looks(lambda ref: workspace, lambda: datetime.now(UTC))
+    looks = Poller(lambda ref: workspace, lambda: datetime.now(UTC))
     looks.start(lent)
     try:
         yield Process(service, name, workspace, looks, lent)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.backends.azureml.names import SCHEMA, workspace_id
-from finetune_operator.backends.azureml.sdk import RefusedError, Sdk, credential, errors_told
+from finetune_operator.backends.azureml.sdk import RefusedError, Sdk, credential, translated_errors
 from finetune_operator.cli.target import profiles_of
 
 PROFILE = os.environ.get("FINETUNE_LIVE_AZUREML_PROFILE", "")
@@ -91,7 +91,7 @@ def wait_until(check: Callable[[], bool]) -> None:
 def answer_of(call: Callable[[], Any]) -> dict[str, Any]:
     """Return what became of a request."""
     try:
-        with errors_told():
+        with translated_errors():
             call()
     except RefusedError as error:
         return {"status": error.status, "message": str(error)}

@@ -94,11 +94,11 @@ def serverless(size: str, **changes: Any) -> dict[str, Any]:
          [(GPUS, "1 is more than a node of compute cpu-cluster has: 0")]),
         (on("cpu-cluster", topology__instanceType="Standard_DS3_v2"), []),
         (on("cpu-cluster", topology__instanceType=H100),
-         [(SIZE, "is not what compute cpu-cluster has; it has Standard_DS3_v2")]),
+         [(SIZE, "is not the size of compute cpu-cluster, which is Standard_DS3_v2")]),
         (on("cpu-cluster", capacity="spot"), [(CAPACITY, "whose nodes are dedicated")]),
         (on("cpu-cluster", capacity="spotPreferred"), []),
         (on("spot-cluster", capacity="spot"), []),
-        (on("spot-cluster"), [(CAPACITY, "onDemand is not what compute spot-cluster has")]),
+        (on("spot-cluster"), [(CAPACITY, "onDemand is unavailable on compute spot-cluster")]),
         (on("h100-cluster", topology__gpusPerNode=8, topology__processesPerNode=None), []),
         (on("h100-cluster", topology__gpusPerNode=16, topology__processesPerNode=None),
          [(GPUS, "16 is more than a node of compute h100-cluster has: 8")]),
@@ -109,13 +109,13 @@ def serverless(size: str, **changes: Any) -> dict[str, Any]:
         (on("aks", topology__gpusPerNode=2, topology__processesPerNode=None,
             topology__instanceType="gpu1"), [(GPUS, "2 is more than a node of gpu1 of compute")]),
         (on("aks", topology__instanceType="gpu2"),
-         [(SIZE, "name one of its own: defaultinstancetype, gpu1, gpu8")]),
+         [(SIZE, "is not an instance type of compute aks; use defaultinstancetype, gpu1, gpu8")]),
         (on("nowhere"), [(COMPUTE, "nowhere does not exist in workspace tuning")]),
         (on("vm"), [(COMPUTE, "vm is of type virtualmachine")]),
         (serverless(A100, topology__gpusPerNode=1, topology__processesPerNode=None), []),
         (serverless(A100, topology__gpusPerNode=2, topology__processesPerNode=None),
          [(GPUS, f"2 is more than a node of {A100} has: 1")]),
-        (serverless("Standard_Nothing"), [(SIZE, "is no VM size of the workspace's location")]),
+        (serverless("Standard_Nothing"), [(SIZE, "is not a VM size of the workspace's location")]),
         ({"backend__azureml__environment": "azureml:trainer:9"},
          [("spec.backend.azureml.environment", "azureml:trainer:9 does not exist in workspace")]),
         ({"backend__azureml__environment": "azureml://registries/r/environments/e/versions/1"}, []),
@@ -136,7 +136,7 @@ def test_a_right_that_is_missing_is_said_with_the_role_that_gives_it(
 ) -> None:
     stand_in.fault("compute.get", status=403)
     (found,) = asyncio.run(Asked().problems())
-    assert found.startswith(f"{PROFILE} default cannot be used: Azure ML says")
+    assert found.startswith(f"{PROFILE} default cannot be used: Azure ML reports")
     assert "role AzureML Data Scientist in workspace tuning" in found
 
 
@@ -173,7 +173,7 @@ def test_a_workspace_that_does_not_exist_is_no_fault_of_the_compute(
     stand_in: ServiceClient,
 ) -> None:
     (found,) = asyncio.run(Asked(WORKSPACE + "-gone").problems())
-    assert found.startswith(f"{PROFILE} default cannot be used: Azure ML says")
+    assert found.startswith(f"{PROFILE} default cannot be used: Azure ML reports")
     assert "identity and the profile's workspace are right" in found
 
 
@@ -200,14 +200,14 @@ def test_answers_are_kept_for_minutes_and_what_is_missing_for_seconds(
         while not stand_in.requests("sizes.list"):
             await asyncio.sleep(1)
         (changed,) = await asked.problems(**on("later"))
-        assert "may be taken away; use spot" in changed
+        assert "may be preempted; use spot" in changed
 
     with asyncio.Runner(loop_factory=HastyLoop) as runner:
         runner.run(work())
 
 
 @pytest.mark.parametrize(
-    ("compute", "problem"), [("spot-cluster", "may be taken away; use spot"), ("cpu-cluster", "")]
+    ("compute", "problem"), [("spot-cluster", "may be preempted; use spot"), ("cpu-cluster", "")]
 )
 def test_what_could_not_be_asked_is_asked_again_before_the_job_is_submitted(
     stand_in: ServiceClient, compute: str, problem: str

@@ -12,8 +12,8 @@ import pytest
 
 from azureml_cases import CASES
 from azureml_service import WORKSPACE, ServiceClient
-from finetune_operator.backends.azureml.look import Looks
-from finetune_operator.backends.azureml.sdk import RefusedError, errors_told
+from finetune_operator.backends.azureml.polling import Poller
+from finetune_operator.backends.azureml.sdk import RefusedError, translated_errors
 from finetune_operator.backends.azureml.submit import submit
 from finetune_operator.backends.azureml.workspace_client import (
     REQUESTS_PER_SECOND,
@@ -36,7 +36,7 @@ NESTED = "The Resource 'Microsoft.MachineLearningServices/workspaces/w/jobs/j' w
 
 def told(error: Exception) -> BackendError:
     """Return what is raised for an error of the SDK."""
-    with pytest.raises(BackendError) as raised, errors_told():
+    with pytest.raises(BackendError) as raised, translated_errors():
         raise error
     return raised.value
 
@@ -68,7 +68,7 @@ def test_a_404_about_the_workspace_is_none_about_the_job(
     error = told(http(404, code, message))
     assert isinstance(error, RefusedError)
     assert error.status == status
-    assert str(error) == f"Azure ML says: {message}"
+    assert str(error) == f"Azure ML reports: {message}"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_login_that_is_missing_is_told_from_one_that_cannot_be_had_now(
         cli.unlink()
     else:
         cli.write_text(f"#!/bin/sh\n{script}\n")
-    with pytest.raises(BackendError) as raised, errors_told():
+    with pytest.raises(BackendError) as raised, translated_errors():
         asked.get_token("https://management.azure.com/.default")
     assert raised.value.retryable == may_pass
 
@@ -185,7 +185,7 @@ def test_in_a_workspace_that_is_not_seen_nothing_is_submitted(stand_in: ServiceC
     assert not stand_in.requests("job.put")
 
 
-def refusal(looks: Looks, ref: AttemptRef) -> BackendError | None:
+def refusal(looks: Poller, ref: AttemptRef) -> BackendError | None:
     """Return why an attempt cannot be seen; None while it may still be."""
     try:
         looks.observe(ref)
@@ -200,7 +200,7 @@ def test_an_attempt_in_a_workspace_that_is_not_seen_is_stalled_and_never_gone(
     stand_in: ServiceClient,
 ) -> None:
     async def work(workspace: Workspace, lent: Lent) -> None:
-        looks = Looks(lambda ref: workspace, lambda: datetime.now(UTC))
+        looks = Poller(lambda ref: workspace, lambda: datetime.now(UTC))
         looks.start(lent)
         handle = Handle("AzureMLJob", f"{ELSEWHERE}/jobs/tiny-1", "uid-1")
         ref = AttemptRef(Key("default", "tiny"), "uid-1", 1, handle)

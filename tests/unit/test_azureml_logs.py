@@ -129,7 +129,7 @@ def test_following_goes_on_after_errors_and_waits_as_it_is_asked_to() -> None:
 
     async def live() -> None:
         await asyncio.sleep(1)
-        workspace.errors["log"] = TransientError("what Azure ML names answers 403")
+        workspace.errors["log"] = TransientError("the log's URL returned 403")
         await asyncio.sleep(60)
         workspace.errors = {"details": TransientError("busy", 70.0)}
         await asyncio.sleep(100)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from azureml_looks import NOW, STEP_7, UNTIL, look, words
-from finetune_operator.backends.azureml.look import SILENCE_SECONDS, Looks
-from finetune_operator.backends.azureml.submit import look_now
+from finetune_operator.backends.azureml.polling import SILENCE_SECONDS, Poller
+from finetune_operator.backends.azureml.submit import poll_now
 from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptPhase, AttemptRef, Effect, Observation
 from finetune_operator.backends.budget import Priority
@@ -43,7 +43,7 @@ class Process:
 
     def __init__(self, *workspaces: ScriptedWorkspace) -> None:
         self.lent = Lent()
-        self.looks = Looks(self._workspace_of, now, jitter=lambda: 0.0)
+        self.looks = Poller(self._workspace_of, now, jitter=lambda: 0.0)
         self._workspaces = {one.id: one for one in workspaces}
 
     def _workspace_of(self, ref: AttemptRef) -> Workspace:
@@ -221,7 +221,7 @@ def test_an_end_that_a_stop_has_seen_is_told_with_its_last_words(waits: str) -> 
             failed = words(ExitCode.DATA, FailureClass.DATA_ERROR, "no text", progress=STEP_7)
             one.logs[STD] = failed.model_dump_json(by_alias=True, exclude_none=True).encode()
             one.set_state("Failed")
-            process.looks.learn(ref, await look_now(slow, ref, now()))
+            process.looks.use_early_view(ref, await poll_now(slow, ref, now()))
             process.looks.note_stop(ref, UNTIL)
             stopped = process.looks.newest(ref)
             assert stopped is not None
@@ -245,7 +245,7 @@ def test_an_end_that_a_stop_has_seen_is_an_end_though_it_cannot_be_explained(
         ref = workspace.ref("tiny-1")
         workspace.errors["details"] = TransientError("not now")
         async with started(workspace) as process:
-            process.looks.learn(ref, await look_now(workspace, ref, now()))
+            process.looks.use_early_view(ref, await poll_now(workspace, ref, now()))
             with pytest.raises(TransientError, match="not now"):
                 await process.observe(ref, 50.0)
             assert (await process.observe(ref, 60.0)).phase is P.SUCCEEDED
@@ -321,7 +321,7 @@ def test_silence_is_told_once_to_the_jobs_of_its_workspace_alone_and_taken_back(
                 await process.observe(ref)
             await asyncio.sleep(31.0)
             process.lent.woken.clear()
-            workspace.errors["*"] = TransientError("Azure ML does not answer (timeout)")
+            workspace.errors["*"] = TransientError("Azure ML does not respond (timeout)")
             await asyncio.sleep(SILENCE_SECONDS - 2.0)
             assert process.lent.woken == []
             await asyncio.sleep(600.0)
@@ -330,7 +330,7 @@ def test_silence_is_told_once_to_the_jobs_of_its_workspace_alone_and_taken_back(
                 found = process.looks.observe(ref)
                 assert found.obstacle is not None
                 assert found.obstacle.reason == "ServiceSilent"
-                assert found.obstacle.message.startswith("Azure ML does not answer (timeout); ")
+                assert found.obstacle.message.startswith("Azure ML does not respond (timeout); ")
                 assert found.obstacle.effect is Effect.DELAYED
             assert process.looks.observe(refs[2]).obstacle is None
             workspace.errors.clear()
@@ -347,7 +347,7 @@ def test_silence_about_one_attempt_is_told_though_others_are_heard(
     class Partly(ScriptedWorkspace):
         async def job(self, name: str, *args: object) -> object:  # type: ignore[override]
             if name == "tiny-2":
-                raise TransientError("Azure ML says: 500")
+                raise TransientError("Azure ML reports: 500")
             return await super().job(name)
 
     async def work() -> None:
@@ -374,7 +374,7 @@ def test_a_service_that_asks_to_wait_is_left_alone_for_so_long(
 ) -> None:
     async def work() -> None:
         workspace.add("tiny-1", "Queued")
-        workspace.errors["*"] = TransientError("Azure ML says: too many requests", 120.0)
+        workspace.errors["*"] = TransientError("Azure ML reports: too many requests", 120.0)
         async with started(workspace) as process:
             with pytest.raises(TransientError, match="too many requests"):
                 await process.observe(workspace.ref("tiny-1"), 300.0)
@@ -423,7 +423,7 @@ def test_a_silence_of_the_workspace_hides_no_refusal() -> None:
             await process.observe(one)
             await process.observe(two, 20.0)
             process.lent.woken.clear()
-            partly.errors["*"] = TransientError("Azure ML does not answer")
+            partly.errors["*"] = TransientError("Azure ML does not respond")
             found = await process.observe(one, 120.0)
             assert found.obstacle is not None
             assert found.obstacle.reason == "ServiceSilent"
@@ -449,11 +449,11 @@ def test_a_silence_is_forgotten_where_nobody_is_looked_at_any_more(
             if is_other_over:
                 await process.observe(workspace.ref("tiny-2", "uid-2"), 1.0)
             await process.observe(mine, 1.0)
-            workspace.errors["*"] = TransientError("Azure ML does not answer")
+            workspace.errors["*"] = TransientError("Azure ML does not respond")
             await process.observe(mine, 35.0)
             process.looks.forget("uid-1")
             await asyncio.sleep(3600.0)
-            process.looks.learn(later, look("Queued"))
+            process.looks.use_early_view(later, look("Queued"))
             found = await process.observe(later, 1.0)
             assert found.obstacle is not None
             assert found.obstacle.reason == "Queued"
@@ -582,7 +582,7 @@ def test_looks_of_many_are_spread_by_up_to_a_tenth_and_never_too_early(
     async def work() -> None:
         running(workspace)
         process = Process(workspace)
-        process.looks = Looks(lambda ref: workspace, now, jitter=lambda: 1.0)
+        process.looks = Poller(lambda ref: workspace, now, jitter=lambda: 1.0)
         process.looks.start(process.lent)
         await process.observe(workspace.ref("tiny-1"), 100.0)
         await process.looks.close()

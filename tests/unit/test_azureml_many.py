@@ -13,7 +13,7 @@ import pytest
 from azureml_looks import NOW, STEP_7
 from finetune_operator.backends.azureml import sdk
 from finetune_operator.backends.azureml.backend import AzureMLBackend
-from finetune_operator.backends.azureml.look import SILENCE_SECONDS, Looks
+from finetune_operator.backends.azureml.polling import SILENCE_SECONDS, Poller
 from finetune_operator.backends.azureml.workspace_client import Azure, RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef
 from finetune_operator.backends.budget import LONGEST_PAUSE_SECONDS, Budget, Priority
@@ -132,10 +132,10 @@ def now() -> datetime:
     return NOW + timedelta(seconds=asyncio.get_running_loop().time())
 
 
-def follow(workspace: ScriptedWorkspace, number: int) -> tuple[Looks, list[AttemptRef], Lent]:
+def follow(workspace: ScriptedWorkspace, number: int) -> tuple[Poller, list[AttemptRef], Lent]:
     """Begin to look at so many runs that train."""
     lent, refs = Lent(), []
-    looks = Looks(lambda ref: workspace, now, jitter=lambda: 0.5)
+    looks = Poller(lambda ref: workspace, now, jitter=lambda: 0.5)
     looks.start(lent)
     for index in range(number):
         workspace.add(f"tiny-{index}", "Running").set_tag(PROGRESS_TAG, STEP_7)
@@ -201,7 +201,7 @@ def test_a_workspace_that_is_silent_is_told_to_100_jobs_in_time_and_a_cancel_doe
         looks, refs, lent = follow(workspace, 100)
         await asyncio.sleep(120.0)
         workspace.azure.seconds = CALL_SECONDS
-        workspace.azure.error = TransientError("Azure ML does not answer")
+        workspace.azure.error = TransientError("Azure ML does not respond")
         lent.woken.clear()
         await asyncio.sleep(SILENCE_SECONDS + 3 * CALL_SECONDS)
         assert Counter(lent.woken) == Counter(ref.job for ref in refs)
@@ -228,7 +228,7 @@ def test_a_long_pause_is_told_to_all_jobs_in_time_and_a_cancel_does_not_wait_for
     async def work() -> None:
         looks, refs, _ = follow(workspace, 100)
         await asyncio.sleep(120.0)
-        workspace.azure.error = TransientError("Azure ML says: too many requests", 3600.0)
+        workspace.azure.error = TransientError("Azure ML reports: too many requests", 3600.0)
         with pytest.raises(TransientError) as error:
             await workspace.cancel("tiny-7")
         assert error.value.retry_after == LONGEST_PAUSE_SECONDS
@@ -254,7 +254,7 @@ def test_a_look_that_is_asked_to_wait_for_an_hour_is_not_that_late(
     async def work() -> None:
         looks, (ref,), _ = follow(workspace, 1)
         await asyncio.sleep(10.0)
-        workspace.azure.error = TransientError("Azure ML says: too many requests", 3600.0)
+        workspace.azure.error = TransientError("Azure ML reports: too many requests", 3600.0)
         await asyncio.sleep(31.0)
         workspace.azure.error = None
         assert looks.observe(ref).obstacle is not None

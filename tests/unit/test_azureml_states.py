@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from azureml_looks import ALIVE, NOW, STEP_7, TRAINS, UNTIL, URL, after, error, look, seen, words
 from decisions import Life
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
-from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report
+from finetune_operator.backends.azureml.names import NO_REPORT, Report
 from finetune_operator.backends.azureml.runs import GONE, NO_END, RunEnd
 from finetune_operator.backends.azureml.states import (
     STATES,
-    look_after,
     observation_of,
     row_of,
+    updated_view,
 )
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation
 from finetune_operator.reconcile.failures import verdict
@@ -134,18 +134,18 @@ def test_a_new_state_is_named_and_cut() -> None:
 
 
 def test_how_long_a_state_lasts_counts_from_its_first_look_or_the_creation() -> None:
-    old = look_after(None, seen("Queued", NOTHING_TOLD, created=after(-3600)), NOW)
+    old = updated_view(None, seen("Queued", NO_REPORT, created=after(-3600)), NOW)
     assert old.since == after(-3600)
-    again = look_after(old, seen("Queued", NOTHING_TOLD), after(30))
+    again = updated_view(old, seen("Queued", NO_REPORT), after(30))
     assert again.since == after(-3600)
-    assert look_after(again, seen("Running"), after(60)).since == after(60)
-    has_run = look_after(None, seen("Queued", TRAINS, created=after(-3600)), NOW)
+    assert updated_view(again, seen("Running"), after(60)).since == after(60)
+    has_run = updated_view(None, seen("Queued", TRAINS, created=after(-3600)), NOW)
     assert has_run.since == NOW
 
 
 @pytest.mark.parametrize("state", [*RUNS_ON, *KEEPS])
 def test_what_follows_the_start_is_not_too_late_because_the_job_is_old(state: str) -> None:
-    known = look_after(None, seen(state, NOTHING_TOLD, created=after(-48 * 3600)), NOW)
+    known = updated_view(None, seen(state, NO_REPORT, created=after(-48 * 3600)), NOW)
     found = observation_of(known, NOW)
     assert found.phase is P.RUNNING
     assert found.obstacle is not None
@@ -157,11 +157,11 @@ def test_tags_of_the_job_that_are_older_than_its_runs_take_nothing_back() -> Non
     old = Report(STEP_7, Heard(time=ALIVE.time - 30))
     known = look("Running", report=newer)
     for seconds in range(0, 91, 30):
-        known = look_after(known, seen("Running", old), after(seconds))
+        known = updated_view(known, seen("Running", old), after(seconds))
         assert known.progress == newer.progress
     assert not known.is_listening
     again = Report(STEP_7, Heard(time=ALIVE.time - 3600, starts=2))  # on a node with another clock
-    assert look_after(known, seen("Running", again), after(100)).is_listening
+    assert updated_view(known, seen("Running", again), after(100)).is_listening
 
 
 def test_the_same_run_queued_again_is_a_disruption_and_waits() -> None:
@@ -176,33 +176,33 @@ def test_a_move_between_two_looks_or_processes_is_told_by_the_trainer() -> None:
     second = Report(STEP_7, Heard(time=NOW.timestamp(), starts=2))
     assert look("Running", "Running", report=second).disruptions == 1
     assert look("Queued", report=TRAINS).disruptions == 1
-    seen_and_told = look_after(look("Running", "Queued"), seen("Running", second), NOW)
+    seen_and_told = updated_view(look("Running", "Queued"), seen("Running", second), NOW)
     assert seen_and_told.disruptions == 1
 
 
 def test_who_is_over_stays_over() -> None:
     known = look("Running", "Failed")
-    assert look_after(known, seen("Running"), after(1)) is known
+    assert updated_view(known, seen("Running"), after(1)) is known
 
 
 def test_the_reporter_listens_while_its_sign_of_life_changes_whatever_its_clock_says() -> None:
     wrong = NOW.timestamp() - 4000.0
-    known = look_after(None, seen("Running", Report(heard=Heard(time=wrong))), NOW)
+    known = updated_view(None, seen("Running", Report(heard=Heard(time=wrong))), NOW)
     assert not known.is_listening
-    known = look_after(known, seen("Running", Report(heard=Heard(time=wrong + 15))), after(30))
+    known = updated_view(known, seen("Running", Report(heard=Heard(time=wrong + 15))), after(30))
     assert known.is_listening
-    without_tags = look_after(known, seen("Running", NOTHING_TOLD), after(45))
+    without_tags = updated_view(known, seen("Running", NO_REPORT), after(45))
     assert without_tags.is_listening
-    silent = look_after(
+    silent = updated_view(
         without_tags, seen("Running", Report(heard=Heard(time=wrong + 15))), after(91)
     )
     assert not silent.is_listening
-    assert look_after(None, seen("Running"), NOW).is_listening
+    assert updated_view(None, seen("Running"), NOW).is_listening
 
 
 def test_looks_that_say_the_same_are_equal() -> None:
     later = Report(STEP_7, Heard(time=ALIVE.time + 15))
-    assert look_after(look("Running", report=TRAINS), seen("Running", later), after(30)) == look(
+    assert updated_view(look("Running", report=TRAINS), seen("Running", later), after(30)) == look(
         "Running", report=TRAINS
     )
 
@@ -307,7 +307,7 @@ def test_a_run_that_was_cancelled_in_studio_is_not_restarted_and_says_by_whom() 
     failure, _, message = ended("Canceled", end, SAVED)
     assert failure is C.DO_NOT_RESTART
     assert message.startswith("Ada Lovelace cancelled the job in Azure ML (too expensive)")
-    assert ended("Canceled")[2].startswith("somebody cancelled the job in Azure ML; ")
+    assert ended("Canceled")[2].startswith("a user cancelled the job in Azure ML; ")
 
 
 @pytest.mark.parametrize("reason", ["Job timed out", "timeout", "reached maximum run duration"])
@@ -354,7 +354,7 @@ def test_any_sequence_of_states_ends_in_a_legal_status(
     moves = 0
     for state, report, seconds in answers:
         now += timedelta(seconds=seconds)
-        known = look_after(known, seen(state, report), now)
+        known = updated_view(known, seen(state, report), now)
         if known.is_over:
             known = replace(known, end=end, last_words=said)
         found = observation_of(known, now)

@@ -17,7 +17,7 @@ from builders import job as made_job
 from finetune_operator.backends.azureml.names import UID_TAG, JobProfile
 from finetune_operator.backends.azureml.render import render
 from finetune_operator.backends.azureml.sdk import RefusedError
-from finetune_operator.backends.azureml.states import Look
+from finetune_operator.backends.azureml.states import AttemptView
 from finetune_operator.backends.azureml.submit import Stops, handle_of, submit
 from finetune_operator.backends.azureml.workspace_client import (
     REQUESTS_PER_SECOND,
@@ -127,17 +127,17 @@ def test_our_own_job_is_adopted_where_another_process_was_faster_with_another_pr
 @pytest.mark.parametrize(
     ("fault", "error", "message", "retry_after", "is_made"),
     [
-        pytest.param({"status": 429, "retry_after": 0.5}, TransientError, "Azure ML says", 0.5,
+        pytest.param({"status": 429, "retry_after": 0.5}, TransientError, "Azure ML reports", 0.5,
                      False, id="throttled"),
-        pytest.param({"status": 503}, TransientError, "Azure ML says", None, False, id="before"),
-        pytest.param({"status": 503, "is_carried_out": True}, TransientError, "Azure ML says",
+        pytest.param({"status": 503}, TransientError, "Azure ML reports", None, False, id="before"),
+        pytest.param({"status": 503, "is_carried_out": True}, TransientError, "Azure ML reports",
                      None, True, id="503 after it was carried out"),
-        pytest.param({"is_lost": True}, TransientError, "does not answer", None, False, id="lost"),
-        pytest.param({"is_lost": True, "is_carried_out": True}, TransientError, "does not answer",
+        pytest.param({"is_lost": True}, TransientError, "does not respond", None, False, id="lost"),
+        pytest.param({"is_lost": True, "is_carried_out": True}, TransientError, "does not respond",
                      None, True, id="the answer is lost"),
-        pytest.param({"status": 400}, RefusedError, "Azure ML says", None, False, id="bad"),
-        pytest.param({"status": 401}, RefusedError, "Azure ML says", None, False, id="nobody"),
-        pytest.param({"status": 403}, RefusedError, "Azure ML says", None, False, id="no right"),
+        pytest.param({"status": 400}, RefusedError, "Azure ML reports", None, False, id="bad"),
+        pytest.param({"status": 401}, RefusedError, "Azure ML reports", None, False, id="nobody"),
+        pytest.param({"status": 403}, RefusedError, "Azure ML reports", None, False, id="no right"),
     ],
 )  # fmt: skip
 def test_what_a_put_meets_is_told_once_and_the_next_submit_makes_one_job(
@@ -274,7 +274,7 @@ def test_a_pace_that_is_none_is_refused() -> None:
         Azure({REQUESTS_PER_SECOND: "0"})
 
 
-RUNNING = Look("Running", NOW, AttemptPhase.RUNNING)
+RUNNING = AttemptView("Running", NOW, AttemptPhase.RUNNING)
 LISTENING = replace(RUNNING, is_listening=True)
 TAG, CANCEL = "mlflow.runs.set-tag", "job.cancel"
 
@@ -287,7 +287,7 @@ class Stopped:
         self.stops = Stops()
 
     async def stop(
-        self, look: Look, left: float = 0.0, later: float = 0.0
+        self, look: AttemptView, left: float = 0.0, later: float = 0.0
     ) -> tuple[bool, list[str]]:
         """Stop it with so many seconds left; return the answer, and what was changed for it."""
         now = NOW + timedelta(seconds=later)

@@ -843,7 +843,7 @@ ENDS: list[Any] = [
     ),
     pytest.param(
         ended(0, 0, reason="Completed"), 78, "ConfigError",
-        "let spec.image and spec.command of the job's FineTuneProfile run the trainer",
+        "make spec.image and spec.command of the job's FineTuneProfile run the trainer",
         id="no trainer",
     ),
     pytest.param(

@@ -165,17 +165,17 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
      "or azureml://models/NAME/versions/VERSION or azureml://registries/"),
     ({"model__source": "hf://../model"}, "spec.model.source", "is not a repository of the hub"),
     ({"model__source": "azureml://datastores/rows/paths/a/../../x"}, "spec.model.source",
-     "has an empty part, . or .. in its path; write it without"),
+     "has an empty part, . or .. in its path; remove it"),
     ({"model__source": f"{REGISTERED}/a//b"}, "spec.model.source", "has an empty part"),
     ({"output__uri": "azureml://datastores/rows/paths//x"}, "spec.output.uri", "an empty part"),
     ({"output__uri": "azureml://datastores/rows/paths/%78"}, "spec.output.uri",
-     "has '%', which does not stand for itself; rename the path"),
+     "has '%', which is not literal; rename the path"),
     ({"output__uri": REGISTERED}, "spec.output.uri", DATASTORE_FORM),
     ({"output__uri": "hf://me/model"}, "spec.output.uri", DATASTORE_FORM),
     ({"method__lora": {"startFrom": "hf://me/adapter"}}, "spec.method.lora.startFrom",
      DATASTORE_FORM),
     ({"model__tokenSecretRef": {"name": "hub", "key": "t"}}, "spec.model.tokenSecretRef",
-     "remove it, as whoever may read the job in Azure ML would read the token"),
+     "remove it, because every reader of the job in Azure ML would see it"),
     ({"podTemplate": {"metadata": {"labels": {"a": "b"}}}}, "spec.podTemplate",
      "has no effect on Azure ML; remove it"),
     ({"queue": {"name": "team"}}, "spec.queue", "set backend.azureml.priority"),
@@ -226,7 +226,7 @@ def test_without_a_compute_of_the_profile_a_job_names_one() -> None:
     made = backend(profile({"computes": ["gpus"]}, compute=None))
     (found,) = made.validate(job(**JOB))
     assert str(found) == (
-        "spec.backend.azureml.compute is missing, and profile default has none of its own; name one"
+        "spec.backend.azureml.compute is missing, and profile default has no default; name one"
     )
     assert made.validate(job(**{**JOB, "backend__azureml__compute": "gpus"})) == []
 

@@ -17,9 +17,9 @@ from finetune_operator.backends.azureml.sdk import (
     RefusedError,
     Sdk,
     credential,
-    errors_told,
     load,
     log_in,
+    translated_errors,
 )
 from finetune_operator.cli.findings import Finding, State
 from finetune_operator.cli.target import profiles_of
@@ -79,7 +79,7 @@ def _of_profile(profile: FineTuneProfile, environ: Mapping[str, str]) -> Iterato
 
 def _checked(topic: str, name: str, ask: Callable[[], Any]) -> Finding:
     try:
-        with errors_told():
+        with translated_errors():
             return Finding(topic, name, State.OK, str(ask()))
     except RefusedError as error:
         advice = _ADVICE if error.status in (403, 404) else ""

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 FIELD = "spec.podTemplate"
 MOUNT_ROOT = "/extra"
-"""A job may mount its volumes only below it, because no image has code there that a mount could hide."""
+"""A job may mount its volumes only below it: no image has code there that a mount could hide."""
 
 _SCHEDULING = ("affinity", "nodeSelector", "tolerations")
 # The operator's own variables, and variables that can load code into the trainer (and so use its

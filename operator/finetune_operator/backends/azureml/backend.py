@@ -1,6 +1,6 @@
 """The azureml backend: an attempt is one command job of an Azure ML workspace.
 
-Attempts are polled in the background (`look`), so observing sends no request. The Azure SDK is
+Attempts are polled in the background (`polling`), so observing sends no request. The Azure SDK is
 imported when the first job of this backend is about to run.
 """
 
@@ -14,7 +14,6 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.azureml import compute_checks, names
 from finetune_operator.backends.azureml.computes import Computes
-from finetune_operator.backends.azureml.look import Looks
 from finetune_operator.backends.azureml.names import (
     BACKEND,
     PROFILE_FIELD,
@@ -23,10 +22,11 @@ from finetune_operator.backends.azureml.names import (
     profile_of,
 )
 from finetune_operator.backends.azureml.places import OUTPUT, written
+from finetune_operator.backends.azureml.polling import Poller
 from finetune_operator.backends.azureml.render import render
 from finetune_operator.backends.azureml.run_logs import read_log
 from finetune_operator.backends.azureml.runs import COMPLETED
-from finetune_operator.backends.azureml.submit import Stops, handle_of, is_own, look_now, submit
+from finetune_operator.backends.azureml.submit import Stops, handle_of, is_own, poll_now, submit
 from finetune_operator.backends.azureml.workspace_client import Azure, Workspace
 from finetune_operator.backends.base import (
     Attempt,
@@ -81,7 +81,7 @@ class AzureMLBackend(Backend):
         self._azure = Azure(context.environ)
         self._computes = Computes()
         self._stops = Stops()
-        self._looks = Looks(self._workspace_of, context.now)
+        self._poller = Poller(self._workspace_of, context.now)
         self._services: Services | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -89,13 +89,13 @@ class AzureMLBackend(Backend):
         """Start polling attempts."""
         self._services, self._loop = services, asyncio.get_running_loop()
         self._azure.start(services)
-        self._looks.start(services)
+        self._poller.start(services)
 
     async def close(self) -> None:
         """Stop sending requests."""
         self._azure.close()
         self._loop = None
-        await self._looks.close()
+        await self._poller.close()
         await self._computes.close()
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
@@ -150,7 +150,7 @@ class AzureMLBackend(Backend):
         workspace = self._asked_as(workspace_id, made["tags"][names.PROFILE_TAG])
         before = partial(self._computes.refuse_unchecked, request.job_uid, self._place_of)
         job = await submit(workspace, made, before)
-        self._looks.note(job)
+        self._poller.note(job)
         return handle_of(workspace, job)
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
@@ -159,14 +159,14 @@ class AzureMLBackend(Backend):
         there = await workspace.job(names.job_name(job, attempt.number), Priority.WRITE)
         if there is None or not is_own(there, names.tags(job, attempt.number)):
             return None
-        self._looks.note(there)
+        self._poller.note(there)
         return Found(handle_of(workspace, there), there.created)
 
     async def observe(self, ref: AttemptRef) -> Observation:
         """Return the last poll as an observation."""
         if _is_strange(ref):
             return Observation(AttemptPhase.UNKNOWN, all_gone=True, message="of another job")
-        return self._looks.observe(ref)
+        return self._poller.observe(ref)
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
         """Ask a listening trainer to save a checkpoint and stop; otherwise cancel the job.
@@ -178,14 +178,14 @@ class AzureMLBackend(Backend):
         workspace, services = self._workspace_of(ref), self._services
         if services is None:
             raise TransientError("the backend is closed")
-        if (look := self._looks.newest(ref)) is None:  # the first of many polls may be slow
-            look = await look_now(workspace, ref, self._now())
-            self._looks.learn(ref, look)
+        if (view := self._poller.newest(ref)) is None:  # the first of many polls may be slow
+            view = await poll_now(workspace, ref, self._now())
+            self._poller.use_early_view(ref, view)
         now = self._now()
-        if await self._stops.stop(workspace, ref, look, until, now):
+        if await self._stops.stop(workspace, ref, view, until, now):
             left = (until - now).total_seconds()
             asyncio.get_running_loop().call_later(left, services.wake, ref.job)
-        self._looks.note_stop(ref, until)
+        self._poller.note_stop(ref, until)
         return True
 
     def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
@@ -204,7 +204,7 @@ class AzureMLBackend(Backend):
 
     def forget(self, job_uid: str) -> None:
         """Drop the state of a finished or deleted job."""
-        self._looks.forget(job_uid)
+        self._poller.forget(job_uid)
         self._stops.forget(job_uid)
         self._computes.forget(job_uid)
 

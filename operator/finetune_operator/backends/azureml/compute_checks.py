@@ -32,13 +32,13 @@ SIZE_FIELD = "spec.topology.instanceType"
 _NO_EFFECT = (
     unset(
         "model.tokenSecretRef",
-        "remove it, as whoever may read the job in Azure ML would read the token; copy what needs "
+        "remove it, because every reader of the job in Azure ML would see it; copy what needs "
         f"one to {places.DATASTORE_FORM}",
     ),
     only("topology.rdma", "auto"),
     only("topology.placement", "pack"),
     only("restartPolicy.restartsInPlace", 0),
-    unset("queue", "remove it, and set backend.azureml.priority where some jobs go first"),
+    unset("queue", "remove it, and set backend.azureml.priority to order jobs"),
     unset("podTemplate"),
 )
 
@@ -101,7 +101,7 @@ def on_serverless(job: FineTuneJob, gpus: Mapping[str, int]) -> Iterator[Problem
     """Check the job's requests against the GPUs of each VM size of the location."""
     size = job.spec.topology.instance_type or ""
     if size.lower() not in gpus:
-        yield Problem(SIZE_FIELD, f"{size} is no VM size of the workspace's location")
+        yield Problem(SIZE_FIELD, f"{size} is not a VM size of the workspace's location")
     else:
         yield from _too_few_gpus(job, gpus[size.lower()], size)
 
@@ -113,17 +113,19 @@ def on_cluster(
     topology, capacity = job.spec.topology, job.spec.capacity
     size = topology.instance_type
     if size is not None and size.lower() != compute.size.lower():
-        text = f"{size} is not what compute {name} has; it has {compute.size}: remove the field"
+        text = (
+            f"{size} is not the size of compute {name}, which is {compute.size}; remove the field"
+        )
         yield Problem(SIZE_FIELD, text)
     if compute.max_nodes is not None and topology.nodes > compute.max_nodes:
         text = f"{topology.nodes} is more than compute {name} may have: {compute.max_nodes}"
         yield Problem("spec.topology.nodes", text)
     yield from _too_few_gpus(job, gpus.get(compute.size.lower()), f"compute {name}")
     if capacity is Capacity.SPOT and not compute.is_spot:
-        text = f"spot is not what compute {name} has, whose nodes are dedicated; use onDemand"
+        text = f"spot is unavailable on compute {name}, whose nodes are dedicated; use onDemand"
         yield Problem("spec.capacity", text)
     if capacity is Capacity.ON_DEMAND and compute.is_spot:
-        text = f"onDemand is not what compute {name} has, whose nodes may be taken away; use spot"
+        text = f"onDemand is unavailable on compute {name}, whose nodes may be preempted; use spot"
         yield Problem("spec.capacity", text)
 
 
@@ -135,11 +137,11 @@ def on_kubernetes(job: FineTuneJob, name: str, compute: Compute) -> Iterator[Pro
         if topology.gpus_per_node > (there := compute.gpus.get(compute.default_type, 0)):
             text = (
                 f"is missing, and the default instance type of compute {name} has {there} GPUs; "
-                f"name one of its own: {names}"
+                f"name an instance type: {names}"
             )
             yield Problem(SIZE_FIELD, text)
     elif size not in compute.gpus:
-        text = f"{size} is no instance type of compute {name}; name one of its own: {names}"
+        text = f"{size} is not an instance type of compute {name}; use {names}"
         yield Problem(SIZE_FIELD, text)
     else:
         yield from _too_few_gpus(job, compute.gpus[size], f"{size} of compute {name}")
@@ -148,7 +150,7 @@ def on_kubernetes(job: FineTuneJob, name: str, compute: Compute) -> Iterator[Pro
 def _too_few_gpus(job: FineTuneJob, there: int | None, where: str) -> Iterator[Problem]:
     asked = job.spec.topology.gpus_per_node
     if there is not None and asked > there:
-        text = f"{asked} is more than a node of {where} has: {there}; name another one"
+        text = f"{asked} is more than a node of {where} has: {there}; name another compute or size"
         yield Problem("spec.topology.gpusPerNode", text)
 
 
@@ -181,14 +183,14 @@ def _compute(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
     if azureml_of(job.spec).serverless:
         if not allow.serverless:
             text = (
-                f"true is not allowed by profile {profile.name}; name a compute, or have the "
+                f"true is not allowed by profile {profile.name}; name a compute, or get the "
                 "profile's allow.serverless set"
             )
             yield Problem(f"{FIELD}.serverless", text)
         return
     compute = profile.compute_of(job)
     if compute is None:
-        text = f"is missing, and profile {profile.name} has none of its own; name one"
+        text = f"is missing, and profile {profile.name} has no default; name one"
         yield Problem(f"{FIELD}.compute", text)
     elif compute != profile.settings.compute:
         yield from refused(f"{FIELD}.compute", "a compute", compute, allow.computes)

@@ -92,7 +92,7 @@ class Computes:
             if name is None:
                 gpus = await self._sizes(workspace, await self._location(workspace))
                 return [*found, *on_serverless(job, gpus)]
-            compute = await self._kept_answer(
+            compute = await self._cached(
                 workspace, ("computes", name), lambda sdk: _compute(sdk.ml.compute.get(name))
             )
             if compute is None:
@@ -106,14 +106,14 @@ class Computes:
             gpus = await self._sizes(workspace, compute.location)
             return [*found, *on_cluster(job, name, compute, gpus)]
         except RefusedError as error:
-            text = f"{profile.name} cannot be used: {error}; {_cure(error, workspace)}"
+            text = f"{profile.name} cannot be used: {error}; {_remedy(error, workspace)}"
             return [Problem(PROFILE_FIELD, text)]
 
     async def _environment(self, workspace: Workspace, environment: str) -> list[Problem]:
         name, _, version = environment.removeprefix("azureml:").partition(":")
         if name.startswith("//"):
             return []  # in a registry: the job is refused if it does not exist
-        there = await self._kept_answer(
+        there = await self._cached(
             workspace,
             ("environments", name, version),
             lambda sdk: sdk.ml.environments.get(name, version).name,
@@ -125,18 +125,18 @@ class Computes:
 
     async def _location(self, workspace: Workspace) -> str:
         name = workspace.id.rpartition("/")[2]
-        found = await self._kept_answer(
+        found = await self._cached(
             workspace, ("location",), lambda sdk: str(sdk.ml.workspaces.get(name).location)
         )
         return found or ""
 
     async def _sizes(self, workspace: Workspace, location: str) -> Mapping[str, int]:
-        found = await self._kept_answer(
+        found = await self._cached(
             workspace, ("sizes", location), lambda sdk: _sizes(sdk, location)
         )
         return found or {}
 
-    async def _kept_answer(
+    async def _cached(
         self, workspace: Workspace, what: tuple[str, ...], call: Callable[[Sdk], T]
     ) -> T | None:
         """Return the result of one request, possibly cached; None if the object does not exist."""
@@ -158,10 +158,12 @@ def _compute(found: Any) -> Compute:
         is_spot = str(found.tier).lower().replace("_", "") == "lowpriority"
         return Compute(kind, found.location, found.size, is_spot, found.max_instances)
     if kind == _KUBERNETES:
-        said = found.properties
-        types = said.get("instanceTypes") or {}
+        properties = found.properties
+        types = properties.get("instanceTypes") or {}
         gpus = {name: _gpus(one) for name, one in types.items()}
-        return Compute(kind, "", gpus=gpus, default_type=said.get("defaultInstanceType") or "")
+        return Compute(
+            kind, "", gpus=gpus, default_type=properties.get("defaultInstanceType") or ""
+        )
     return Compute(kind, "")
 
 
@@ -175,7 +177,7 @@ def _sizes(sdk: Sdk, location: str) -> dict[str, int]:
     return {one.name.lower(): int(one.gpus or 0) for one in found}
 
 
-def _cure(error: RefusedError, workspace: Workspace) -> str:
+def _remedy(error: RefusedError, workspace: Workspace) -> str:
     if error.status == 403:
         return f"give the operator's identity the role AzureML Data Scientist in {_name(workspace)}"
     return "see that the operator's identity and the profile's workspace are right"

@@ -136,7 +136,7 @@ class Report:
     stop_until: datetime | None = None
 
 
-NOTHING_TOLD = Report()
+NO_REPORT = Report()
 
 
 def report_of(tags: Mapping[str, str]) -> Report:

@@ -223,7 +223,7 @@ def _input_name(field: str) -> str:
     if field in _INPUT_NAMES:
         return _INPUT_NAMES[field]
     number = re.search(r"\d+", field)
-    assert number is not None, f"{field} is no input"
+    assert number is not None, f"{field} is not an input"
     return f"also_{number[0]}"
 
 
@@ -235,7 +235,7 @@ def _clean(uri: str, path: str | None) -> str:
     """
     cleaned = (path or "").removesuffix("/")
     if cleaned and not {"", ".", ".."}.isdisjoint(cleaned.split("/")):
-        raise BadUriError(f"{uri} has an empty part, . or .. in its path; write it without")
+        raise BadUriError(f"{uri} has an empty part, . or .. in its path; remove it")
     if odd := _NOT_ITSELF.search(cleaned):
-        raise BadUriError(f"{uri} has {odd[0]!r}, which does not stand for itself; rename the path")
+        raise BadUriError(f"{uri} has {odd[0]!r}, which is not literal; rename the path")
     return cleaned

@@ -50,7 +50,7 @@ def _places(plan: Plan, profile: JobProfile) -> Places:
 def _command_job(plan: Plan, profile: JobProfile, name: str, attempt: int) -> Json:
     job, settings, mine = plan.job, profile.settings, azureml_of(plan.job.spec)
     mounts = _places(plan, profile)
-    made: Json = {
+    command: Json = {
         "$schema": names.SCHEMA,
         "type": "command",
         "name": name,
@@ -66,48 +66,48 @@ def _command_job(plan: Plan, profile: JobProfile, name: str, attempt: int) -> Js
         },
     }
     if (compute := profile.compute_of(job)) is not None:
-        made["compute"] = f"azureml:{compute}"
-    made["resources"] = _resources(plan, settings.shared_memory)
+        command["compute"] = f"azureml:{compute}"
+    command["resources"] = _resources(plan, settings.shared_memory)
     if plan.nodes > 1:
         # It starts the main process of each node, which starts the ranks, and passes the rendezvous
         # address. On a single node it would only make that process a rank.
-        made["distribution"] = {"type": "pytorch", "process_count_per_instance": 1}
+        command["distribution"] = {"type": "pytorch", "process_count_per_instance": 1}
     if queue := _queue_settings(plan):
-        made["queue_settings"] = queue
+        command["queue_settings"] = queue
     if settings.identity is not None:
-        made["identity"] = _identity(settings.identity)
+        command["identity"] = _identity(settings.identity)
     if mounts.inputs:
-        made["inputs"] = {
+        command["inputs"] = {
             key: {"type": one.type.value, "path": one.path, "mode": "ro_mount"}
             for key, one in mounts.inputs.items()
         }
-    made["outputs"] = {
+    command["outputs"] = {
         # Mode upload would upload checkpoints only after the job has ended.
         key: {"type": places.InputType.FOLDER.value, "path": uri, "mode": "rw_mount"}
         for key, uri in mounts.outputs.items()
     }
-    return made
+    return command
 
 
 def _resources(plan: Plan, shared_memory: str) -> Json:
-    made: Json = {"instance_count": plan.nodes, "shm_size": shared_memory}
+    resources: Json = {"instance_count": plan.nodes, "shm_size": shared_memory}
     if (size := plan.job.spec.topology.instance_type) is not None:
-        made["instance_type"] = size
-    return made
+        resources["instance_type"] = size
+    return resources
 
 
 def _queue_settings(plan: Plan) -> Json:
-    mine, made = azureml_of(plan.job.spec), Json()
+    mine, queue = azureml_of(plan.job.spec), Json()
     # For a named compute, spot is a property of the compute: the job cannot request it.
     if mine.serverless and plan.job.spec.capacity is Capacity.SPOT:
-        made["job_tier"] = "spot"
+        queue["job_tier"] = "spot"
     if mine.priority is not None:
-        made["priority"] = mine.priority.value
-    return made
+        queue["priority"] = mine.priority.value
+    return queue
 
 
 def _identity(identity: JobIdentity) -> Json:
-    made = {"type": {"managed": "managed", "amlToken": "aml_token"}[identity.type]}
+    rendered = {"type": {"managed": "managed", "amlToken": "aml_token"}[identity.type]}
     if identity.client_id is not None:
-        made["client_id"] = identity.client_id
-    return made
+        rendered["client_id"] = identity.client_id
+    return rendered

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
-from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report, report_of
+from finetune_operator.backends.azureml.names import NO_REPORT, Report, report_of
 from finetune_operator.backends.azureml.runs import RunEnd
 from finetune_operator.backends.azureml.states import row_of
 from finetune_operator.backends.azureml.workspace_client import Workspace
@@ -83,21 +83,21 @@ async def read_details(
     """
     path = f"/history/v1.0{{ws}}/runs/{name}/details"
     try:
-        said = _History.model_validate(await workspace.get(path, priority=priority))
+        parsed = _History.model_validate(await workspace.get(path, priority=priority))
     except ValidationError:  # its text would contain the URLs
-        text = "Azure ML's answer to runs/details is not about a run; update this operator"
+        text = "Azure ML's response to runs/details is not about a run; update this operator"
         raise BackendError(text) from None
-    error = (said.error and said.error.error) or _RootError()
-    by, creator = said.last_modified_by or _User(), said.created_by or _User()
+    error = (parsed.error and parsed.error.error) or _RootError()
+    by, creator = parsed.last_modified_by or _User(), parsed.created_by or _User()
     is_other = by != creator
     end = RunEnd(
         code=without_secrets(error.code or ""),
         text=without_secrets(error.message or ""),
         cancelled_by=without_secrets(by.user_name or "") if is_other else "",
-        cancel_reason=without_secrets(said.cancelation_reason or ""),
+        cancel_reason=without_secrets(parsed.cancelation_reason or ""),
     )
-    files = {path: SignedUrl(url) for path, url in (said.log_files or {}).items()}
-    return Details(said.status, end, report_of(said.tags or {}), files)
+    files = {path: SignedUrl(url) for path, url in (parsed.log_files or {}).items()}
+    return Details(parsed.status, end, report_of(parsed.tags or {}), files)
 
 
 async def read_end(
@@ -118,7 +118,7 @@ async def read_end(
     except BackendError as error:
         if not is_last_try:
             raise
-        return RunEnd(text=f"why cannot be read: {error}"), NOTHING_TOLD, {}
+        return RunEnd(text=f"why cannot be read: {error}"), NO_REPORT, {}
     free = asyncio.Semaphore(_FILES_AT_ONCE)
 
     async def read(path: str) -> Termination | None:
@@ -133,8 +133,8 @@ async def read_end(
                 return None
 
     nodes = details.logs
-    said = await asyncio.gather(*(read(path) for path in nodes.values()))
-    words = {node: one for node, one in zip(nodes, said, strict=True) if one is not None}
+    messages = await asyncio.gather(*(read(path) for path in nodes.values()))
+    words = {node: one for node, one in zip(nodes, messages, strict=True) if one is not None}
     return details.end, details.report, words
 
 

@@ -1,6 +1,7 @@
 """Reports about a run: by the trainer in its tags, and by run history after its end.
 
-`look` asks, `states` evaluates. Others may write tags, too: an unreadable tag is treated as absent.
+`polling` asks, `states` evaluates. Other clients may write tags, too: an unreadable tag is treated
+as absent.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from finetune_operator.backends.azureml.names import NOTHING_TOLD, Report, report_of
+from finetune_operator.backends.azureml.names import NO_REPORT, Report, report_of
 from finetune_operator.backends.azureml.places import CHECKPOINTS
 from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptPhase, Observation
@@ -51,7 +52,7 @@ class Seen:
     """
 
     state: str
-    report: Report = NOTHING_TOLD
+    report: Report = NO_REPORT
     url: str = ""
     checkpoints: str = ""
     created: datetime | None = None
@@ -95,7 +96,7 @@ async def see_run(
         status, found = run["info"]["status"], run["data"].get("tags") or ()
         tags = {one["key"]: one["value"] for one in found}
     except (KeyError, TypeError) as error:
-        return None, f"its progress cannot be read: the answer of MLflow has no {error}"
+        return None, f"its progress cannot be read: the response of MLflow has no {error}"
     except BackendError as error:
         if error.retryable:
             raise
@@ -137,9 +138,9 @@ def ended(
         is_ours: Whether the operator has stopped it.
     """
     if state == GONE:
-        return Observation(AttemptPhase.UNKNOWN, message="Azure ML does not know the job any more")
+        return Observation(AttemptPhase.UNKNOWN, message="Azure ML no longer has the job")
     if state == COMPLETED:
-        rank_0, message = last_words.get(0), "Azure ML says that the job has completed"
+        rank_0, message = last_words.get(0), "Azure ML reports that the job has completed"
         return Observation(AttemptPhase.SUCCEEDED, termination=rank_0, message=message)
     if state == CANCELED:
         return _cancelled(end, last_words, is_ours=is_ours)
@@ -149,14 +150,14 @@ def ended(
 def _cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: bool) -> Observation:
     """Return how a cancelled run ended; a cancel that is not ours is deliberate."""
     if is_ours:
-        text = "the job was cancelled as the operator asked, before it could say anything"
+        text = "the job was cancelled on the operator's request, before it could report anything"
         return _failure(FailureClass.PREEMPTED, text, last_words)
     reason = f" ({end.cancel_reason})" if end.cancel_reason else ""
     if _TIME_LIMIT.search(end.cancel_reason or end.text):
         text = f"Azure ML has cancelled the job at a time limit of its own{reason}"
         return _failure(FailureClass.SERVICE_FAILED, text)
     text = (
-        f"{end.cancelled_by or 'somebody'} cancelled the job in Azure ML{reason}; to go on, apply "
+        f"{end.cancelled_by or 'a user'} cancelled the job in Azure ML{reason}; to continue, apply "
         "it under another name or after deleting this one"
     )
     return _failure(FailureClass.DO_NOT_RESTART, text)
@@ -167,12 +168,12 @@ def _failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Obs
 
     A preempted node explains its peers, but not a node that could run nowhere.
     """
-    said = end.text or end.code or "without a reason"
-    message = f"Azure ML says that the job failed ({said}); see {url}"
+    cause = end.text or end.code or "without a reason"
+    message = f"Azure ML reports that the job failed ({cause}); see {url}"
     is_permanent = any(one.exit_code in PERMANENT for one in last_words.values())
-    told = _PREEMPTION_ERROR if last_words else _PREEMPTED  # the text may quote a log
-    if told.search(end.text) and not is_permanent:
-        return _failure(FailureClass.PREEMPTED, f"Azure ML has taken nodes away ({said})")
+    preempted = _PREEMPTION_ERROR if last_words else _PREEMPTED  # the text may quote a log
+    if preempted.search(end.text) and not is_permanent:
+        return _failure(FailureClass.PREEMPTED, f"Azure ML has preempted nodes ({cause})")
     failure = FailureClass.SERVICE_FAILED if end.code in _OF_SERVICE else FailureClass.UNKNOWN
     if not last_words and (code := exit_code_in(end.text)) is not None:
         last_words = {0: ended_silently("a node", code, more=f"; see its log in {url}")}

@@ -94,7 +94,7 @@ def credential(environ: Mapping[str, str], client_id: str | None, check: Check) 
 
 
 def log_in(credential: Any) -> None:
-    """Get a token, which the following requests also use; inside `errors_told`."""
+    """Get a token, which the following requests also use; inside `translated_errors`."""
     credential.get_token(*_scopes())
 
 
@@ -159,7 +159,7 @@ class Sdk:
         if start < 0:
             size = self._part(url, "0-0").headers.get("Content-Range", "*/0").rpartition("/")[2]
             if not size.isdecimal():
-                raise TransientError(f"what Azure ML names is of size {size}")
+                raise TransientError(f"the log has size {size}")
             start = max(0, int(size) + start)
         response = self._part(url, f"{start}-{'' if length is None else start + length - 1}")
         return b"" if response.status_code == 416 else bytes(response.content)
@@ -172,10 +172,10 @@ class Sdk:
         try:
             response = self._unsigned.send_request(request)
         except AzureError as error:
-            text = f"what Azure ML names does not answer ({type(error).__name__})"
+            text = f"the log's URL does not respond ({type(error).__name__})"
             raise TransientError(text) from None
         if response.status_code >= 300 and response.status_code != 416:
-            raise TransientError(f"what Azure ML names answers {response.status_code}")
+            raise TransientError(f"the log's URL returned {response.status_code}")
         return response
 
     @cached_property
@@ -204,7 +204,7 @@ def _scopes() -> list[str]:
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
     """Translate the SDK's exceptions.
 
     Raises:
@@ -218,24 +218,24 @@ def errors_told() -> Iterator[None]:
     except FineTuneError:
         raise
     except (azure.ServiceRequestError, azure.ServiceResponseError) as error:
-        said = without_secrets(error.message, _MAX)
-        raise TransientError(f"Azure ML does not answer ({said})") from error
+        text = without_secrets(error.message, _MAX)
+        raise TransientError(f"Azure ML does not respond ({text})") from error
     except azure.HttpResponseError as error:
         status, odata = error.status_code or 0, error.error
         message = odata.message if odata is not None else error.message
-        said = f"Azure ML says: {without_secrets(str(message), _MAX)}"
+        text = f"Azure ML reports: {without_secrets(str(message), _MAX)}"
         # A successful response that broke off is no evidence, either.
         may_pass = 0 < status < 400 or status in (408, 429) or status >= 500
         if may_pass or (error.response is None and _NO_LOGIN_NOW.search(str(message))):
             wait = "" if error.response is None else error.response.headers.get("Retry-After", "")
             seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
-            raise TransientError(said, seconds) from error
+            raise TransientError(text, seconds) from error
         if status == 404 and (odata is None or _ABOVE.match(f"{odata.code} {message}")):
             status = 0
-        raise RefusedError(said, status) from error
+        raise RefusedError(text, status) from error
     except (azure.AzureError, KeyError, ValueError, OSError) as error:
         # The SDK does not know a part of the job, or a token file cannot be read.
-        raise RefusedError(f"the Azure SDK says: {without_secrets(str(error), _MAX)}") from error
+        raise RefusedError(f"the Azure SDK reports: {without_secrets(str(error), _MAX)}") from error
 
 
 def _transport(check: Check) -> Any:

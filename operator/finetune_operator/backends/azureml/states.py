@@ -1,7 +1,7 @@
 """The table of an Azure ML job's states, and the conversion of a poll to an observation. Pure.
 
-`look` folds all responses about an attempt into one `Look`. Azure ML may restart a run silently,
-show unknown states, and stay for hours in a transient one.
+`polling` folds all responses about an attempt into one `AttemptView`. Azure ML may restart a run
+silently, show unknown states, and stay for hours in a transient one.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _STARTING = Row(
     AttemptPhase.PENDING,
     Obstacle("Submitted", "Azure ML has accepted the job and prepares to run it", Effect.NONE),
     15 * 60.0,
-    "see whether Azure ML is well",
+    "check the health of Azure ML",
 )
 _STOPPED = Row(None, limit=15 * 60.0, remedy="cancel it there")
 
@@ -62,9 +62,9 @@ STATES = {
     runs.RUNNING: Row(AttemptPhase.RUNNING),
     "Finalizing": Row(
         AttemptPhase.RUNNING,
-        Obstacle("Finalizing", "the trainer has ended; Azure ML keeps its files", Effect.NONE),
+        Obstacle("Finalizing", "the trainer has ended; Azure ML stores its files", Effect.NONE),
         3600.0,
-        "ask Azure's support to end it, as Azure ML refuses to cancel it now",
+        "ask Azure's support to end it, because Azure ML refuses to cancel it now",
     ),
     "CancelRequested": Row(
         None,
@@ -74,7 +74,7 @@ STATES = {
     ),
     "NotResponding": Row(
         None,
-        Obstacle("NotResponding", "Azure ML does not hear from the job's nodes"),
+        Obstacle("NotResponding", "Azure ML receives no response from the job's nodes"),
         15 * 60.0,
         "see its nodes, and suspend this job or cancel that one to end it",
     ),
@@ -90,12 +90,14 @@ def row_of(state: str) -> Row:
     """Return the row of a state, including unknown ones."""
     if state in STATES:
         return STATES[state]
-    text = f"Azure ML shows the job as {state[:40]}, a state of which nothing is known"
-    return Row(None, Obstacle("UnknownState", text), 3600.0, "end the job there if it does nothing")
+    text = f"Azure ML shows the job as {state[:40]}, an unknown state"
+    return Row(
+        None, Obstacle("UnknownState", text), 3600.0, "end the job there if it does not progress"
+    )
 
 
 @dataclass(frozen=True)
-class Look:
+class AttemptView:
     """Knowledge about an attempt; two are equal if they would be reported in the same way.
 
     Attributes:
@@ -140,12 +142,12 @@ class Look:
         return row_of(self.state).is_over
 
 
-def look_after(before: Look | None, seen: Seen, now: datetime) -> Look:
+def updated_view(before: AttemptView | None, seen: Seen, now: datetime) -> AttemptView:
     """Return the knowledge after a request; a finished attempt stays finished."""
     if before is not None and before.is_over:
         return before
     report = seen.report
-    old = before or _first_look(seen, now)
+    old = before or _first_view(seen, now)
     phase = row_of(seen.state).phase or old.phase
     is_moved = old.phase is AttemptPhase.RUNNING and phase is AttemptPhase.PENDING
     moves = ((report.heard and report.heard.starts) or 1) - 1
@@ -164,12 +166,12 @@ def look_after(before: Look | None, seen: Seen, now: datetime) -> Look:
     )
 
 
-def _first_look(seen: Seen, now: datetime) -> Look:
+def _first_view(seen: Seen, now: datetime) -> AttemptView:
     """Return the state before the first poll: a waiting attempt has waited since its creation."""
     has_run = seen.report.heard is not None or seen.report.progress is not None
     waits = row_of(seen.state).phase is AttemptPhase.PENDING and not has_run
     since = (seen.created or now) if waits else now
-    return Look(seen.state, since, AttemptPhase.PENDING if waits else AttemptPhase.RUNNING)
+    return AttemptView(seen.state, since, AttemptPhase.PENDING if waits else AttemptPhase.RUNNING)
 
 
 def _newest(*found: Progress | None) -> Progress | None:
@@ -177,44 +179,48 @@ def _newest(*found: Progress | None) -> Progress | None:
     return max((one for one in found if one is not None), key=lambda one: one.time, default=None)
 
 
-def seconds_between_looks(look: Look | None, now: datetime) -> float:
+def poll_interval_seconds(view: AttemptView | None, now: datetime) -> float:
     """Return the seconds until the next poll, which are fewer while the attempt stops."""
-    if look is None:
+    if view is None:
         return WAITING_SECONDS
-    asked = look.stop_until or (look.since if look.state == "CancelRequested" else None)
+    asked = view.stop_until or (view.since if view.state == "CancelRequested" else None)
     if asked is not None and now < asked + timedelta(minutes=5):
         return STOPPING_SECONDS
-    return RUNNING_SECONDS if look.is_running else WAITING_SECONDS
+    return RUNNING_SECONDS if view.is_running else WAITING_SECONDS
 
 
-def with_end(look: Look, end: RunEnd, report: Report, said: Mapping[int, Termination]) -> Look:
+def with_end(
+    view: AttemptView, end: RunEnd, report: Report, last_words: Mapping[int, Termination]
+) -> AttemptView:
     """Return the knowledge about a finished run with the reported cause of its end."""
-    look = replace(look, end=end, last_words=said, progress=_newest(report.progress, look.progress))
-    return replace(look, stop_until=report.stop_until or look.stop_until)
+    view = replace(
+        view, end=end, last_words=last_words, progress=_newest(report.progress, view.progress)
+    )
+    return replace(view, stop_until=report.stop_until or view.stop_until)
 
 
-def observation_of(look: Look, now: datetime) -> Observation:
+def observation_of(view: AttemptView, now: datetime) -> Observation:
     """Return an observation; its sentences change with the knowledge, and when a limit passes."""
-    if look.is_over:
-        newest = _newest(look.progress, *(one.progress for one in look.last_words.values()))
-        is_ours = look.stop_until is not None
-        ended = runs.ended(look.state, look.end, look.last_words, look.url, is_ours=is_ours)
-        ended = replace(ended, all_gone=True, disruptions=look.disruptions)
-        return replace(ended, progress=newest, checkpoints=look.checkpoints)
-    obstacle, wait = _in_the_way(look, now)
+    if view.is_over:
+        newest = _newest(view.progress, *(one.progress for one in view.last_words.values()))
+        is_ours = view.stop_until is not None
+        ended = runs.ended(view.state, view.end, view.last_words, view.url, is_ours=is_ours)
+        ended = replace(ended, all_gone=True, disruptions=view.disruptions)
+        return replace(ended, progress=newest, checkpoints=view.checkpoints)
+    obstacle, wait = _in_the_way(view, now)
     return Observation(
-        look.phase,
-        nodes_ready=look.nodes if look.phase is AttemptPhase.RUNNING else 0,
-        progress=look.progress,
-        checkpoints=look.checkpoints,
-        disruptions=look.disruptions,
+        view.phase,
+        nodes_ready=view.nodes if view.phase is AttemptPhase.RUNNING else 0,
+        progress=view.progress,
+        checkpoints=view.checkpoints,
+        disruptions=view.disruptions,
         obstacle=obstacle,
-        warning=look.warning,
+        warning=view.warning,
         requeue_seconds=wait,
     )
 
 
-def _with_sign_of_life(old: Look, report: Report, now: datetime) -> Look:
+def _with_sign_of_life(old: AttemptView, report: Report, now: datetime) -> AttemptView:
     """Return the knowledge with whether the reporter lives: its clock may differ from ours."""
     if report.heard is None:
         return old
@@ -229,13 +235,13 @@ def _with_sign_of_life(old: Look, report: Report, now: datetime) -> Look:
     return replace(old, heard=heard, stamp=stamp, is_listening=is_fresh)
 
 
-def _in_the_way(look: Look, now: datetime) -> tuple[Obstacle | None, float | None]:
+def _in_the_way(view: AttemptView, now: datetime) -> tuple[Obstacle | None, float | None]:
     """Return the obstacle, and after how many seconds it changes by itself."""
-    if look.trouble is not None:
-        return look.trouble, None
-    row, since, obstacle = row_of(look.state), look.since, row_of(look.state).obstacle
-    if look.stop_until is not None and look.state not in ("Finalizing", "CancelRequested"):
-        both = (row, since), (_STOPPED, look.stop_until)
+    if view.trouble is not None:
+        return view.trouble, None
+    row, since, obstacle = row_of(view.state), view.since, row_of(view.state).obstacle
+    if view.stop_until is not None and view.state not in ("Finalizing", "CancelRequested"):
+        both = (row, since), (_STOPPED, view.stop_until)
         row, since = min(both, key=lambda one: one[1].timestamp() + (one[0].limit or float("inf")))
     if row.limit is None:
         return obstacle, None
@@ -244,6 +250,6 @@ def _in_the_way(look: Look, now: datetime) -> tuple[Obstacle | None, float | Non
         return obstacle, left
     minutes = f"{row.limit / 60:.0f} min"
     how_long = f"{minutes} after its stop" if row is _STOPPED else f"for more than {minutes}"
-    text = f"Azure ML shows the job as {look.state[:40]} {how_long}"
+    text = f"Azure ML shows the job as {view.state[:40]} {how_long}"
     reason = row.obstacle.reason if row.obstacle is not None else "NotStopped"
-    return Obstacle(reason, f"{text}; {row.remedy}: {look.url}", Effect.STALLED), None
+    return Obstacle(reason, f"{text}; {row.remedy}: {view.url}", Effect.STALLED), None

@@ -12,7 +12,7 @@ from typing import Any
 from finetune_operator.backends.azureml import names
 from finetune_operator.backends.azureml.runs import see_run, seen_of
 from finetune_operator.backends.azureml.sdk import RefusedError
-from finetune_operator.backends.azureml.states import Look, look_after
+from finetune_operator.backends.azureml.states import AttemptView, updated_view
 from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef, Handle
 from finetune_operator.backends.budget import Priority
@@ -72,13 +72,13 @@ async def submit(
             if there is None:
                 raise
     if not is_own(there, job["tags"]):
-        owner = there.tags.get(names.UID_TAG) or "nobody that we know"
+        owner = there.tags.get(names.UID_TAG) or "an unknown owner"
         text = f"job {name} of {workspace.id} belongs to {owner}; rename this FineTuneJob"
         raise AlreadyOwnedError(text)
     return there
 
 
-async def look_now(workspace: Workspace, ref: AttemptRef, now: datetime) -> Look:
+async def poll_now(workspace: Workspace, ref: AttemptRef, now: datetime) -> AttemptView:
     """Return Azure ML's view of an attempt that is to be stopped, before all other polls.
 
     Raises:
@@ -88,12 +88,12 @@ async def look_now(workspace: Workspace, ref: AttemptRef, now: datetime) -> Look
     _, name = names.parts_of(ref.handle.name)
     there = await workspace.job(name, Priority.WRITE)
     if there is None:
-        raise TransientError(f"job {name} is not found; looking again whether it is gone")
-    look = look_after(None, seen_of(there), now)
-    if look.is_running and look.heard is None:  # a job's tags may be older than its run's
+        raise TransientError(f"job {name} is not found; checking again whether it is deleted")
+    view = updated_view(None, seen_of(there), now)
+    if view.is_running and view.heard is None:  # a job's tags may be older than its run's
         run, _ = await see_run(workspace, name, Priority.WRITE)
-        look = look_after(look, run, now) if run is not None else look
-    return look
+        view = updated_view(view, run, now) if run is not None else view
+    return view
 
 
 def is_own(there: RawJob, tags: Mapping[str, str]) -> bool:
@@ -128,7 +128,12 @@ class Stops:
         self._orders: dict[tuple[str, str], _Order] = {}  # by job and name of the attempt
 
     async def stop(
-        self, workspace: Workspace, ref: AttemptRef, look: Look, until: datetime, now: datetime
+        self,
+        workspace: Workspace,
+        ref: AttemptRef,
+        view: AttemptView,
+        until: datetime,
+        now: datetime,
     ) -> bool:
         """Stop an attempt, unless an earlier stop was accepted.
 
@@ -139,12 +144,12 @@ class Stops:
             BackendError: The stop was not accepted.
         """
         key, (_, name) = (ref.job_uid, ref.handle.name), names.parts_of(ref.handle.name)
-        order = self._orders.get(key, _Order(look.stop_until))
-        if look.is_over or look.state in _ENDING:
+        order = self._orders.get(key, _Order(view.stop_until))
+        if view.is_over or view.state in _ENDING:
             return False
         if order.cancelled_at is not None and now - order.cancelled_at < _WITHOUT_EFFECT:
             return False
-        may_wait = look.is_running and look.is_listening and now < until
+        may_wait = view.is_running and view.is_listening and now < until
         if order.tagged_until is None or (may_wait and until < order.tagged_until):
             try:
                 may_wait = await _tag(workspace, name, until) and may_wait

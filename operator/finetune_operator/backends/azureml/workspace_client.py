@@ -19,8 +19,8 @@ from finetune_operator.backends.azureml.sdk import (
     RefusedError,
     Sdk,
     credential,
-    errors_told,
     load,
+    translated_errors,
 )
 from finetune_operator.backends.base import Services
 from finetune_operator.backends.budget import Budget, Priority, pace
@@ -113,7 +113,7 @@ class Azure:
 
         def work() -> T:
             self._thread.until = until
-            with errors_told():
+            with translated_errors():
                 return call()
 
         return await self._open().run_blocking(work, _CALL_SECONDS)
@@ -122,8 +122,8 @@ class Azure:
         """Return the clients of a workspace; in a thread."""
         with self._making:
             if client_id not in self._credentials:
-                made = credential(self._environ, client_id, self._check)
-                self._credentials[client_id] = made
+                login = credential(self._environ, client_id, self._check)
+                self._credentials[client_id] = login
             return Sdk(workspace_id, self._credentials[client_id], self._check)
 
     def forget_credential(self, client_id: str | None) -> None:
@@ -135,7 +135,7 @@ class Azure:
         """Admit a request of this thread, or raise an error."""
         services = self._open()
         if time.monotonic() > self._thread.until:
-            raise TransientError("the request was given up before it was sent")
+            raise TransientError("the request was abandoned before it was sent")
         if is_write:
             services.check_may_write()
 
@@ -164,7 +164,7 @@ class Workspace:
         self.client_id = client_id
         self._budget = budget
         self._finding = asyncio.Lock()
-        self._made: Sdk | None = None
+        self._client: Sdk | None = None
         self._base = ""
 
     async def job(self, name: str, priority: Priority = Priority.READ) -> RawJob | None:
@@ -204,7 +204,7 @@ class Workspace:
     async def ask(self, call: Callable[[Sdk], T], priority: Priority) -> T:
         """Wait for a turn, and return the result of `call`, which sends one request."""
         async with self._budget.held(priority), AsyncExitStack() as stack:
-            if self._made is None:  # otherwise turns would accumulate until the SDK is imported
+            if self._client is None:  # otherwise turns would accumulate until the SDK is imported
                 await self._azure.run(lambda: self._sdk().ml)
             await self._budget.turn(priority)
             if priority is not Priority.WRITE:
@@ -216,16 +216,14 @@ class Workspace:
                     error.retry_after = self._budget.hold(error.retry_after)
                 raise
             except RefusedError as error:
-                if (
-                    error.status == 401
-                ):  # otherwise the credential would retain its token to the end
-                    self._made = None
+                if error.status == 401:  # otherwise the credential would retain its token
+                    self._client = None
                     self._azure.forget_credential(self.client_id)
                 raise
 
     def _sdk(self) -> Sdk:
-        self._made = made = self._made or self._azure.sdk(self.id, self.client_id)
-        return made  # the loop may have dropped the other meanwhile
+        self._client = client = self._client or self._azure.sdk(self.id, self.client_id)
+        return client  # the loop may have dropped the other meanwhile
 
     async def _url(self, path: str) -> str:
         """Return the URL of a data-plane path; the workspace reports the host once."""

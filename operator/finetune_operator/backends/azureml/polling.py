@@ -12,7 +12,7 @@ from finetune_operator.backends.azureml import states
 from finetune_operator.backends.azureml.names import UID_TAG
 from finetune_operator.backends.azureml.run_logs import read_end
 from finetune_operator.backends.azureml.runs import GONE, Seen, see_job, see_run, seen_of
-from finetune_operator.backends.azureml.states import Look
+from finetune_operator.backends.azureml.states import AttemptView
 from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef, Effect, Observation, Obstacle, Services
 from finetune_operator.backends.budget import Priority
@@ -27,36 +27,36 @@ _JOB_EACH = 5  # every fifth poll of a run asks for the job; the others ask MLfl
 
 
 @dataclass(eq=False)
-class _Followed:
+class _Polled:
     """A polled attempt; times are of the event loop.
 
     Attributes:
         places: Scopes of silence: the workspace, and this attempt.
-        told: Result of another request, used instead of the next poll.
-        over: The end as another request saw it, whose details are still to be read.
+        injected: Result of another request, used instead of the next poll.
+        pending_end: The end as another request saw it, whose details are still to be read.
         stop_until: Deadline of the end, if this process has stopped it.
-        due: When to poll again; `changed` is set if `due` or `told` has changed.
+        due: When to poll again; `changed` is set if `due` or `injected` has changed.
         may_listen: MLflow is still to be asked for the tags, because a job's tags may be older.
         failed_at: When reading the details of its end first failed.
     """
 
     ref: AttemptRef
     places: tuple[str, str]
-    told: RawJob | None
-    over: Look | None = None
-    look: Look | None = None
+    injected: RawJob | None
+    pending_end: AttemptView | None = None
+    view: AttemptView | None = None
     error: BackendError | None = None
     warning: str = ""
     stop_until: datetime | None = None
     due: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     may_listen: bool = False
-    num_looks: int = 0
+    num_polls: int = 0
     failed_at: float | None = None
     task: "asyncio.Task[None] | None" = None
 
 
-class Looks:
+class Poller:
     """The last poll of each attempt that the backend was asked about.
 
     Args:
@@ -73,7 +73,7 @@ class Looks:
     ) -> None:
         self._workspace_of, self._now, self._jitter = workspace_of, now, jitter
         self._services: Services | None = None
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, _Polled] = {}
         self._told: dict[str, RawJob] = {}
         self._silences = Silences(SILENCE_SECONDS)
 
@@ -98,16 +98,18 @@ class Looks:
             BackendError: No poll can succeed until a person changes something.
         """
         one = self._follow(ref)
-        if one is not None and one.look is not None:
-            return states.observation_of(one.look, self._now())
+        if one is not None and one.view is not None:
+            return states.observation_of(one.view, self._now())
         if (error := one and one.error) and not error.retryable:
             raise BackendError(str(error)) from error
         raise TransientError(str(error or "Azure ML was not asked about the attempt yet"))
 
-    def newest(self, ref: AttemptRef) -> Look | None:
+    def newest(self, ref: AttemptRef) -> AttemptView | None:
         """Return the last poll; None until it is known whether the trainer listens."""
         one = self._follow(ref)
-        return (one.over or (None if one.may_listen else one.look)) if one is not None else None
+        return (
+            (one.pending_end or (None if one.may_listen else one.view)) if one is not None else None
+        )
 
     def note(self, job: RawJob) -> None:
         """Use the result of another request as a poll."""
@@ -115,25 +117,25 @@ class Looks:
         if (one := self._followed.get(key)) is None:
             self._told[key] = job
         else:
-            one.told = job
+            one.injected = job
             one.changed.set()
 
-    def learn(self, ref: AttemptRef, look: Look) -> None:
+    def use_early_view(self, ref: AttemptRef, view: AttemptView) -> None:
         """Use a poll that preceded the first scheduled poll of an attempt."""
-        if (one := self._follow(ref)) is not None and (one.look is None or one.may_listen):
+        if (one := self._follow(ref)) is not None and (one.view is None or one.may_listen):
             one.may_listen = False
-            if not look.is_over:
-                self._publish(one, look)
+            if not view.is_over:
+                self._publish(one, view)
             elif one.task is not None:  # its termination messages are still to be read
-                one.over = look
+                one.pending_end = view
                 one.task.cancel()  # it may be waiting for its turn to see the same
-                one.task = asyncio.create_task(self._look_on(one))
+                one.task = asyncio.create_task(self._poll_until_over(one))
 
     def note_stop(self, ref: AttemptRef, until: datetime) -> None:
         """Record that this process has stopped an attempt, and poll it more often."""
         if (one := self._follow(ref)) is not None:
             one.stop_until = until
-            one.look = one.look and replace(one.look, stop_until=until)
+            one.view = one.view and replace(one.view, stop_until=until)
             one.due = min(one.due, asyncio.get_running_loop().time() + states.STOPPING_SECONDS)
             one.changed.set()
 
@@ -144,104 +146,108 @@ class Looks:
                 del self._followed[key]
                 if one.task is not None:
                     one.task.cancel()
-        alive = (one for one in self._followed.values() if one.look is None or not one.look.is_over)
+        alive = (one for one in self._followed.values() if one.view is None or not one.view.is_over)
         self._silences.keep({place for one in alive for place in one.places})
         self._told = {at: job for at, job in self._told.items() if job.tags.get(UID_TAG) != job_uid}
 
-    def _follow(self, ref: AttemptRef) -> _Followed | None:
+    def _follow(self, ref: AttemptRef) -> _Polled | None:
         key = ref.handle.name.lower()  # Azure ignores case
         if key not in self._followed and self._services is not None:
             places = (key.rpartition("/jobs/")[0], key)
-            one = self._followed[key] = _Followed(ref, places, self._told.pop(key, None))
-            one.task = asyncio.create_task(self._look_on(one))
+            one = self._followed[key] = _Polled(ref, places, self._told.pop(key, None))
+            one.task = asyncio.create_task(self._poll_until_over(one))
         return self._followed.get(key)
 
-    async def _look_on(self, one: _Followed) -> None:
+    async def _poll_until_over(self, one: _Polled) -> None:
         """Poll an attempt until no part of it lives."""
         loop = asyncio.get_running_loop()
-        while one.look is None or not one.look.is_over:
-            wait = await self._look(one)
+        while one.view is None or not one.view.is_over:
+            wait = await self._poll(one)
             one.due = loop.time() + wait * (1.0 + self._jitter() / 10.0)
-            while one.told is None and (left := one.due - loop.time()) > 0:
+            while one.injected is None and (left := one.due - loop.time()) > 0:
                 one.changed.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await one.changed.wait()
 
-    async def _look(self, one: _Followed) -> float:
+    async def _poll(self, one: _Polled) -> float:
         """Poll an attempt, and return the seconds until the next poll."""
         name = one.ref.handle.name.rpartition("/")[2]
         try:
             workspace = self._workspace_of(one.ref)
-            if (look := one.over) is None:
+            if (view := one.pending_end) is None:
                 seen = await self._ask(workspace, one, name)
-                look = states.look_after(one.look, seen, self._now())
-                one.may_listen = one.look is None and look.is_running and look.heard is None
-            if look.is_over and look.state != GONE:
-                look = await self._with_end(workspace, one, name, look)
+                view = states.updated_view(one.view, seen, self._now())
+                one.may_listen = one.view is None and view.is_running and view.heard is None
+            if view.is_over and view.state != GONE:
+                view = await self._with_end(workspace, one, name, view)
         except BackendError as error:
-            return self._missed(one, error)
+            return self._record_failure(one, error)
         except Exception as error:  # a defect of ours; without polls the job would stall
-            log.exception("attempt not seen", extra={"attempt": one.ref.handle.name})
-            return self._missed(one, BackendError(f"{type(error).__name__}: {error}"))
-        self._answered(one)
-        stop_until = one.stop_until or look.stop_until
-        self._publish(one, replace(look, stop_until=stop_until, warning=one.warning))
-        return 0.0 if one.may_listen else states.seconds_between_looks(look, self._now())
+            log.exception("attempt not polled", extra={"attempt": one.ref.handle.name})
+            return self._record_failure(one, BackendError(f"{type(error).__name__}: {error}"))
+        self._clear_silence(one)
+        stop_until = one.stop_until or view.stop_until
+        self._publish(one, replace(view, stop_until=stop_until, warning=one.warning))
+        return 0.0 if one.may_listen else states.poll_interval_seconds(view, self._now())
 
-    async def _ask(self, workspace: Workspace, one: _Followed, name: str) -> Seen:
+    async def _ask(self, workspace: Workspace, one: _Polled, name: str) -> Seen:
         """Send the request of a poll, and a second one for a run that no longer runs."""
         priority = Priority.READ if one.failed_at is None else Priority.END
-        if one.told is None and one.look is not None and one.look.is_running:
-            one.num_looks += 1
+        if one.injected is None and one.view is not None and one.view.is_running:
+            one.num_polls += 1
             # If MLflow refuses, the job is asked instead, whose tags may contain the same.
-            if (one.num_looks % _JOB_EACH == 0) == bool(one.warning):
+            if (one.num_polls % _JOB_EACH == 0) == bool(one.warning):
                 run, one.warning = await see_run(workspace, name)
                 if run is not None:
                     return run
                 priority = priority if one.warning else Priority.END
-        told, one.told = one.told, None
-        return seen_of(told) if told is not None else await see_job(workspace, name, priority)
+        injected, one.injected = one.injected, None
+        return (
+            seen_of(injected) if injected is not None else await see_job(workspace, name, priority)
+        )
 
-    async def _with_end(self, workspace: Workspace, one: _Followed, name: str, look: Look) -> Look:
+    async def _with_end(
+        self, workspace: Workspace, one: _Polled, name: str, view: AttemptView
+    ) -> AttemptView:
         now = asyncio.get_running_loop().time()
         is_last = now - (one.failed_at or now) >= _END_SECONDS
         try:
-            return states.with_end(look, *await read_end(workspace, name, is_last_try=is_last))
+            return states.with_end(view, *await read_end(workspace, name, is_last_try=is_last))
         except BackendError:
             one.failed_at = one.failed_at or now
             raise
 
-    def _missed(self, one: _Followed, error: BackendError) -> float:
+    def _record_failure(self, one: _Polled, error: BackendError) -> float:
         """Record a failed poll, and return how long to wait."""
         one.error = error
         if not error.retryable:
-            text = f"what becomes of the job cannot be seen: {error}"
-            self._tell(one.places[1], Obstacle("NotSeen", text, Effect.STALLED))
+            text = f"the job cannot be observed: {error}"
+            self._report(one.places[1], Obstacle("NotSeen", text, Effect.STALLED))
             return states.RUNNING_SECONDS
         pause = error.retry_after or 0.0
         for place in one.places:
             if (first := self._silences.note(place, str(error), pause)) is not None:
-                text = f"{first}; the job goes on, and is seen again when Azure ML answers"
-                self._tell(place, Obstacle("ServiceSilent", text))
-        return max(states.seconds_between_looks(one.look, self._now()), pause)
+                text = f"{first}; the job continues, and is observed again when Azure ML responds"
+                self._report(place, Obstacle("ServiceSilent", text))
+        return max(states.poll_interval_seconds(one.view, self._now()), pause)
 
-    def _answered(self, one: _Followed) -> None:
+    def _clear_silence(self, one: _Polled) -> None:
         one.error = None
         for place in one.places:
             if self._silences.end(place):
-                self._tell(place, None)
+                self._report(place, None)
 
-    def _tell(self, place: str, trouble: Obstacle | None) -> None:
+    def _report(self, place: str, trouble: Obstacle | None) -> None:
         """Report the obstacle to all attempts of a scope, unless they have one of their own."""
         for one in self._followed.values():
-            if one.look is None or one.look.is_over or place not in one.places:
+            if one.view is None or one.view.is_over or place not in one.places:
                 continue
-            old = one.look.trouble
+            old = one.view.trouble
             if place == one.places[1] or old is None or old.reason != "NotSeen":
-                self._publish(one, replace(one.look, trouble=trouble))
+                self._publish(one, replace(one.view, trouble=trouble))
 
-    def _publish(self, one: _Followed, look: Look) -> None:
-        is_news, one.look = look != one.look, look
+    def _publish(self, one: _Polled, view: AttemptView) -> None:
+        is_news, one.view = view != one.view, view
         if is_news and self._services is not None:
             self._services.wake(one.ref.job)
