@@ -1,1 +1,1 @@
-"""Where attempts run: the contract in `base`, the registry, and one package a built-in backend."""
+"""Where attempts run: the contract in `base`, the registry, and a package per built-in backend."""

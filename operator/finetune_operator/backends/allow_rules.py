@@ -1,6 +1,6 @@
-"""What a profile's `allow` says of a job, whatever backend runs it. Pure.
+"""Rules of a profile's `allow` that hold for every backend. Pure.
 
-`fits` is the one meaning of a pattern.
+`fits` defines the meaning of a pattern.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,7 +12,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 
 
 def fits(name: str, patterns: Collection[str]) -> bool:
-    """Say whether one of the patterns stands for the name."""
+    """Return whether the name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -25,17 +25,17 @@ def refused(path: str, what: str, name: str, allowed: Collection[str]) -> Iterat
 
 
 def forbidden(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> Iterator[Problem]:
-    """Yield what is not allowed of the job's namespace, its size and the checkpoint it starts from.
+    """Yield violations by the job's namespace, its size and the checkpoint it starts from.
 
     Args:
         job: The job.
-        field: Field of it that names the profile.
+        field: Field of the job that names the profile.
         profile: Name of the profile.
-        allow: What that allows.
+        allow: Permissions of the profile.
     """
     yield from _namespace(job, field, profile, allow)
     yield from _sizes(job, profile, allow)
-    # Only the trainer can read whose a checkpoint is.
+    # Only the trainer can read which job wrote a checkpoint.
     if job.spec.checkpoint.allow_foreign and not allow.foreign_checkpoints:
         text = (
             f"true is not allowed by profile {profile}; remove it, or have the profile's "

@@ -1,4 +1,4 @@
-"""Keeps what a service has answered, so that a submit need not wait for it. Of one event loop."""
+"""Caches responses of a service, so that a submit need not wait for it. For one event loop."""
 
 import asyncio
 import logging
@@ -14,13 +14,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEPT_SECONDS = 300.0
-"""An answer is used for so long; one that is older is still used once more while it is renewed."""
+"""Age up to which a response is fresh; an older one is used once more while it is refreshed."""
 
 STALE_SECONDS = 3600.0
-"""An answer older than that is worth nothing."""
+"""Age beyond which a response is discarded."""
 
 MISSING_SECONDS = 20.0
-"""What is missing or refused is asked for again so much later; somebody may have mended it."""
+"""Delay before a missing or refused object is requested again; a person may have fixed it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Answer:
 
 
 class Answers:
-    """What was answered last, by what was asked."""
+    """The last response to each request."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Answer] = {}
@@ -39,20 +39,20 @@ class Answers:
         self._renewals: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Renew none any more."""
+        """Stop refreshing."""
         for task in self._renewals:
             task.cancel()
         await asyncio.gather(*self._renewals, return_exceptions=True)
 
     async def get(self, key: Hashable, ask: Callable[[], Awaitable[T | None]]) -> T | None:
-        """Return the answer to a question, which is asked once for all who want it.
+        """Return the response to a request, which is sent once for all callers.
 
         Args:
-            key: Of the question.
-            ask: Asks it; None says that there is no such thing.
+            key: Identifies the request.
+            ask: Sends the request; None means that the object does not exist.
 
         Raises:
-            BackendError: it is refused, which is kept as well, or cannot be answered now.
+            BackendError: The request is refused, which is cached as well, or has no response now.
         """
         answer = self._kept.get(key)
         age = self._age(answer)
@@ -64,18 +64,18 @@ class Answers:
             task.add_done_callback(self._renewals.discard)
         answer = self._kept[key]
         if answer.refusal is not None:
-            raise answer.refusal.with_traceback(None)  # else it would grow with each raise
+            raise answer.refusal.with_traceback(None)  # otherwise it would grow with each raise
         value: T | None = answer.value
         return value
 
     async def _renew(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> None:
         try:
             await self._ask(key, ask)
-        except BackendError as error:  # the next one who needs it asks again, and is told
+        except BackendError as error:  # the next caller sends the request again, and gets the error
             log.info("answer not renewed", extra={"asked": str(key), "error": str(error)})
 
     async def _ask(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> None:
-        """Ask, unless somebody else has just been answered."""
+        """Send the request, unless another caller has just received the response."""
         async with self._asking[key]:
             answer = self._kept.get(key)
             is_missing = answer is None or answer.value is None
@@ -90,7 +90,7 @@ class Answers:
                 self._kept[key] = _Answer(value, refusal, asyncio.get_running_loop().time())
 
     def _age(self, answer: _Answer | None) -> float:
-        """Return how many seconds ago an answer came; endless without one."""
+        """Return the age of a response in seconds; infinite without one."""
         if answer is None:
             return float("inf")
         return asyncio.get_running_loop().time() - answer.came_at

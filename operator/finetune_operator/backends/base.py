@@ -1,9 +1,9 @@
-"""The contract every backend keeps; DESIGN section 5 (Contract C).
+"""The contract every backend keeps.
 
 `reconcile` decides, a backend acts. A backend never retries, never waits and never writes the
 job's status: it renders, submits, observes and cancels one attempt. A plugin inherits `Backend` and
-registers its class under the entry-point group `finetune_operator.backends`; `testing/suite.py` is
-what "keeps the contract" means.
+registers its class under the entry-point group `finetune_operator.backends`; `testing/suite.py`
+tests the contract.
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of a job from start to end.
+    """A run of a job from start to end.
 
     Attributes:
-        number: Counts up over restarts and resumes, from 1.
+        number: Number of the attempt, counted from 1 over restarts and resumes.
     """
 
     number: int
@@ -45,9 +45,10 @@ class Written:
 
     Attributes:
         field: Field of the job that names it.
-        uri: What the job calls it.
-        place: Where it really is, part by part, from what holds it (a disk, a claim of a namespace)
-            down to its name. Two jobs share a folder where one's place begins with the other's.
+        uri: URI in the job.
+        place: Its storage, part by part, from the container (a disk, a claim of a namespace) down
+            to
+            its name. Two jobs share a folder if one's place begins with the other's.
     """
 
     field: str
@@ -57,14 +58,14 @@ class Written:
 
 @dataclass(frozen=True)
 class Request:
-    """Exactly what `submit` would create; `ftctl render` prints it, goldens compare it.
+    """Exactly the objects that `submit` would create; `ftctl render` prints it, goldens compare it.
 
     Attributes:
         backend: Name of the backend that rendered it.
-        job_uid: Owner of everything in it.
+        job_uid: Uid of the job that owns the objects.
         attempt: Number of the attempt.
         name: Deterministic name of the attempt within the backend.
-        objects: What is created, in order, as JSON-ready values.
+        objects: The objects in order of creation, as JSON-ready values.
     """
 
     backend: str
@@ -76,15 +77,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Handle:
-    """Names one submitted attempt; kept in `status.backendRef`, so it survives a restart.
+    """Names one submitted attempt; stored in `status.backendRef`, so it survives a restart.
 
     Attributes:
-        kind: Kind of the thing, such as `Job` or `Process`.
+        kind: Kind of the object, such as `Job` or `Process`.
         name: Its name within the backend.
-        uid: Its unique id, so that a later thing of the same name is not mistaken for it.
+        uid: Its unique id, so that a later object of the same name is not mistaken for it.
         url: Page about it for people; may be empty.
-        digest: Of what the backend keeps beside the attempt for those after it, which others could
-            change there; in `job.status.attempts` when the next one is rendered. Empty for nothing.
+        digest: Digest of the data that the backend stores beside the attempt for later ones, which
+            others could change there; in `job.status.attempts` when the next one is rendered. May
+            be empty.
     """
 
     kind: str
@@ -96,14 +98,14 @@ class Handle:
 
 @dataclass(frozen=True)
 class AttemptRef:
-    """One attempt, as verbs are asked about it.
+    """An attempt, as passed to verbs.
 
     Attributes:
         job: Its job.
-        job_uid: Uid of that job, which another one of its name does not have.
-        number: Of the attempt.
-        handle: As `submit` or `find` returned it.
-        spec: Of the job; None where it cannot be read.
+        job_uid: Uid of that job, which another job of the same name does not have.
+        number: Number of the attempt.
+        handle: Result of `submit` or `find`.
+        spec: Spec of the job; None if it cannot be read.
     """
 
     job: Key
@@ -115,11 +117,11 @@ class AttemptRef:
 
 @dataclass(frozen=True)
 class Found:
-    """An attempt that exists, as its name led to it.
+    """An existing attempt, found by its name.
 
     Attributes:
-        handle: As `submit` returned it.
-        since: When it was created, with a zone; None where that is not known.
+        handle: Same as the result of `submit`.
+        since: When it was created, with a time zone; None if unknown.
     """
 
     handle: Handle
@@ -127,31 +129,31 @@ class Found:
 
 
 class AttemptPhase(StrEnum):
-    """How far an attempt is, as the backend sees it."""
+    """Phase of an attempt, as the backend sees it."""
 
-    PENDING = "Pending"  # submitted, nothing runs yet
+    PENDING = "Pending"  # submitted, no process runs yet
     RUNNING = "Running"  # at least one of its processes runs
     SUCCEEDED = "Succeeded"  # it ended, with exit code 0
-    FAILED = "Failed"  # it ended or lost a worker; see termination and all_gone
-    UNKNOWN = "Unknown"  # nothing of it can be found; unless all is gone, nobody could observe it
+    FAILED = "Failed"  # it ended or lost a worker; see `termination` and `all_gone`
+    UNKNOWN = "Unknown"  # it cannot be found; unless `all_gone`, it could not be observed
 
 
 class Effect(StrEnum):
-    """What an obstacle does to a job; the obstacle's reason stays an open word."""
+    """Effect of an obstacle on a job; the obstacle's reason stays an open word."""
 
-    NONE = "None"  # the attempt only takes its time: reported with the next write
+    NONE = "None"  # the attempt is only slow: reported with the next write
     QUEUED = "Queued"  # it waits for admission, and deadlines.pendingSeconds does not run
     DELAYED = "Delayed"  # reported within seconds; may pass by itself
-    STALLED = "Stalled"  # somebody must fix the cause; also of an attempt that trains or ends
+    STALLED = "Stalled"  # a person must fix the cause; also while an attempt trains or ends
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why an attempt does not go on.
+    """Why an attempt does not progress.
 
     Attributes:
         reason: One CamelCase word for the conditions, such as `Unschedulable`.
-        message: One sentence: what is in the way, and what to do.
+        message: One sentence: the obstacle, and the remedy.
     """
 
     reason: str
@@ -161,25 +163,25 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a backend sees of one attempt now.
+    """A backend's current view of one attempt.
 
     Attributes:
-        phase: How far it is.
+        phase: Phase of the attempt.
         all_gone: No process of the attempt lives; only then may the next one start.
         nodes_ready: Nodes whose main process runs.
-        termination: Termination message, once it ended; that of the root cause if a node failed.
-        progress: What rank 0 published last; None before that.
-        checkpoints: URI of the folder that holds its checkpoints; empty where those have the paths
+        termination: Termination message, after the end; that of the root cause if a node failed.
+        progress: Last progress of rank 0; None before that.
+        checkpoints: URI of the folder that holds its checkpoints; empty if those have the paths
             that rank 0 names.
         node: Node of the rank whose failure is the root cause, if known.
-        disruptions: How often the service has moved it, while the attempt goes on.
-        failure_class: Why it ended, where no process has left a termination; None: a lost worker.
-        is_training: Whether it trains, where the backend knows; None: `progress` decides.
-        obstacle: What is in its way, in every phase; None while nothing is.
-        message: One sentence for the conditions; empty when there is nothing to say.
-        warning: One sentence for people that decides nothing, such as what others do to the
-            attempt; empty when there is nothing to say.
-        requeue_seconds: Observe again after so long though no event came; None for events only.
+        disruptions: How often the service has moved it during the attempt.
+        failure_class: Why it ended, if no process has left a termination; None: a lost worker.
+        is_training: Whether it trains, if the backend knows; None: `progress` decides.
+        obstacle: The current obstacle, in every phase; None if there is none.
+        message: One sentence for the conditions; may be empty.
+        warning: One sentence for people without effect on decisions, such as interference by other
+            clients; may be empty.
+        requeue_seconds: Observe again after this time even without an event; None for events only.
     """
 
     phase: AttemptPhase
@@ -200,15 +202,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a backend is given when it is made.
+    """The surroundings of a backend.
 
     Attributes:
         manifest_dir: Folder that `file://./x` is relative to.
         environ: Environment of the caller; a backend reads no other.
-        cluster: Client and caches where the operator makes the backend; None elsewhere, where
-            only `validate` and `render` are asked of a backend that needs one.
+        cluster: Client and caches, in the operator; None elsewhere, where a backend that needs
+            them is only asked to `validate` and `render`.
         profiles: FineTuneProfiles by name, known without a cluster.
-        now: The time, with a zone.
+        now: Returns the current time, with a time zone.
     """
 
     manifest_dir: Path
@@ -220,12 +222,12 @@ class BackendContext:
 
 @dataclass(frozen=True)
 class Limits:
-    """How many seconds one call of a verb may take, and what the end of an attempt waits for.
+    """Timeouts of the verbs in seconds, and bounds for the end of an attempt.
 
     Attributes:
-        late_submit: For so long after a submit without an answer its attempt may still appear.
-        unconfirmed_cancel: For so long after `until` an accepted cancel may be without effect,
-            until a deleted job is let go without its confirmation; None: it never is.
+        late_submit: Time after an unanswered submit in which its attempt may still appear.
+        unconfirmed_cancel: Time after `until` in which an accepted cancel may be without effect
+            before a deleted job is released without confirmation; None: never.
     """
 
     submit: float = 30.0
@@ -240,40 +242,42 @@ class Limits:
 
 
 class Services(Protocol):
-    """What the operator lends a backend that it has started, until `close`."""
+    """Services of the operator for a started backend, until `close`."""
 
     def wake(self, job: Key) -> None:
-        """Have a job reconciled soon; from any thread."""
+        """Requeue a job soon; callable from any thread."""
 
     def check_may_write(self) -> None:
-        """Ask right before each write, as another replica may lead by now; from any thread.
+        """Check the leadership right before each write; callable from any thread.
 
         Raises:
-            NotLeadingError: this process may not write.
+            NotLeadingError: This process may not write.
         """
 
     async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
-        """Return what `call` returns in one of the backend's own `threads`.
+        """Run `call` in one of the backend's own `threads` and return its result.
 
-        No thread can be ended: a call that never returns keeps its thread until the process ends.
+        A thread cannot be interrupted: a call that never returns occupies its thread until the
+        process
+        ends.
 
         Args:
-            call: It may block, and should give up by itself.
+            call: May block, and should have a timeout of its own.
             seconds: How long to wait for a free thread and for the call.
 
         Raises:
-            TransientError: it took longer.
+            TransientError: The call took longer.
         """
 
 
 class Backend(ABC):
-    """Runs attempts of jobs somewhere; made by `Backend(context)`, which asks nobody."""
+    """Runs attempts of jobs; the constructor `Backend(context)` sends no request."""
 
     name: ClassVar[str]
     needs_finalizer: ClassVar[bool]
     """Whether attempts outlive their FineTuneJob, which then gets a finalizer.
 
-    Objects in the job's namespace of which the job is the owner need none: they go with it.
+    Objects in the job's namespace that the job owns need none: they are deleted with it.
     """
 
     finds_from_cache: ClassVar[bool]
@@ -290,13 +294,14 @@ class Backend(ABC):
     stops these with a checkpoint, and leaves all others running."""
 
     pages_are_scraped: ClassVar[bool] = True
-    """Whether Prometheus can read the pages of its nodes; else the operator exports what it is told
-    of rank 0 anyway: step, loss, tokens a second, and the age of that."""
+    """Whether Prometheus can read the pages of its nodes; otherwise the operator exports rank 0's
+    reported step, loss, tokens a second, and their age.
+    """
 
     watches: ClassVar[tuple[Watch, ...]] = ()
-    """Kinds in the cluster whose events have a job reconciled; may be empty.
+    """Kinds in the cluster whose events requeue a job; may be empty.
 
-    No job is reconciled while a vital one cannot be listed and watched in its namespace.
+    No job is reconciled while a vital kind cannot be listed and watched in its namespace.
     """
 
     threads: ClassVar[int] = 0
@@ -306,63 +311,63 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(self, context: BackendContext) -> None:
-        """Keep what is given; a library that may be missing is imported in `start`."""
+        """Store the arguments; a library that may be missing is imported in `start`."""
 
     async def start(self, services: Services) -> None:
-        """Begin to work, before the first verb that asks anybody; once in a term of the operator.
+        """Start before the first verb that sends a request; once per term of the operator.
 
-        Where it fails or is cancelled it leaves nothing behind, and is tried again later.
+        If it fails or is cancelled it leaves no state behind, and is retried later.
         """
 
     async def close(self) -> None:
-        """End what `start` began; the attempts run on, and no other verb is called any more."""
+        """Undo `start`; attempts continue to run, and no other verb is called afterwards."""
 
     @abstractmethod
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what this backend cannot do; opens no file that the job names."""
+        """List the features of the job that this backend lacks; opens none of its files."""
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what is wrong with what the job names: missing files, folders not writable.
+        """List problems of the job's inputs: missing files, folders that cannot be written.
 
         Called in a thread, so it may block.
         """
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """List the folders that the job writes and another one could, too; asks nobody."""
+        """List the folders that the job and perhaps another job write; sends no request."""
         return ()
 
     @abstractmethod
     def render(self, plan: Plan, attempt: Attempt) -> Request:
-        """Return what `submit` would create; pure: same plan and attempt, same request."""
+        """Return the objects that `submit` would create; pure, so equal arguments give equal objects."""
 
     @abstractmethod
     async def submit(self, request: Request) -> Handle:
-        """Create the attempt, or adopt it where it exists already and is the job's own.
+        """Create the attempt, or adopt the existing one if the job owns it.
 
         Raises:
-            AlreadyOwnedError: something of that name exists and is not the job's.
-            NotCreatedError: the attempt does not exist, and what is in its way may pass.
-            BackendError: it cannot be created; `retryable` says whether to try again.
+            AlreadyOwnedError: An object of that name exists and the job does not own it.
+            NotCreatedError: The attempt does not exist, and the obstacle may pass.
+            BackendError: The attempt cannot be created; `retryable` is whether a retry may succeed.
         """
 
     @abstractmethod
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        """Return the job's own attempt where it exists, however little of it; creates nothing.
+        """Return the job's own attempt if any part of it exists; creates no object.
 
-        For a caller that died before it could write down what `submit` returned. Of an attempt
-        that `job.status` has, None must be sure: its job may be reported as suspended.
+        For a caller that died before it could record the result of `submit`. For an attempt that
+        `job.status` has, None must be certain: its job may be reported as suspended.
         """
 
     @abstractmethod
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Return what is known of the attempt by now; waits for nothing to happen."""
+        """Return the current state of the attempt without waiting for a change."""
 
     @abstractmethod
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
-        """Ask the attempt to stop with a checkpoint; what is left of it is killed at `until`.
+        """Ask the attempt to stop with a checkpoint; remaining processes are killed at `until`.
 
-        Returns without waiting for that, and may be called again, also with an earlier `until`.
+        Returns at once, and may be called again, also with an earlier `until`.
 
         Returns:
             Whether the request was accepted, so that the attempt will end.
@@ -370,11 +375,11 @@ class Backend(ABC):
 
     @abstractmethod
     def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
-        """Yield the lines of one rank's log, without line ends; `follow` goes on to its end."""
+        """Yield the lines of one rank's log, without line ends; `follow` continues to its end."""
 
     @abstractmethod
     async def collect(self, ref: AttemptRef) -> Sequence[str]:
-        """Return URIs of what the attempt exported."""
+        """Return URIs of the exported artifacts."""
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is kept in memory about a job that is over or gone."""
+        """Drop the in-memory state of a finished or deleted job."""

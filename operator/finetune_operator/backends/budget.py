@@ -1,7 +1,7 @@
-"""How often a service is asked: each request waits for its turn, writes before reads.
+"""Rate limit of requests to a service: each request waits for its turn, writes before reads.
 
-A backend behind a service that throttles has one budget for each account that is throttled. It
-lives on one event loop.
+A backend behind a service that throttles has one budget for each throttled account. A budget
+belongs to one event loop.
 """
 
 import asyncio
@@ -13,20 +13,20 @@ from enum import IntEnum
 from finetune_operator.errors import TransientError
 
 PATIENCE_SECONDS = 20.0
-"""A write that would wait longer for its turn, or anyone in a pause, is to be tried again later."""
+"""Longest wait; a write, or any request during a pause, that would wait longer is to be retried."""
 
 LONGEST_PAUSE_SECONDS = 120.0
-"""However long a service asks to wait, it is asked again after that."""
+"""Longest pause, however long a service asks to wait."""
 
 _WRITES_IN_A_ROW = 3
-"""After so many, a read that waits has its turn."""
+"""After this many other requests, a waiting read has its turn."""
 
 
 def pace(environ: Mapping[str, str], variable: str, usual: str) -> float:
-    """Return how many requests go in a second, as a variable of the environment says.
+    """Return the number of requests per second from a variable of the environment.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The value is invalid.
     """
     text = environ.get(variable, usual)
     if (value := float(text)) <= 0:
@@ -35,19 +35,19 @@ def pace(environ: Mapping[str, str], variable: str, usual: str) -> float:
 
 
 class Priority(IntEnum):
-    """Who goes first."""
+    """Order of requests."""
 
     WRITE = 0  # also a read that a write waits for
-    END = 1  # a read of what has ended: its job waits for it, and there will be no more
+    END = 1  # a read after the end: its job waits for it, and there will be no more
     READ = 2
 
 
 class Budget:
-    """Lets requests go at a pace that is never exceeded.
+    """Admits requests at a rate that is never exceeded.
 
     Args:
-        per_second: How many requests may go in a second.
-        reads_at_once: How many reads may be under way, besides one of what has ended.
+        per_second: Requests per second.
+        reads_at_once: Maximum reads in flight, besides one after the end.
     """
 
     def __init__(self, per_second: float, reads_at_once: int) -> None:
@@ -64,7 +64,7 @@ class Budget:
 
     @asynccontextmanager
     async def held(self, priority: Priority) -> AsyncIterator[None]:
-        """Hold what a request holds from before its turn to its answer: so few are under way."""
+        """Bound the requests in flight: occupy a place from before the turn to the response."""
         if priority is Priority.WRITE:
             yield
             return
@@ -72,10 +72,10 @@ class Budget:
             yield
 
     async def turn(self, priority: Priority) -> None:
-        """Wait until a request may go; those of one priority go in their order.
+        """Wait until a request may be sent; requests of one priority are sent in their order.
 
         Raises:
-            TransientError: the service has asked to wait for longer than PATIENCE_SECONDS, or a
+            TransientError: The service has asked to wait for longer than PATIENCE_SECONDS, or a
                 write would.
         """
         loop, waiting = asyncio.get_running_loop(), self._waiting[priority]
@@ -90,11 +90,11 @@ class Budget:
         try:
             await turn
         finally:
-            if turn in waiting:  # nobody waits for it any more
+            if turn in waiting:  # its caller no longer waits
                 waiting.remove(turn)
 
     def hold(self, seconds: float) -> float:
-        """Let nothing go for so long, as the service asks for; return for how long that is."""
+        """Pause all requests, as the service asks; return for how many seconds."""
         loop, seconds = asyncio.get_running_loop(), min(seconds, LONGEST_PAUSE_SECONDS)
         self._paused_until = max(self._paused_until, loop.time() + seconds)
         self._next = max(self._next, self._paused_until)
@@ -120,7 +120,7 @@ class Budget:
         self._plan(loop)
 
     def _first(self) -> deque[asyncio.Future[None]]:
-        """Return those among whom the next one is."""
+        """Return the queue that has the next turn."""
         writes = self._waiting[Priority.WRITE]
         reads = self._waiting[Priority.END] or self._waiting[Priority.READ]
         is_write = bool(writes) and (self._writes < _WRITES_IN_A_ROW or not reads)

@@ -1,4 +1,4 @@
-"""Which folders of several jobs are one, or lie in each other.
+"""Folders of several jobs that are equal or contain each other.
 
 Called by the operator's kernel for the jobs of a cluster, and by `ftctl validate` for the manifests
 of one call. Pure.
@@ -15,7 +15,7 @@ _Place = tuple[str, ...]
 
 
 class FolderIndex(Generic[Who]):
-    """Who writes where; a question costs as many steps as the folder is deep, and has answers."""
+    """Writers by folder; a lookup costs the depth of the folder and the number of its results."""
 
     def __init__(self) -> None:
         self._of: dict[Who, tuple[Written, ...]] = {}
@@ -24,11 +24,11 @@ class FolderIndex(Generic[Who]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is noted."""
+        """Whether the index is empty."""
         return not (self._of or self._at or self._below)
 
     def put(self, who: Who, folders: Sequence[Written]) -> None:
-        """Note the folders of one, in the place of what was noted before."""
+        """Store the folders of an owner, replacing its previous ones."""
         noted = tuple(folders)
         if self._of.get(who, ()) == noted:
             return
@@ -41,14 +41,14 @@ class FolderIndex(Generic[Who]):
                 self._below.setdefault(one.place[:end], {})[who] = one
 
     def remove(self, who: Who) -> None:
-        """Forget one."""
+        """Remove an owner."""
         for one in self._of.pop(who, ()):
             for end in range(1, len(one.place)):
                 _take_out(self._below, one.place[:end], who)
             _take_out(self._at, one.place, who)
 
     def touching(self, folder: Written, *, besides: Who) -> Iterator[tuple[Who, Written]]:
-        """Yield who else writes the folder, one that holds it, or one that lies in it."""
+        """Yield the other writers of the folder, its parents and its children."""
         places = [self._at.get(folder.place[:end]) for end in range(1, len(folder.place) + 1)]
         for found in (*places, self._below.get(folder.place)):
             for who, one in (found or {}).items():
@@ -57,12 +57,12 @@ class FolderIndex(Generic[Who]):
 
 
 def sentence(mine: Written, theirs: Written, whose: str) -> str:
-    """Return what a folder has to do with another one's, without the field that names it.
+    """Return the relation of a folder to another one, without the field that names it.
 
     Args:
         mine: The folder that the sentence is about.
-        theirs: One that touches it.
-        whose: Who has that.
+        theirs: The overlapping folder.
+        whose: Owner of that folder.
     """
     what = f"{theirs.field} of {whose}"
     if mine.place == theirs.place:

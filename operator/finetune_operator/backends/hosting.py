@@ -1,6 +1,6 @@
-"""A backend as the operator calls it: started once, each verb within its time, closed at the end.
+"""A backend as the operator calls it: started once, each verb with a timeout, closed at the end.
 
-`Backends` makes one of each. What holds for every verb of every backend stands here.
+`Backends` creates one of each. Rules for every verb of every backend are in this module.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_AGAIN_SECONDS = 10.0
-"""How long a backend that could not be started is left alone, unless its service says more."""
+"""Delay after a failed start, unless the service asks for more."""
 
 _CLOSE_SECONDS = 5.0
 _CHECK_THREADS = 4
 
 
 class HostedBackend:
-    """One backend in one term of the operator; it is lent its `Services` by this object, too.
+    """A backend in one term of the operator; this object also provides its `Services`.
 
     Args:
-        name: What it is registered as.
-        backend: Keeps the contract.
-        wake: Has a job reconciled; on the event loop.
-        seconds_to_write: As `ClientOptions` has it; safe to call in any thread.
+        name: Its registered name.
+        backend: Implements the contract.
+        wake: Requeues a job; called on the event loop.
+        seconds_to_write: As in `ClientOptions`; safe to call in any thread.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HostedBackend:
         self._title = f"spec.backend.type {name}"
         self._wake = wake
         self._seconds_to_write = seconds_to_write
-        self._loop: asyncio.AbstractEventLoop  # known once it is started
+        self._loop: asyncio.AbstractEventLoop  # known after the start
         self._checks = BlockingCalls(self._title, _CHECK_THREADS)
         self._calls = BlockingCalls(self._title, backend.threads)
         self._starting = asyncio.Lock()
@@ -71,24 +71,24 @@ class HostedBackend:
         self._is_started = self._is_closed = False
 
     def wake(self, job: Key) -> None:
-        """Have a job reconciled soon; from any thread."""
+        """Requeue a job soon; callable from any thread."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(lambda: self._is_closed or self._wake(job))
 
     def check_may_write(self) -> None:
-        """Raise NotLeadingError where this process may not write (any more); from any thread."""
+        """Raise NotLeadingError if this process may not write; callable from any thread."""
         is_leading = self._seconds_to_write is None or self._seconds_to_write() > 0
         if self._is_closed or not is_leading:
             raise NotLeadingError(f"{self._title} may not write, as this replica does not lead")
 
     async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
-        """Return what `call` returns in one of the backend's own threads."""
+        """Run `call` in one of the backend's own threads and return its result."""
         if not self.backend.threads:
             raise BrokenBackendError(f"{self._title} declares no `threads`, and calls run_blocking")
         return await self._calls.run("a blocking call", call, seconds)
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what the backend cannot do."""
+        """List the features of the job that the backend lacks."""
         with self._faults_told():
             return self.backend.validate(job)
 
@@ -98,12 +98,12 @@ class HostedBackend:
             return self.backend.writes(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
-        """Return what `submit` would create."""
+        """Return the objects that `submit` would create."""
         with self._faults_told():
             return self.backend.render(plan, attempt)
 
     async def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List what is wrong with what the job names; the event loop goes on meanwhile."""
+        """List problems of the job's inputs without blocking the event loop."""
         await self._start()
         if type(self.backend).check_inputs is Backend.check_inputs:
             return ()
@@ -118,7 +118,7 @@ class HostedBackend:
         return await self._call("submit", lambda: self.backend.submit(request))
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        """Return the job's own attempt where it exists."""
+        """Return the job's own attempt if it exists."""
         return await self._call("find", lambda: self.backend.find(job, attempt))
 
     async def observe(self, ref: AttemptRef) -> Observation:
@@ -130,16 +130,16 @@ class HostedBackend:
         return await self._call("cancel", lambda: self.backend.cancel(ref, until))
 
     async def collect(self, ref: AttemptRef) -> Sequence[str]:
-        """Return URIs of what the attempt exported."""
+        """Return URIs of the exported artifacts."""
         return await self._call("collect", lambda: self.backend.collect(ref))
 
     def forget(self, job_uid: str) -> None:
-        """Drop what is kept in memory about a job."""
+        """Drop the in-memory state of a job."""
         with self._faults_told():
             self.backend.forget(job_uid)
 
     async def close(self) -> None:
-        """Close the backend if it was started; no verb is called any more."""
+        """Close the backend if it was started; no verb is called afterwards."""
         self._is_closed = True
         if not self._is_started:
             return
@@ -149,11 +149,11 @@ class HostedBackend:
             log.exception("backend not closed", extra={"backend": self.name})
 
     async def _call(self, verb: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Have the backend started, and return what the verb returns.
+        """Start the backend if necessary, call the verb and return its result.
 
         Raises:
-            TransientError: it took too long, or the backend cannot be started now.
-            BrokenBackendError: somebody must fix the backend, which cannot be started or fails.
+            TransientError: The call took too long, or the backend cannot be started now.
+            BrokenBackendError: A person must fix the backend, which cannot be started or fails.
         """
         await self._start()
         with self._faults_told():
@@ -161,7 +161,7 @@ class HostedBackend:
 
     @contextmanager
     def _faults_told(self) -> Iterator[None]:
-        """Raise a BrokenBackendError for an error that is the backend's own fault."""
+        """Translate an error that is the backend's own fault into a BrokenBackendError."""
         try:
             yield
         except FineTuneError:
@@ -174,7 +174,7 @@ class HostedBackend:
             ) from error
 
     async def _start(self) -> None:
-        """Start the backend, unless it was; several first jobs wait for the same start."""
+        """Start the backend once; concurrent first jobs wait for the same start."""
         if self._is_started and not self._is_closed:
             return
         loop = self._loop = asyncio.get_running_loop()
@@ -192,7 +192,7 @@ class HostedBackend:
             raise BrokenBackendError(str(self._fault)) from self._fault
 
     async def _try_to_start(self) -> FineTuneError | None:
-        """Start the backend; return what keeps it from that."""
+        """Start the backend; return the error that prevents it."""
         backend = self.backend
         try:
             limit = backend.limits.start

@@ -1,6 +1,6 @@
-"""Backends by name, each imported and made once in a term, and closed at its end.
+"""Backends by name, each imported and created once per term, and closed at its end.
 
-The operator's kernel holds them; what is registered says `registry`.
+The operator's kernel owns them; `registry` lists the registered names.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from finetune_operator.kube.watch import Watch
 
 log = logging.getLogger(__name__)
 
-_IMPORT_SECONDS = 10.0  # no job is reconciled before
+_IMPORT_SECONDS = 10.0  # no job is reconciled earlier
 
 
 class Backends:
-    """Backends by name, each made once.
+    """Backends by name, each created once.
 
     Args:
-        context: What each is given.
+        context: Argument of each constructor.
         points: Entry points besides those of installed packages.
-        given: By name, in place of those of installed packages; None for those. A class is made
+        given: By name, instead of installed packages; None for those. A class is instantiated
             here.
-        wake: Has a job reconciled; for backends that ask for it.
+        wake: Requeues a job; for backends that request it.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class Backends:
         self._broken: dict[str, FineTuneError] = {}
 
     async def load_all(self) -> dict[str, Backend]:
-        """Return every backend that can be used, by its name; the log says why one cannot.
+        """Return every usable backend by name; the log has the reason for each unusable one.
 
-        Each is imported in a thread of its own. Caches are shared by kind: a plugin that keeps
-        other fields of a kind than those before it is left out; those of this package come first.
+        Each is imported in a thread of its own. Caches are shared by kind: a plugin that retains
+        other fields of a kind than earlier backends is left out; backends of this package come
+        first.
         """
         ours = {
             point.name for point in self._points if point.value.startswith("finetune_operator.")
@@ -84,15 +85,15 @@ class Backends:
         return found
 
     async def close(self) -> None:
-        """Close those that were started; no verb is called any more."""
+        """Close the started backends; no verb is called afterwards."""
         await asyncio.gather(*(one.close() for one in self._hosted.values()))
 
     def get(self, name: str) -> HostedBackend:
         """Return the backend of that name.
 
         Raises:
-            UnknownBackendError: none is registered under it.
-            BrokenBackendError: it cannot be imported or made, or was left out.
+            UnknownBackendError: The name is not registered.
+            BrokenBackendError: The backend cannot be imported or created, or was left out.
         """
         if name in self._broken:
             raise self._broken[name]
@@ -101,41 +102,41 @@ class Backends:
         return self._hosted[name]
 
     def __contains__(self, name: str) -> bool:
-        """Say whether a backend of that name has been loaded."""
+        """Return whether a backend of that name has been loaded."""
         return name in self._hosted
 
     def of(self, job: FineTuneJob) -> HostedBackend:
         """Return the backend of a job.
 
         Raises:
-            UnknownBackendError: none is registered under its name.
-            BrokenBackendError: it cannot be imported or made.
+            UnknownBackendError: The name is not registered.
+            BrokenBackendError: The backend cannot be imported or created.
         """
         return self.get(job.spec.backend.type)
 
     def needs_finalizer(self, name: str) -> bool:
-        """Say whether attempts of the backend outlive their jobs; not where it cannot be used."""
+        """Return whether the backend's attempts outlive their jobs; False if it is unusable."""
         try:
             return self.get(name).backend.needs_finalizer
         except FineTuneError:
             return False
 
     def finds_from_cache(self, name: str) -> bool | None:
-        """Say whether it finds attempts without a request; None where it cannot be used."""
+        """Return whether the backend finds attempts without a request; None if it is unusable."""
         try:
             return self.get(name).backend.finds_from_cache
         except FineTuneError:
             return None
 
     def pages_are_scraped(self, name: str) -> bool:
-        """Say whether Prometheus can read the pages of its nodes; so where it cannot be used."""
+        """Return whether Prometheus can read the pages of its nodes; True if it is unusable."""
         try:
             return self.get(name).backend.pages_are_scraped
         except FineTuneError:
             return True
 
     async def _load(self, name: str, is_ours: bool) -> FineTuneError | None:
-        """Make a backend, unless it was given; return why it cannot be used."""
+        """Create a backend, unless it was given; return why it cannot be used."""
         if name in self._hosted:
             return None
         title = f"spec.backend.type {name}"
@@ -152,11 +153,11 @@ class Backends:
         return None
 
     def _make(self, name: str) -> Backend:
-        """Import and make a backend.
+        """Import and create a backend.
 
         Raises:
-            UnknownBackendError: none is registered under that name.
-            BrokenBackendError: it cannot be imported or made.
+            UnknownBackendError: The name is not registered.
+            BrokenBackendError: The backend cannot be imported or created.
         """
         kind = (self._given or {}).get(name)
         is_registered = name in registry.available(self._points)
@@ -176,7 +177,7 @@ class Backends:
             ) from error
 
     def _conflict(self, name: str, kept: dict[Resource, tuple[Watch, str]]) -> FineTuneError | None:
-        """Note what a backend keeps of each kind; return where another one keeps it otherwise."""
+        """Record the fields that a backend retains of each kind; return a conflict, if any."""
         declared = dict(kept)
         for watch in self._hosted[name].backend.watches:
             there, other = declared.setdefault(watch.resource, (watch, name))

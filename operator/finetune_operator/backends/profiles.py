@@ -1,4 +1,4 @@
-"""FineTuneProfiles by name, as backends read them: of the cluster, or as `ftctl` was given them."""
+"""FineTuneProfiles by name, as backends read them: from the cluster, or as given to `ftctl`."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 PROFILES = Watch(FINE_TUNE_PROFILES, selector=None)
-"""What a backend watches whose jobs name a profile."""
+"""Kinds watched by a backend whose jobs name a profile."""
 
 USED_BY_AKS = frozenset({
     "image", "command", "init", "env", "image_pull_secrets", "image_pull_policy",
@@ -57,19 +57,20 @@ class ProfileError(ValueError):
         self.is_unknown = is_unknown
 
     def problem(self, field: str) -> Problem:
-        """Return what `validate` says of the field that names the profile."""
+        """Return the problem that `validate` reports about the field that names the profile."""
         return Problem(field, str(self), Severity.WARNING if self.is_unknown else Severity.ERROR)
 
 
 @dataclass(frozen=True)
 class Profiles:
-    """Where the profiles of a backend's jobs are found.
+    """Source of the profiles of a backend's jobs.
 
     Attributes:
-        cluster: In the operator.
-        given: By name, where there is no cluster.
-        unused: Fields that the backend does not use: it refuses a profile that sets one, as that
-            is another backend's, or would promise what is not done.
+        cluster: The cluster, in the operator.
+        given: Profiles by name, if there is no cluster.
+        unused: Fields that the backend does not use: it refuses a profile that sets one, because
+            the
+            profile is another backend's, or would promise more than is done.
     """
 
     cluster: "Cluster | None"
@@ -78,10 +79,10 @@ class Profiles:
     _read: dict[str, tuple[Object, FineTuneProfileSpec]] = field(default_factory=dict, repr=False)
 
     def get(self, name: str) -> FineTuneProfileSpec:
-        """Return the profile as it is now.
+        """Return the current profile.
 
         Raises:
-            ProfileError: there is none, it cannot be read, or it is not for this backend.
+            ProfileError: The profile does not exist, cannot be read, or is for another backend.
         """
         spec = self._found(name)
         if wrong := sorted(field for field in self.unused if _is_set(spec, field)):
@@ -93,7 +94,7 @@ class Profiles:
         return spec
 
     def names(self) -> list[str]:
-        """Return the names of all profiles, also of those for other backends."""
+        """Return the names of all profiles, including those for other backends."""
         if self.cluster is None:
             return sorted(self.given)
         return sorted(one["metadata"]["name"] for one in self.cluster.cache(FINE_TUNE_PROFILES))
@@ -116,11 +117,11 @@ def profile_to_render(
 ) -> P:
     """Return the profile of a job whose attempt is rendered now.
 
-    Job and profile may have changed since that attempt was opened: it may be one that could not be
-    created.
+    Job and profile may have changed since that attempt was opened, if it could not be created at
+    first.
 
     Raises:
-        BackendError: the profile is not known or does not allow the job any more.
+        BackendError: The profile is unknown or no longer allows the job.
     """
     wrong = [one for one in backend.validate(job) if one.severity is Severity.ERROR]
     if wrong:

@@ -8,7 +8,7 @@ def node_of(ref: AttemptRef, rank: int) -> int:
     """Return the number of the node that a rank runs in.
 
     Raises:
-        NoSuchRankError: there is no such rank.
+        NoSuchRankError: The rank does not exist.
     """
     topology = ref.spec.topology if ref.spec is not None else None
     per_node = (topology and (topology.processes_per_node or topology.gpus_per_node)) or 1

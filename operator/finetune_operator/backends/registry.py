@@ -1,6 +1,6 @@
 """Find backends by name: plugins register their class under one entry-point group.
 
-Looking at names imports nothing; only `load` imports the one plugin that is asked for.
+Listing names imports no plugin; only `load` imports the requested one.
 """
 
 import logging
@@ -20,7 +20,7 @@ _DATA = ("name", "needs_finalizer", "finds_from_cache", "runs_without_cluster")
 
 
 def available(points: Iterable[EntryPoint] | None = None) -> tuple[str, ...]:
-    """Return the names of all registered backends, sorted; imports none of them.
+    """Return the names of all registered backends, sorted, without importing them.
 
     Args:
         points: Entry points to search; by default those that are installed.
@@ -32,9 +32,9 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
     """Import and return the backend class registered as `name`.
 
     Raises:
-        UnknownBackendError: nothing is registered under that name.
-        BrokenBackendError: its import fails, two plugins claim the name, or it does not keep the
-            contract of this release.
+        UnknownBackendError: The name is not registered.
+        BrokenBackendError: The import fails, two plugins register the name, or the class does not
+            implement the contract of this release.
     """
     found = list(_points(points))
     targets = {point.value: point for point in found if point.name == name}
@@ -66,7 +66,7 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
 
 
 def without_cluster(apart_from: str) -> dict[str, type[Backend]]:
-    """Return what needs no cluster, by name; the log says what cannot be used."""
+    """Return the backends that need no cluster, by name; the log names unusable ones."""
     made = {}
     for name in available():
         try:
@@ -78,11 +78,11 @@ def without_cluster(apart_from: str) -> dict[str, type[Backend]]:
 
 
 def cause_of(error: Exception, module: str) -> str:
-    """Return why a plugin does not start, and what to install where it lacks a library.
+    """Return why a plugin does not start, and the package to install if a library is missing.
 
     Args:
-        error: What the plugin has raised.
-        module: Where its class is.
+        error: The plugin's exception.
+        module: Module of its class.
     """
     said = f"{type(error).__name__}: {error}"
     is_own = isinstance(error, ImportError) and f"{module}.".startswith(f"{error.name}.")
@@ -93,7 +93,7 @@ def cause_of(error: Exception, module: str) -> str:
 
 
 def _fault(made: type[Backend]) -> str:
-    """Return what keeps a class from being a backend of this release; empty for nothing."""
+    """Return why a class is not a backend of this release; empty if it is."""
     missing = [part for part in _DATA if not hasattr(made, part)]
     missing += sorted(made.__abstractmethods__)
     if missing:

@@ -1,4 +1,4 @@
-"""Which node's failure is the root cause of an attempt's end; a node that was stopped is none."""
+"""Which node's failure is the root cause of an attempt's end; never a node that was stopped."""
 
 import signal
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 TERMINATED = 128 + signal.SIGTERM
 STOPPED_BY_SIGNAL = frozenset({TERMINATED, 128 + signal.SIGINT})
-"""Codes of a trainer that a signal ended before it could take it over: nothing was trained yet."""
+"""Exit codes of a trainer that a signal ended before it handled signals: it trained no step yet."""
 
 PERMANENT = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
-"""Codes of a trainer that would meet the same again."""
+"""Exit codes of a trainer whose failure would repeat."""
 
 _SECONDARY = frozenset({ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 
@@ -27,8 +27,8 @@ def ended_silently(node: str, exit_code: int, *, reason: str = "", more: str = "
 
     Args:
         node: As messages name it.
-        exit_code: Of its main process.
-        reason: What is known besides the code, such as ` (Reason)`.
+        exit_code: Exit code of its main process.
+        reason: Information besides the code, such as ` (Reason)`.
         more: The rest of the sentence.
     """
     if exit_code in STOPPED_BY_SIGNAL:
@@ -43,10 +43,10 @@ def ended_silently(node: str, exit_code: int, *, reason: str = "", more: str = "
 
 
 def with_seen_exit_code(node: str, said: Termination, exit_code: int) -> Termination:
-    """Return a node's own termination message with the exit code that was seen from outside.
+    """Return a node's own termination message with the exit code that was observed from outside.
 
-    A 0 from outside proves nothing where the trainer says that it failed: a shell between them, as
-    in `trainer | tee log`, ends with the code of its last command.
+    An observed 0 is no proof if the trainer reports a failure: a shell between them, as in
+    `trainer | tee log`, ends with the code of its last command.
     """
     if said.exit_code == exit_code:
         return said
@@ -63,10 +63,11 @@ def with_seen_exit_code(node: str, said: Termination, exit_code: int) -> Termina
 
 
 def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
-    """Return a node's place in the search for the root cause; the lowest one is it.
+    """Return a node's rank in the search for the root cause; the lowest is the root cause.
 
-    First those that failed for good and say why, then those that were killed and could not. Nodes
-    that were stopped, and those that were ended with the rest (`is_victim`), explain nothing.
+    Permanent failures with a message come first, then killed nodes without one. Nodes that were
+    stopped,
+    and nodes that were ended with the rest (`is_victim`), explain nothing.
     """
     if is_victim:
         return 4
@@ -80,9 +81,9 @@ def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
 
 
 def root_cause(said: Mapping[int, Termination]) -> int | None:
-    """Return the node whose failure is the root cause, by what each has said; None if none has.
+    """Return the node whose failure is the root cause, by all messages; None if no node has failed.
 
-    Who only noticed that others were gone comes after those that failed in the same way.
+    Nodes that only noticed the loss of others follow nodes that failed in the same way.
     """
 
     def order(node: int) -> tuple[int, bool, int]:

@@ -1,4 +1,4 @@
-"""Since when a service does not answer, in each of its places. Of one event loop."""
+"""Since when a service does not respond, by scope. For one event loop."""
 
 import asyncio
 from collections.abc import Container
@@ -13,10 +13,10 @@ class _Silence:
 
 
 class Silences:
-    """Places that do not answer; their names are the caller's.
+    """Scopes without a response; the caller names them.
 
     Args:
-        patience: After how many seconds of silence it is told.
+        patience: Seconds of silence after which it is reported.
     """
 
     def __init__(self, patience: float) -> None:
@@ -24,15 +24,15 @@ class Silences:
         self._places: dict[str, _Silence] = {}
 
     def note(self, place: str, error: str, lasts: float = 0.0) -> str | None:
-        """Take note that there is no good answer.
+        """Record a missing or failed response.
 
         Args:
-            place: That does not answer.
+            place: The silent scope.
             error: Why.
-            lasts: For how many seconds more it is known that there will be none.
+            lasts: Further seconds for which the silence is certain.
 
         Returns:
-            The first error of a silence that is to be told; None before that.
+            The first error of a silence that is to be reported; None before that.
         """
         now = asyncio.get_running_loop().time()
         silence = self._places.setdefault(place, _Silence(now, error))
@@ -42,10 +42,10 @@ class Silences:
         return silence.error
 
     def end(self, place: str) -> bool:
-        """Take note of an answer, and return whether the silence before it was to be told."""
+        """Record a response, and return whether the silence before it was reported."""
         silence = self._places.pop(place, None)
         return silence is not None and silence.is_told
 
     def keep(self, places: Container[str]) -> None:
-        """Forget all other places, as nobody asks there any more."""
+        """Drop all other scopes, which are no longer requested."""
         self._places = {place: one for place, one in self._places.items() if place in places}

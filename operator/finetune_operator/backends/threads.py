@@ -1,4 +1,4 @@
-"""Blocking calls in a few threads, of which any may hang for ever."""
+"""Blocking calls in a few threads, each of which may hang indefinitely."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 class _DaemonThreads(Executor):
-    """Runs each call in a thread of its own, which no process waits for at its end."""
+    """Runs each call in a thread of its own, which the process does not join at exit."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -31,28 +31,28 @@ class _DaemonThreads(Executor):
 
 
 async def within(seconds: float | None, what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Return what `work` returns, which is cancelled if it takes longer.
+    """Return the result of `work`, which is cancelled if it takes longer.
 
     Raises:
-        TransientError: it did.
+        TransientError: It took longer.
     """
     try:
         async with asyncio.timeout(seconds) as limit:
             return await work()
     except TimeoutError as error:
         if not limit.expired():
-            raise  # its own
+            raise  # a timeout of its own
         raise TransientError(
             f"{what} took more than {seconds:g} s; see that what it asks can be reached"
         ) from error
 
 
 class BlockingCalls:
-    """Runs blocking calls, some at once; a call that hangs keeps its thread.
+    """Runs blocking calls, some at once; a call that hangs occupies its thread.
 
     Args:
-        owner: Whose calls they are, as messages name it.
-        threads: How many run at once.
+        owner: Owner of the calls, as messages name it.
+        threads: Number of concurrent calls.
     """
 
     def __init__(self, owner: str, threads: int) -> None:
@@ -62,15 +62,15 @@ class BlockingCalls:
         self._executor = _DaemonThreads()
 
     async def run(self, what: str, call: Callable[[], T], seconds: float | None) -> T:
-        """Return what `call` returns.
+        """Return the result of `call`.
 
         Args:
-            what: What it does, as messages name it.
+            what: Its purpose, as messages name it.
             call: Blocks.
-            seconds: How long to wait for a free thread, and then for the call; None for ever.
+            seconds: How long to wait for a free thread, and then for the call; None for unlimited.
 
         Raises:
-            TransientError: it took longer.
+            TransientError: It took longer.
         """
         loop = asyncio.get_running_loop()
         late = f"{self._owner}: all {self._threads} threads for {what} hang; waiting for one"

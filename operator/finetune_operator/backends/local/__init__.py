@@ -1,1 +1,1 @@
-"""The local backend: this machine as `nodes` x `processesPerNode`; one process group a node."""
+"""The local backend: this machine as `nodes` x `processesPerNode`; one process group per node."""

@@ -1,8 +1,8 @@
 """The local backend: runs an attempt as processes of this machine; the default of `ftctl run`.
 
 Each node is a process group: `python -P -m finetune_trainer CONFIG` starts and supervises the
-node's ranks. Everything that must outlive `ftctl` is in the attempt's folder (see `layout`), so the
-next `ftctl` finds what a killed one has started. This file only connects the verbs to their
+node's ranks. All state that must outlive `ftctl` is in the attempt's folder (see `layout`), so the
+next `ftctl` finds the processes of a killed one. This file only connects the verbs to their
 modules.
 """
 
@@ -42,7 +42,7 @@ from finetune_trainer.config import Termination
 
 TRAINER = (sys.executable, "-P", "-m", "finetune_trainer")
 
-# Else everybody who may create a job could run programs as the operator, with its token.
+# Otherwise every user who may create a job could run programs as the operator, with its token.
 _IN_A_CLUSTER = (
     "local would run in the operator's own pod; use aks, or run the job on your machine with ftctl"
 )
@@ -102,7 +102,7 @@ class LocalBackend(Backend):
         return render(plan, attempt, self._context, self._command, self._cores)
 
     async def submit(self, request: Request) -> Handle:
-        """Start the nodes that were never started; adopt those that run or have ended."""
+        """Start the nodes that were never started; adopt nodes that run or have ended."""
         folder = AttemptFolder(Path(request.name))
         uid = start(request, folder, passed_on(self._context.environ))
         return layout.handle_for(folder, uid, self._context.manifest_dir)
@@ -122,14 +122,14 @@ class LocalBackend(Backend):
             return nodes.observation_of(folder, ref.handle, self._now())
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
-        """Send SIGTERM once; a later call can only bring the kill forward."""
+        """Send SIGTERM once; a later call can only make the kill earlier."""
         folder = self._folder(ref)
         with _usable(folder):
             _cancel(folder, ref.handle, until.timestamp(), self._now())
         return True
 
     async def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
-        """Yield one rank's events as lines, or its node's output where it has none."""
+        """Yield one rank's events as lines, or its node's output if it has no events."""
         folder, handle = self._folder(ref), ref.handle
         record = nodes.owned(folder, handle)
         if record is None:
@@ -167,11 +167,11 @@ def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) 
     record = nodes.owned(folder, handle)
     if record is None:
         for process in proc.marked(ENV_MARK, mark(handle.uid)):
-            process.send(signal.SIGKILL)  # its folder is gone, so no checkpoint can be kept
+            process.send(signal.SIGKILL)  # its folder is deleted, so no checkpoint can be saved
         return
     there = records.read(folder.cancel, CancelRecord)
     if there is None:
-        # Signalled before it is written down: after a crash between the two, once more.
+        # The signal precedes its record: after a crash between the two, it is repeated.
         nodes.send(record, nodes.observe_nodes(folder, record), signal.SIGTERM)
     if there is None or deadline < there.deadline:
         wish = CancelRecord(deadline=deadline, grace_seconds=max(0.0, round(deadline - now)))
@@ -181,7 +181,7 @@ def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) 
 
 @contextmanager
 def _usable(folder: AttemptFolder) -> Iterator[None]:
-    """Raise a BackendError where the attempt's files cannot be read or written."""
+    """Raise a BackendError if the attempt's files cannot be read or written."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The environment of a node's main process: some of the caller's variables, and our own.
+"""The environment of a node's main process: some of the caller's variables, and the backend's own.
 
 Secrets such as HF_TOKEN are passed only this way: never in a request, a file or a command line.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
 
 ENV_MARK = "FINETUNE_LOCAL_MARK"
-"""Marks every process of an attempt, also one that has a session of its own."""
+"""Marks every process of an attempt, including processes with their own session."""
 
 _NAMES = frozenset(
     {"HOME", "HTTP_PROXY", "HTTPS_PROXY", "LANG", "LD_LIBRARY_PATH", "NO_PROXY", "PATH",
@@ -33,7 +33,7 @@ def mark(uid: str, node: int | None = None) -> str:
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a node inherits from its caller.
 
-    Not RANK or WORLD_SIZE of a launcher, with which the trainer would think that it is a rank.
+    RANK and WORLD_SIZE of a launcher are excluded: the trainer would take itself for a rank.
     """
     taken = {
         name: value
@@ -44,7 +44,7 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_current_folder(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which Python imports nothing from its current folder."""
+    """Return an environment in which Python does not import from its current folder."""
     made = {**environ, "PYTHONSAFEPATH": "1"}
     if "PYTHONPATH" in made:
         # An empty part, as in `export PYTHONPATH=$PYTHONPATH:/x`, means the current folder.

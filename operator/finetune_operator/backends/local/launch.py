@@ -1,7 +1,7 @@
 """Write the record of a node's main process, then become that process.
 
 `start` runs it as `python -P -m ...launch RECORD DIRECTORY COMMAND...`. The process writes its own
-record, as the one that started it may be killed at any moment.
+record, because its parent may be killed at any moment.
 """
 
 import json

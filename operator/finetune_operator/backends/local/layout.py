@@ -16,16 +16,16 @@ FILE = "file://"
 
 
 class BadUriError(ValueError):
-    """A URI that names nothing on this machine; the message says what to write instead."""
+    """A URI that does not exist on this machine; the message names the alternative."""
 
 
 def file_path(uri: str, manifest_dir: Path) -> Path:
-    """Return the absolute path that a `file://` URI names; `file://./x` is beside the manifest.
+    """Return the absolute path of a `file://` URI; `file://./x` is relative to the manifest.
 
     The text is not decoded: `%20` is three characters.
 
     Raises:
-        BadUriError: not a `file://` URI, or one that names a host.
+        BadUriError: The URI has another scheme, or a host.
     """
     if not uri.startswith(FILE):
         raise BadUriError(f"{uri} is not on this machine; use file://./PATH or file:///PATH")
@@ -41,7 +41,7 @@ def file_path(uri: str, manifest_dir: Path) -> Path:
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """Return the folder of the token cache, which all jobs share, as it is keyed by content."""
+    """Return the folder of the token cache, which all jobs share because it is keyed by content."""
     base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "~"), ".cache")
     return Path(base).expanduser() / "finetune-operator" / "tokens"
 
@@ -51,7 +51,7 @@ class Folders:
     """Folders of one job, absolute.
 
     Attributes:
-        run: Everything that the run writes, unless one of the others is elsewhere.
+        run: All files of the run, unless another folder is named for them.
         checkpoint: Committed checkpoints.
         output: The trained model.
     """
@@ -62,7 +62,7 @@ class Folders:
 
 
 def folders_of(job: FineTuneJob, manifest_dir: Path) -> Folders:
-    """Return where the job's files are; what another backend writes is elsewhere.
+    """Return the folders of the job; folders of another backend are elsewhere.
 
     Raises:
         BadUriError: `checkpoint.uri` or `output.uri` is not on this machine.
@@ -118,7 +118,7 @@ class AttemptFolder:
         return self.path / "submit.lock"
 
     def node(self, rank: int) -> Path:
-        """Record of a node's main process; written by that process before it does anything."""
+        """Record of a node's main process; written by that process before any other action."""
         return self.path / f"node-{rank}.json"
 
     def exit(self, rank: int) -> Path:

@@ -1,6 +1,7 @@
-"""On which ports the processes of a node listen, as the kernel reports it.
+"""TCP ports on which the processes of a node listen, as the kernel reports them.
 
-`ftctl top` finds the page of a node by it: the trainer takes another port where its own is taken.
+`ftctl top` uses them to find the page of a node: the trainer takes another port if its own is
+taken.
 """
 
 import os
@@ -13,7 +14,7 @@ _LISTENS = "0A"
 
 
 def ports_below(pid: int) -> list[int]:
-    """Return the TCP ports on which a process or one below it listens, in their order."""
+    """Return the TCP ports on which a process or its descendants listen, sorted."""
     ports = set[int]()
     for one in _with_children(pid):
         try:
@@ -52,4 +53,4 @@ def _link(path: Path) -> str:
     try:
         return os.readlink(path)
     except OSError:
-        return ""  # closed meanwhile
+        return ""  # closed in the meantime

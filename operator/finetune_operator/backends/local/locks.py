@@ -13,7 +13,7 @@ def opened(path: Path) -> int:
 
 
 def take(descriptor: int) -> bool:
-    """Take the lock; return False when another process has it."""
+    """Take the lock; return False if another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -23,11 +23,11 @@ def take(descriptor: int) -> bool:
 
 @contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Hold the lock inside the block; the value says whether it was free."""
+    """Hold the lock inside the block; the value is whether it was free."""
     descriptor = opened(path)
     try:
         yield take(descriptor)
     finally:
-        # Not by closing alone: a child between its fork and its exec has the descriptor too.
+        # Not only by closing: a child between its fork and its exec has the descriptor, too.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

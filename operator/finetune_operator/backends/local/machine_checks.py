@@ -1,6 +1,6 @@
-"""Check what a job needs of this machine.
+"""Check the job's requirements on this machine.
 
-`unsupported` reads only the spec; `missing` also checks the disk, before anything starts.
+`unsupported` reads only the spec; `missing` also checks the disk, before any process starts.
 """
 
 import os
@@ -38,9 +38,9 @@ _NO_EFFECT = (
 
 
 def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
-    """Return what the job asks for that this machine can never offer.
+    """Return the requests of a job that this machine can never satisfy.
 
-    The API's own rules, and what no backend acts on yet, are not checked again.
+    The API's own rules, and fields that no backend supports yet, are not checked again.
     """
     found = check_fields(job.to_object(), _NO_EFFECT, "has no effect on this machine")
     fields = (Problem(show_path(one.path), one.message) for one in found)
@@ -63,7 +63,7 @@ def _uris(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
 
 
 def missing_libraries() -> list[Problem]:
-    """Return what is to be installed before this machine can train; imports nothing of it."""
+    """Return the packages to install before this machine can train, without importing them."""
     lacking = [name for name in _LIBRARIES if find_spec(name) is None]
     if not lacking:
         return []
@@ -79,7 +79,7 @@ def missing(
     cores: int,
     gpus: Callable[[], int],
 ) -> list[Problem]:
-    """Return what the job names that is missing, cannot be written, or is too much.
+    """Return inputs that are missing, folders that cannot be written, and excessive requests.
 
     Only for a job for which `unsupported` found no errors.
     """
@@ -96,7 +96,7 @@ def missing(
 
 
 def installed_gpus() -> int:
-    """Count this machine's GPUs by their device files, as torch is not imported here."""
+    """Count this machine's GPUs by their device files, because torch is not imported here."""
     return sum(entry.name[6:].isdigit() for entry in Path("/dev").glob("nvidia*"))
 
 
@@ -192,7 +192,7 @@ def _cache(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _complaint_about_folder(folder: Path) -> str:
-    """Try to write where the folder is or would be created; leaves nothing behind."""
+    """Try to write in the folder, or in its future parent; leaves no file behind."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
         return f"{there} is not a folder"

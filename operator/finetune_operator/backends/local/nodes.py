@@ -1,8 +1,8 @@
-"""Observe an attempt's nodes, and kill those whose grace is over.
+"""Observe an attempt's nodes, and kill them after their grace period.
 
-Called by `LocalBackend.observe` and `cancel`; it never waits. As this machine has no kubelet, an
-observation also carries out what is overdue: the kill after the grace, and the kill of processes
-that outlived their node's main process.
+Called by `LocalBackend.observe` and `cancel`; it never waits. Because this machine has no kubelet,
+an observation also performs overdue actions: the kill after the grace period, and the kill of
+processes that outlived their node's main process.
 """
 
 import os
@@ -45,7 +45,7 @@ _STEADY_PHASES = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING, P
 
 
 class NodeState(StrEnum):
-    """How far the main process of a node is."""
+    """State of a node's main process."""
 
     STARTING = "Starting"  # its process exists and has not written its record yet
     ALIVE = "Alive"
@@ -54,13 +54,13 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True)
 class Node:
-    """One node as it is now.
+    """The current state of a node.
 
     Attributes:
         rank: Its number, from 0.
-        process: Its main process; None before its record, and where there never was one.
-        termination: How it ended, once it did.
-        is_victim: It ended because we stopped it.
+        process: Its main process; None before its record exists, and if it was never started.
+        termination: How it ended, after its end.
+        is_victim: It ended because it was stopped.
     """
 
     rank: int
@@ -124,7 +124,7 @@ def send(record: AttemptRecord, nodes: Sequence[Node], number: signal.Signals) -
 
 
 def enforce(folder: AttemptFolder, record: AttemptRecord, now: float) -> None:
-    """Kill what still runs after the grace; the deadline is on disk, so it survives a restart."""
+    """Kill running processes after the grace period, whose deadline is on disk."""
     cancel = records.read(folder.cancel, CancelRecord)
     if cancel is None or now < cancel.deadline:
         return
@@ -137,7 +137,7 @@ def enforce(folder: AttemptFolder, record: AttemptRecord, now: float) -> None:
 def end_strays(record: AttemptRecord, node: Node) -> bool:
     """Kill processes that outlived their node's main process; return whether there were none.
 
-    The kernel kills ranks with their parent, so there are some only where that failed.
+    The kernel kills ranks with their parent, so such processes exist only if that failed.
     """
     strays = proc.marked(ENV_MARK, mark(record.uid, node.rank))
     for process in strays:
@@ -150,7 +150,7 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
     if record is None:
         if _is_about_to_start(folder, rank):
             return Node(rank, NodeState.STARTING)
-        # The lock is held from before the process exists until it dies. It is free: without a
+        # The lock is held from before the process exists until it dies. It is free: if there is no
         # record now, there will never be one.
         record = records.read(folder.node(rank), NodeRecord)
     if record is None:
@@ -171,7 +171,7 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
 
 
 def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
-    """Say whether the node's process exists, or may be starting right now."""
+    """Return whether the node's process exists, or may be starting."""
     with locks.held(folder.lock) as nobody_submits:
         if not nobody_submits:
             return True
@@ -182,7 +182,7 @@ def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
 def _termination(
     folder: AttemptFolder, rank: int, pid: int, cancel: CancelRecord | None
 ) -> Termination:
-    """Combine the node's termination message with its exit code, where we know that."""
+    """Combine the node's termination message with its exit code, if known."""
     said: Termination | None = None
     doubt = ""
     try:
@@ -202,8 +202,9 @@ def _without_message(
 ) -> Termination:
     """Return the termination of a node that left no message.
 
-    Without an exit code it was killed, as it would have written a message otherwise; also after a
-    cancel, which the fault of another node may have caused.
+    A node without an exit code was killed, because it would have written a message otherwise. That
+    also
+    holds after a cancel, which the fault of another node may have caused.
     """
     code = ExitCode.KILLED if code is None else code
     if code in STOPPED_BY_SIGNAL:
@@ -224,9 +225,9 @@ def _without_message(
 
 
 def _exit_code(folder: AttemptFolder, rank: int, pid: int) -> int | None:
-    """Return the exit code if we are the parent, or were when it ended; else None.
+    """Return the exit code if this process is the parent, or was when the node ended; else None.
 
-    It is written down before the process is reaped, as the kernel reports it only once.
+    It is recorded before the process is reaped, because the kernel reports it only once.
     """
     seen = records.read(folder.exit(rank), ExitRecord)
     if seen is not None:
@@ -266,7 +267,7 @@ def _root_cause(ended: Sequence[Node]) -> Node | None:
 
 
 def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:
-    """Return what rank 0 published last of this attempt, and a complaint if it cannot be read."""
+    """Return the last progress of rank 0 in this attempt, and a complaint if it cannot be read."""
     path = folder.run_dir / "progress.json"
     try:
         progress = read_progress(folder.run_dir)
@@ -280,7 +281,7 @@ def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:
 def _requeue_seconds(
     folder: AttemptFolder, nodes: Sequence[Node], progress: Progress | None
 ) -> float:
-    """Return a short time while something is about to change."""
+    """Return a short time while the state is about to change."""
     all_alive = all(node.state is NodeState.ALIVE for node in nodes)
     is_steady = progress is not None and progress.phase in _STEADY_PHASES
     if all_alive and is_steady and not folder.cancel.exists():

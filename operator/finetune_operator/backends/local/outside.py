@@ -1,7 +1,7 @@
-"""Files of a run in folders outside of its directory, and whose folders these are.
+"""Files of a run in folders outside of its directory, and the owners of these folders.
 
-`RunFolder` moves such files aside. A folder that a URI names may hold other files, too: the run's
-are its checkpoints, its export, and the claims that say who writes there. Nothing here changes a
+`RunFolder` moves such files aside. A folder that a URI names may hold foreign files, too: the run's
+files are its checkpoints, its export, and the claims that name the writer. This module changes no
 file.
 """
 
@@ -24,8 +24,9 @@ _MANIFEST = "manifest.json"
 def newest_step(folder: Path) -> int | None:
     """Return the step of the newest committed checkpoint; its content is not read.
 
-    A folder with a claim's tag in its name is written in place and committed by its manifest. One
-    without is of a trainer before claims, which renamed it when it was complete.
+    A folder with a claim's tag in its name is written in place and committed by its manifest. A
+    folder
+    without a tag is from a trainer before claims, which renamed it when it was complete.
     """
     steps = []
     for path in folder.glob("step-*"):
@@ -47,10 +48,11 @@ def of_output(folder: Path) -> list[Path]:
 
 
 def owner(folder: Path) -> JobRef | None:
-    """Return the job that owns the folder; None where there is none, or it cannot be read.
+    """Return the job that owns the folder; None without an owner, or if it cannot be read.
 
-    Without claims, which older trainers did not make, the files there name the job. A claim that is
-    not held is of a job that was refused, or was killed before it owned the folder.
+    Without claims, which older trainers did not write, the files there name the job. A claim that
+    is
+    not held belongs to a job that was refused, or was killed before it owned the folder.
     """
     held = {path.name.partition(".")[0] for path in (folder / CLAIMS).glob("*.held.*")}
     for tag in sorted(held, key=_rank, reverse=True):
@@ -80,7 +82,7 @@ def _exported(folder: Path) -> Iterator[Path]:
     try:
         names = json.loads((folder / RECORD).read_bytes())["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # no export of ours, so nothing in it is ours to move
+        return  # not an export of the trainer, so no file here may be moved
     for name in (*names, RECORD):
         path = folder / str(name)
         if ".." not in path.parts and folder in path.parents and path.is_file():

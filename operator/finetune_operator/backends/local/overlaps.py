@@ -20,11 +20,11 @@ _RESUME = "spec.checkpoint.resumeFrom"
 
 
 def written(job: FineTuneJob, manifest_dir: Path) -> list[Written]:
-    """Return the folders that the run writes: its directory, and those that the job names."""
+    """Return the folders that the run writes: its directory, and the folders that the job names."""
     try:
         folders = _resolved(job, manifest_dir)
     except layout.BadUriError:
-        return []  # of a job that is refused for it
+        return []  # the job is refused for it
     named = {_RUN: f"{layout.FILE}{folders[_RUN]}", **outputs_of(job)}
     return [Written(field, uri, ("disk", *folders[field].parts)) for field, uri in named.items()]
 
@@ -46,7 +46,7 @@ def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
 
 
 def _resolved(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
-    """Return every folder of the run with links resolved, as a folder may have several names."""
+    """Return every folder of the run with links resolved; a folder may have several names."""
     made = layout.folders_of(job, manifest_dir)
     folders = {_RUN: made.run, _CHECKPOINT: made.checkpoint, _OUTPUT: made.output}
     return {field: path.resolve() for field, path in folders.items()}
@@ -75,7 +75,7 @@ def _against_read(folder: Path, read: dict[str, Path], checkpoint: Path) -> str:
 
 
 def _against_own(field: str, folders: dict[str, Path]) -> str:
-    """Return a problem where one folder of the run would lose files to another one."""
+    """Return a problem if one folder of the run would lose files to another one."""
     folder = folders[field]
     for other, place in folders.items():
         if other != field and folder == place:

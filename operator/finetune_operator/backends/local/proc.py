@@ -1,8 +1,9 @@
-"""Processes as the kernel reports them: which are alive, since when, of which attempt.
+"""Processes as the kernel reports them: which are alive, since when, and of which attempt.
 
-As pids are reused, a process is identified by pid, start time and boot, and the processes of an
-attempt by a variable in their environment, as torchrun gives every rank a session of its own.
-Standard library only: the launcher imports it before a node's main process exists.
+A process is identified by pid, start time and boot, because pids are reused. The processes of an
+attempt are identified by a variable in their environment, because torchrun gives every rank a
+session of its own. Standard library only: the launcher imports it before a node's main process
+exists.
 """
 
 import os
@@ -13,21 +14,21 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _DEAD = frozenset("ZXx")
-# Of the process flags in /proc/PID/stat: a thread of the kernel, and a process that is ending.
+# Process flags in /proc/PID/stat: a kernel thread, and a process that is exiting.
 _WITHOUT_MEMORY = 0x00200000 | 0x00000004
 _EXEC_SECONDS = 1.0
-# Of its fields, from the third on (proc(5)).
+# Indexes of its fields, from the third on (proc(5)).
 _STATE, _FLAGS, _START_TIME, _ENV_START, _ENV_END = 0, 6, 19, 47, 48
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of this machine.
+    """A process of this machine.
 
     Attributes:
         pid: Its id.
         start_time: Clock ticks from boot to its start.
-        boot_id: Which boot.
+        boot_id: Id of the boot.
     """
 
     pid: int
@@ -35,11 +36,11 @@ class Process:
     boot_id: str
 
     def is_alive(self) -> bool:
-        """Say whether it runs; a zombie does not."""
+        """Return whether it runs; a zombie does not."""
         return look_up(self.pid) == self
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal to this very process; return False when it is gone.
+        """Send a signal to this very process; return False if it has ended.
 
         The descriptor is opened before the check, so a pid that is reused in between is never hit.
         """
@@ -84,7 +85,7 @@ def marked(variable: str, prefix: str) -> list[Process]:
         try:
             settings = _environment(entry).split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # gone meanwhile, or of another user
+            continue  # ended in the meantime, or of another user
         is_marked = any(setting.startswith(wanted) for setting in settings)
         if is_marked and (process := look_up(int(entry.name))) is not None:
             found.append(process)
@@ -109,5 +110,5 @@ def _environment(entry: Path) -> bytes:
 
 def _status(entry: Path) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on."""
-    # The name before them is in brackets and may hold anything, brackets and half letters too.
+    # The name before them is in brackets and may contain anything, brackets and half letters too.
     return (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,7 +1,7 @@
 """Read the log of one rank of an attempt, as lines for people.
 
-A rank appends events, one JSON line each, to one file for all attempts. Before its first event, and
-for a traceback that ends it, there is the output of its node.
+A rank appends events, one JSON line each, to one file for all attempts. The output of its node
+covers the time before its first event, and a traceback that ends it.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def read_log(
         folder: The attempt's folder.
         record: The attempt.
         rank: Global rank.
-        is_over: Follow the log until this is true; None reads what there is.
+        is_over: Follow the log until this is true; None reads the existing lines.
     """
     world_size = record.nodes * record.processes_per_node
     if not 0 <= rank < world_size:
@@ -66,7 +66,7 @@ class Tail:
         self._offset = 0
 
     def lines(self, to_the_end: bool) -> Iterator[str]:
-        """Yield the new lines; with `to_the_end` also a last one without a line end."""
+        """Yield the new lines; with `to_the_end` also an incomplete last line."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -81,11 +81,11 @@ class Tail:
 
 
 def readable(line: str, attempt: int) -> str | None:
-    """Return an event as `TIME EVENT key=value ...`; None for one of another attempt."""
+    """Return an event as `TIME EVENT key=value ...`, or None for another attempt's event."""
     try:
         event = json.loads(line)
     except ValueError:
-        return line  # half a line of a killed attempt: shown as it is
+        return line  # half a line of a killed attempt, shown unchanged
     if not isinstance(event, dict) or event.get("attempt") != attempt:
         return None
     time = datetime.fromtimestamp(float(event.get("time", 0))).strftime("%H:%M:%S")

@@ -13,7 +13,7 @@ Record = TypeVar("Record", bound=ContractModel)
 
 
 class AttemptRecord(ContractModel):
-    """Whose attempt this is, written before its first process is started."""
+    """Owner of an attempt, written before its first process is started."""
 
     uid: str
     attempt: int
@@ -24,7 +24,7 @@ class AttemptRecord(ContractModel):
 
 
 class NodeRecord(ContractModel):
-    """The main process of a node; the start time distinguishes it from a later one with its pid."""
+    """The main process of a node; its start time distinguishes it from a later process."""
 
     pid: int
     start_time: int
@@ -39,12 +39,12 @@ class ExitRecord(ContractModel):
 
 
 class CancelRecord(ContractModel):
-    """The attempt was told to stop.
+    """A requested stop of the attempt.
 
     Attributes:
-        deadline: Seconds since the epoch at which what is left of it is killed.
-        grace_seconds: The grace that led to this deadline, for messages.
-        was_enforced: Something was killed; such a node is a victim, not the root cause.
+        deadline: Seconds since the epoch at which remaining processes are killed.
+        grace_seconds: The grace period that led to this deadline, for messages.
+        was_enforced: A process was killed; such a node is a victim, not the root cause.
     """
 
     deadline: float
@@ -68,10 +68,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read(path: Path, kind: type[Record]) -> Record | None:
-    """Return the record, or None where there is none.
+    """Return the record, or None if the file does not exist.
 
     Raises:
-        BackendError: the file is there and is no such record.
+        BackendError: The file is not a valid record.
     """
     try:
         return kind.read(path)

@@ -1,4 +1,4 @@
-"""Turn a plan into the exact request: the trainer's configuration and one process a node. Pure."""
+"""Turn a plan into the exact request: the trainer's configuration and a process per node. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from finetune_trainer.config import ENV_NODE_RANK, ENV_TERMINATION_PATH
 def render(
     plan: Plan, attempt: Attempt, context: BackendContext, command: Sequence[str], cores: int
 ) -> Request:
-    """Return what `submit` creates: `attempt.json`, `config.json`, then one process a node.
+    """Return the objects that `submit` creates: `attempt.json`, `config.json`, a process per node.
 
-    No secret is in it. The rendezvous port of several nodes is chosen when it is submitted.
+    They contain no secret. The rendezvous port of several nodes is chosen at submission.
     """
     job = plan.job
     folders = layout.folders_of(job, context.manifest_dir)
@@ -62,7 +62,7 @@ def _process(
 ) -> Mapping[str, Any]:
     environment = {ENV_NODE_RANK: str(rank), ENV_TERMINATION_PATH: str(folder.termination(rank))}
     if plan.device == "cuda" and plan.nodes > 1:
-        # Nodes of this machine share its GPUs: each sees its part of those that we may use.
+        # Nodes of this machine share its GPUs: each sees its part of the usable ones.
         first = rank * plan.processes_per_node
         mine = range(first, first + plan.processes_per_node)
         visible = visible_gpus(context.environ)

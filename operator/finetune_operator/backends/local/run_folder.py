@@ -1,7 +1,7 @@
 """The run directory of a job: its owner, its lock, and how it is moved aside.
 
-`job.json` holds the job: with its current status under `ftctl run`, and to name the owner under
-`ftctl dev`. The lock on `job.lock` ends with the process that holds it, however that one ends.
+`job.json` contains the job: with its current status under `ftctl run`, and to name the owner under
+`ftctl dev`. The lock on `job.lock` ends with the process that holds it, however that process ends.
 """
 
 import fcntl
@@ -31,11 +31,12 @@ class RunFolderLockedError(RunFolderError):
 class RunFolder:
     """The run directory of one job.
 
-    Use it as a context manager around everything that changes the job: inside, no other process
-    can. `load` works outside, too.
+    Use it as a context manager around all changes of the job: inside, no other process can change
+    it.
+    `load` works outside, too.
 
     Args:
-        run_dir: Folder of everything the run writes.
+        run_dir: Folder of all files that the run writes.
         checkpoints: Folder of the run's checkpoints; by default the one in the run directory.
         output: Folder of the trained model; by default the one in the run directory.
     """
@@ -62,25 +63,25 @@ class RunFolder:
         """Take the lock.
 
         Raises:
-            RunFolderLockedError: another process holds it.
-            RunFolderError: the run directory cannot be made, or holds files of somebody else.
+            RunFolderLockedError: Another process holds it.
+            RunFolderError: The run directory cannot be created, or contains foreign files.
         """
         self._lock = self._acquire()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock is not None:
-            # Not by closing alone: a child between its fork and its exec has the descriptor too.
+            # Not only by closing: a child between its fork and its exec has the descriptor, too.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
     def load(self) -> FineTuneJob | None:
-        """Return the job as last saved, or None where there is none.
+        """Return the job as last saved, or None if there is none.
 
         Raises:
-            RunFolderError: the file is there and is not a job.
+            RunFolderError: The file is not a valid job.
         """
         try:
             return FineTuneJob.model_validate_json(self.path.read_bytes())
@@ -97,7 +98,7 @@ class RunFolder:
         """Replace the file in one step; a reader sees the old job or the new one.
 
         Raises:
-            RunFolderError: it cannot be written; what was saved before is still there.
+            RunFolderError: The file cannot be written; the previous content is unchanged.
         """
         text = job.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
         try:
@@ -124,26 +125,27 @@ class RunFolder:
         return {folder: paths for folder, paths in found.items() if paths}
 
     def move_aside(self, job: ObjectMeta) -> Path:
-        """Rename the run directory to NAME.1, NAME.2, ... and start an empty one; keep the lock.
+        """Rename the run directory to NAME.1, NAME.2, ... and start an empty one; retain the lock.
 
-        Files outside of it (checkpoints, the exported model, the claims on their folders) go to
-        folders with the same number. Nothing is deleted.
+        Files outside of it (checkpoints, the exported model, the claims on their folders) are moved
+        to
+        folders with the same number. No file is deleted.
 
         Args:
             job: The job that starts now.
 
         Returns:
-            Where the old run directory is now.
+            New path of the old run directory.
 
         Raises:
-            RunFolderError: a folder outside belongs to another job.
+            RunFolderError: A folder outside belongs to another job.
         """
         found, number = self._outside(), 1
         for folder in found:
             self._refuse_folder_of_others(folder, job)
         while any(_numbered(folder, number).exists() for folder in (self.run_dir, *found)):
             number += 1
-        # The run directory goes last: after a crash before that, the next run moves the rest.
+        # The run directory is moved last: after a crash before that, the next run moves the rest.
         for folder, paths in found.items():
             for path in paths:
                 target = _numbered(folder, number) / path.relative_to(folder)
@@ -159,7 +161,7 @@ class RunFolder:
     def make_way(self) -> None:
         """Rename the folder of the attempts, with the last progress, for a job that takes over.
 
-        That job goes on with the other files, and has an attempt 1 of its own.
+        That job continues with the other files, and has an attempt 1 of its own.
         """
         attempts, number = self.run_dir / "attempts", 1
         while _numbered(attempts, number).exists():
@@ -181,7 +183,7 @@ class RunFolder:
         )
 
     def _acquire(self) -> int:
-        """Lock the file that is at the path now; one opened earlier may have been moved aside."""
+        """Lock the current file at the path; a file opened earlier may have been moved aside."""
         self._refuse_files_of_others()
         path = self.run_dir / "job.lock"
         while True:
@@ -201,7 +203,7 @@ class RunFolder:
             os.close(lock)
 
     def _refuse_files_of_others(self) -> None:
-        """Refuse a folder with files but no job, which we must not fill and later move aside."""
+        """Refuse a folder with files but no job, which must not be filled and later moved aside."""
         if not self.run_dir.is_dir() or self.path.exists():
             return
         others = {path.name for path in self.run_dir.iterdir()} - _BEFORE_THE_FIRST_SAVE

@@ -1,7 +1,7 @@
 """Start each node of an attempt exactly once, however often it is called or killed.
 
 Called by `LocalBackend.submit`. The order is: record of the attempt, configuration, nodes. A node's
-lock is taken before its process exists and is held by that process until it dies, so at any moment
+lock is taken before its process exists, and that process holds it until it dies. So at any moment
 a node is exactly one of: not started, alive, ended.
 """
 
@@ -25,7 +25,7 @@ from finetune_operator.errors import AlreadyOwnedError, BackendError, TransientE
 from finetune_trainer.config import ENV_RDZV_ENDPOINT
 
 LAUNCHER = "finetune_operator.backends.local.launch"
-# Below those of the kernel, which begin at 32768 (ip_local_port_range in ip(7)).
+# Below the kernel's own ports, which begin at 32768 (ip_local_port_range in ip(7)).
 _FIRST_PORT, _NUM_PORTS = 10_000, 10_000
 
 
@@ -33,9 +33,9 @@ def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str
     """Start the nodes of `request` that were never started, and return the attempt's uid.
 
     Raises:
-        AlreadyOwnedError: the folder holds another job's attempt; nothing is changed.
-        TransientError: another process is submitting it right now.
-        BackendError: a file cannot be written or a process not be started.
+        AlreadyOwnedError: The folder contains another job's attempt, which is left unchanged.
+        TransientError: Another process is submitting it.
+        BackendError: A file cannot be written, or a process cannot be started.
     """
     attempt, config, *nodes = request.objects
     try:
@@ -47,7 +47,7 @@ def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str
             if not folder.config.exists():
                 text = json.dumps(config["content"], indent=2, ensure_ascii=False) + "\n"
                 records.write_text(folder.config, text)
-            was_stopped = folder.cancel.exists()  # perhaps before its nodes had begun
+            was_stopped = folder.cancel.exists()  # perhaps before its nodes started
             for rank, node in enumerate(nodes):
                 if not was_stopped and not folder.node(rank).exists():
                     _start_node(folder, rank, node, _complete(environment, node, record))
@@ -79,7 +79,7 @@ def _claim(folder: AttemptFolder, wanted: AttemptRecord) -> AttemptRecord:
 def _complete(
     environment: Mapping[str, str], node: Mapping[str, Any], record: AttemptRecord
 ) -> dict[str, str]:
-    """Add the request's variables and the rendezvous to the environment that the caller passes."""
+    """Add the request's variables and the rendezvous to the environment from the caller."""
     made = {**environment, **node["environment"], ENV_MARK: mark(record.uid, node["node"])}
     if record.rendezvous is not None:
         made[ENV_RDZV_ENDPOINT] = record.rendezvous
@@ -94,8 +94,8 @@ def _start_node(
         if not locks.take(lock):
             return  # it was started, and is about to write its record
         if folder.node(rank).exists():
-            return  # it was, and has ended
-        # Inherited by the launcher and kept over its exec; the ranks' launcher closes it.
+            return  # it was started, and has ended
+        # Inherited by the launcher and retained over its exec; the ranks' launcher closes it.
         os.set_inheritable(lock, True)
         launcher = [sys.executable, "-P", "-m", LAUNCHER]
         command = [*launcher, str(folder.node(rank)), str(folder.run_dir)]
@@ -121,10 +121,10 @@ def _streams(log: Path) -> list[tuple[Any, ...]]:
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens on now, nor is given by the kernel to whoever asks for any.
+    """Return a port without a listener, outside the range that the kernel assigns.
 
-    Node 0 binds it only once its process has begun, and whatever opens a socket meanwhile may get
-    one of the kernel's.
+    Node 0 binds it only after its process has started, and a socket opened meanwhile may get a port
+    of the kernel's range.
     """
     while True:
         port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
