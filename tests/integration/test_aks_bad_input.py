@@ -264,7 +264,7 @@ def test_a_copied_manifest_waits_until_the_job_that_has_its_folders_is_deleted(
     told = place.refusal("copy")
     assert told["reason"] == "FolderInUse"
     assert told["message"].startswith(
-        "spec.output.uri pvc://models/shared/copy lies inside pvc://models/shared, spec.output.uri "
+        "spec.output.uri pvc://models/shared/copy is inside pvc://models/shared, spec.output.uri "
         f"of the job {namespace}/model"
     )
     assert api.get(JOBS, namespace, "copy-1") is None

@@ -382,7 +382,7 @@ def test_fresh_and_an_unreadable_run_directory(complete: tuple[Path, str], tmp_p
     done = ftctl("run", "job.yaml", "--fresh", folder=folder)
 
     assert "job.json cannot be read as a job" in refused.stderr
-    assert "start anew with --fresh, which moves it aside" in refused.stderr
+    assert "start over with --fresh, which moves it aside" in refused.stderr
     assert (refused.returncode, left) == (1, "{")
     assert done.returncode == 0, done.stderr
     assert "moved the old run to" in done.stdout

@@ -158,7 +158,7 @@ def test_an_exit_code_that_contradicts_the_last_words_wins(folder: Path) -> None
     assert seen.phase is AttemptPhase.FAILED
     assert seen.termination is not None
     assert seen.termination.failure_class is not FailureClass.COMPLETED
-    assert "137 after it said: all is well" in seen.termination.message
+    assert "137 after its message: all is well" in seen.termination.message
 
 
 def test_a_lost_node_fails_the_attempt_and_is_gone_only_with_the_others(folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_deaf_process_is_killed_after_the_grace_also_by_another_caller(folder:
     seen = observed_until_gone(restarted, handle)
     assert seen.termination is not None
     assert seen.termination.exit_code == 137
-    assert seen.message == "node 0 was killed 60 s after it was told to stop"
+    assert seen.message == "node 0 was killed 60 s after it was asked to stop"
 
 
 def test_what_a_node_leaves_behind_is_ended_before_it_counts_as_gone(folder: Path) -> None:

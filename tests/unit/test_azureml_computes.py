@@ -12,7 +12,6 @@ from azureml_service import WORKSPACE, ServiceClient, amlcompute
 from builders import job as made_job
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.answers import KEPT_SECONDS, MISSING_SECONDS
 from finetune_operator.backends.azureml.computes import Computes
 from finetune_operator.backends.azureml.names import JobProfile
 from finetune_operator.backends.azureml.sdk import RefusedError
@@ -21,6 +20,7 @@ from finetune_operator.backends.azureml.workspace_client import (
     Azure,
     Workspace,
 )
+from finetune_operator.backends.response_cache import KEPT_SECONDS, MISSING_SECONDS
 from finetune_operator.errors import TransientError
 from finetune_operator.testing.suite import Lent
 

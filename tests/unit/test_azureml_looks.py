@@ -225,7 +225,7 @@ def test_an_end_that_a_stop_has_seen_is_told_with_its_last_words(waits: str) -> 
             process.looks.note_stop(ref, UNTIL)
             stopped = process.looks.newest(ref)
             assert stopped is not None
-            assert stopped.is_over  # so that no stop asks again
+            assert stopped.is_finished  # so that no stop asks again
             found = await process.observe(ref, 1.0)
             assert (found.all_gone, found.progress) == (True, STEP_7)
             assert found.termination == failed

@@ -355,10 +355,10 @@ def test_any_sequence_of_states_ends_in_a_legal_status(
     for state, report, seconds in answers:
         now += timedelta(seconds=seconds)
         known = updated_view(known, seen(state, report), now)
-        if known.is_over:
+        if known.is_finished:
             known = replace(known, end=end, last_words=said)
         found = observation_of(known, now)
-        assert found.all_gone == row_of(known.state).is_over
+        assert found.all_gone == row_of(known.state).is_finished
         assert found.disruptions >= moves
         moves = found.disruptions
         if found.all_gone:

@@ -255,12 +255,12 @@ def test_a_profile_of_another_backend_is_told_by_what_it_has() -> None:
     (found,) = backend(aks_cases.profile(), "default").validate(job(**JOB))
     assert str(found) == (
         "spec.backend.azureml.profile default has allow.claims, image, without effect in this "
-        "backend; name a profile that is made for it"
+        "backend; name a profile for it"
     )
     (found,) = aks_cases.backend(profile({"sizes": ["a"]})).validate(job(**aks_cases.JOB))
     assert str(found) == (
         "spec.backend.aks.profile default has allow.datastores, allow.sizes, azureml, without "
-        "effect in this backend; name a profile that is made for it"
+        "effect in this backend; name a profile for it"
     )
 
 

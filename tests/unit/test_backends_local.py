@@ -157,7 +157,7 @@ def test_missing_inputs_are_named_with_field_and_path(tmp_path: Path) -> None:
     )
     assert [str(problem) for problem in backend(tmp_path).check_inputs(manifest)] == [
         f"spec.model.source file://./model: {tmp_path}/model has no config.json; name a folder "
-        "made by save_pretrained",
+        "written by save_pretrained",
         f"spec.dataset.source file://./empty.jsonl: {tmp_path}/empty.jsonl is empty; it needs at "
         "least one row",
         f"spec.dataset.also[1].source file://./model: {tmp_path}/model holds no .jsonl, .json, "
@@ -241,7 +241,7 @@ def test_a_file_in_the_way_of_the_run_directory_is_said_once(inputs: Path) -> No
             "spec.output.uri",
             "holds spec.dataset.also[0].source",
         ),
-        ({"output__uri": "file://./model/out"}, "spec.output.uri", "lies inside spec.model.source"),
+        ({"output__uri": "file://./model/out"}, "spec.output.uri", "is inside spec.model.source"),
         ({"checkpoint__uri": "file://."}, "spec.checkpoint.uri", "holds the manifest"),
         ({"checkpoint__uri": "file://./.."}, "spec.checkpoint.uri", "holds the manifest"),
         (
@@ -272,7 +272,7 @@ def test_a_file_in_the_way_of_the_run_directory_is_said_once(inputs: Path) -> No
         (
             {"checkpoint__uri": "file://./saved", "output__uri": "file://./saved/step-7"},
             "spec.output.uri",
-            "lies inside step-7 of spec.checkpoint.uri",
+            "is inside step-7 of spec.checkpoint.uri",
         ),
     ],
 )

@@ -157,7 +157,7 @@ def test_validate_warns_of_two_manifests_that_share_a_folder(tmp_path: Path) -> 
     code, (inside, same) = told(tmp_path / "b.yaml")
     assert code == 0
     assert f"{tmp_path}/b.yaml:" in inside
-    assert "file:///data/x/y lies inside file:///data/x, spec.checkpoint.uri of" in inside
+    assert "file:///data/x/y is inside file:///data/x, spec.checkpoint.uri of" in inside
     assert "spec.output.uri file:///data/out is also spec.output.uri of default/first in" in same
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(first))
     assert len(told(tmp_path)[1]) == 2  # two of one name are one job

@@ -64,7 +64,7 @@ def test_a_plugin_that_keeps_other_fields_of_a_shared_kind_is_named_and_the_firs
             assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
             assert stalled["message"].startswith(
                 "spec.backend.type greedy keeps other fields of configmaps than configmap does, "
-                "and they share a cache; uninstall one of the two, or let both declare the same "
+                "and they share a cache; uninstall either, or let both declare the same "
                 "Watch"
             )
             assert (await condition(api, "configmap", "Accepted"))["status"] == "True"

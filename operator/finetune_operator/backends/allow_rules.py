@@ -12,7 +12,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 
 
 def fits(name: str, patterns: Collection[str]) -> bool:
-    """Return whether the name matches one of the patterns."""
+    """Return whether the name matches any pattern."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

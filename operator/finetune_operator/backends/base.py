@@ -129,10 +129,10 @@ class Found:
 
 
 class AttemptPhase(StrEnum):
-    """Phase of an attempt, as the backend sees it."""
+    """Phase of an attempt in the view of its backend."""
 
     PENDING = "Pending"  # submitted, no process runs yet
-    RUNNING = "Running"  # at least one of its processes runs
+    RUNNING = "Running"  # at least one process runs
     SUCCEEDED = "Succeeded"  # it ended, with exit code 0
     FAILED = "Failed"  # it ended or lost a worker; see `termination` and `all_gone`
     UNKNOWN = "Unknown"  # it cannot be found; unless `all_gone`, it could not be observed
@@ -169,7 +169,7 @@ class Observation:
         phase: Phase of the attempt.
         all_gone: No process of the attempt lives; only then may the next one start.
         nodes_ready: Nodes whose main process runs.
-        termination: Termination message, after the end; that of the root cause if a node failed.
+        termination: Termination message, after the end; the root cause's if a node failed.
         progress: Last progress of rank 0; None before that.
         checkpoints: URI of the folder that holds its checkpoints; empty if those have the paths
             that rank 0 names.
@@ -255,7 +255,7 @@ class Services(Protocol):
         """
 
     async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
-        """Run `call` in one of the backend's own `threads` and return its result.
+        """Run `call` in a thread of the backend (see `threads`) and return its result.
 
         A thread cannot be interrupted: a call that never returns occupies its thread until the
         process
@@ -339,7 +339,7 @@ class Backend(ABC):
 
     @abstractmethod
     def render(self, plan: Plan, attempt: Attempt) -> Request:
-        """Return the objects that `submit` would create; pure, so equal arguments give equal objects."""
+        """Return the objects that `submit` would create; pure and deterministic."""
 
     @abstractmethod
     async def submit(self, request: Request) -> Handle:

@@ -94,7 +94,7 @@ class Budget:
                 waiting.remove(turn)
 
     def hold(self, seconds: float) -> float:
-        """Pause all requests, as the service asks; return for how many seconds."""
+        """Pause all requests at the service's request; return for how many seconds."""
         loop, seconds = asyncio.get_running_loop(), min(seconds, LONGEST_PAUSE_SECONDS)
         self._paused_until = max(self._paused_until, loop.time() + seconds)
         self._next = max(self._next, self._paused_until)

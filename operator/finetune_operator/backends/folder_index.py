@@ -68,7 +68,7 @@ def sentence(mine: Written, theirs: Written, whose: str) -> str:
     if mine.place == theirs.place:
         same = "also" if mine.uri == theirs.uri else f"the same folder as {theirs.uri},"
         return f"{mine.uri} is {same} {what}"
-    relation = "holds" if len(mine.place) < len(theirs.place) else "lies inside"
+    relation = "holds" if len(mine.place) < len(theirs.place) else "is inside"
     return f"{mine.uri} {relation} {theirs.uri}, {what}"
 
 

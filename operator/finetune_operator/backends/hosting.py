@@ -1,6 +1,6 @@
 """A backend as the operator calls it: started once, each verb with a timeout, closed at the end.
 
-`Backends` creates one of each. Rules for every verb of every backend are in this module.
+`Backends` creates an instance of each. Rules for every verb of every backend are in this module.
 """
 
 import asyncio
@@ -79,27 +79,27 @@ class HostedBackend:
         """Raise NotLeadingError if this process may not write; callable from any thread."""
         is_leading = self._seconds_to_write is None or self._seconds_to_write() > 0
         if self._is_closed or not is_leading:
-            raise NotLeadingError(f"{self._title} may not write, as this replica does not lead")
+            raise NotLeadingError(f"{self._title} may not write: this replica is not the leader")
 
     async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
-        """Run `call` in one of the backend's own threads and return its result."""
+        """Run `call` in a thread of the backend and return its result."""
         if not self.backend.threads:
             raise BrokenBackendError(f"{self._title} declares no `threads`, and calls run_blocking")
         return await self._calls.run("a blocking call", call, seconds)
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List the features of the job that the backend lacks."""
-        with self._faults_told():
+        with self._translated_faults():
             return self.backend.validate(job)
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the folders that the job writes."""
-        with self._faults_told():
+        with self._translated_faults():
             return self.backend.writes(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
         """Return the objects that `submit` would create."""
-        with self._faults_told():
+        with self._translated_faults():
             return self.backend.render(plan, attempt)
 
     async def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
@@ -108,7 +108,7 @@ class HostedBackend:
         if type(self.backend).check_inputs is Backend.check_inputs:
             return ()
         seconds = self.backend.limits.check_inputs
-        with self._faults_told():
+        with self._translated_faults():
             return await self._checks.run(
                 "check_inputs", lambda: self.backend.check_inputs(job), seconds
             )
@@ -135,7 +135,7 @@ class HostedBackend:
 
     def forget(self, job_uid: str) -> None:
         """Drop the in-memory state of a job."""
-        with self._faults_told():
+        with self._translated_faults():
             self.backend.forget(job_uid)
 
     async def close(self) -> None:
@@ -156,11 +156,11 @@ class HostedBackend:
             BrokenBackendError: A person must fix the backend, which cannot be started or fails.
         """
         await self._start()
-        with self._faults_told():
+        with self._translated_faults():
             return await within(getattr(self.backend.limits, verb), f"{self._title}: {verb}", call)
 
     @contextmanager
-    def _faults_told(self) -> Iterator[None]:
+    def _translated_faults(self) -> Iterator[None]:
         """Translate an error that is the backend's own fault into a BrokenBackendError."""
         try:
             yield
@@ -180,7 +180,7 @@ class HostedBackend:
         loop = self._loop = asyncio.get_running_loop()
         async with self._starting:
             if self._is_closed:
-                raise NotLeadingError(f"{self._title} is not asked, as this term has ended")
+                raise NotLeadingError(f"{self._title} is not called: this term has ended")
             if not self._is_started and self._start_at <= loop.time():
                 self._fault = await self._try_to_start()
                 self._is_started = self._fault is None

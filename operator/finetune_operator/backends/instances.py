@@ -33,7 +33,7 @@ class Backends:
 
     Args:
         context: Argument of each constructor.
-        points: Entry points besides those of installed packages.
+        points: Entry points in addition to installed ones.
         given: By name, instead of installed packages; None for those. A class is instantiated
             here.
         wake: Requeues a job; for backends that request it.
@@ -142,14 +142,14 @@ class Backends:
         title = f"spec.backend.type {name}"
         seconds = None if is_ours else _IMPORT_SECONDS
         try:
-            made = await BlockingCalls(title, 1).run(
+            backend = await BlockingCalls(title, 1).run(
                 "its import", lambda: self._make(name), seconds
             )
         except TransientError as error:
             return BrokenBackendError(f"{error}, and restart the operator")
         except FineTuneError as error:
             return error
-        self._hosted[name] = self._host(name, made)
+        self._hosted[name] = self._host(name, backend)
         return None
 
     def _make(self, name: str) -> Backend:
@@ -164,7 +164,7 @@ class Backends:
         if self._given is not None and kind is None and not is_registered:
             raise UnknownBackendError(
                 f"spec.backend.type {name} does not run here (available: "
-                f"{', '.join(self._given)}); use one of these, or apply the job to a cluster"
+                f"{', '.join(self._given)}); use an available one, or apply the job to a cluster"
             )
         if not isinstance(kind, type):
             kind = registry.load(name, self._points)
@@ -184,7 +184,7 @@ class Backends:
             if there != watch:
                 return BrokenBackendError(
                     f"spec.backend.type {name} keeps other fields of {watch.resource} than "
-                    f"{other} does, and they share a cache; uninstall one of the two, or "
+                    f"{other} does, and they share a cache; uninstall either, or "
                     "let both declare the same Watch"
                 )
         kept.update(declared)

@@ -88,7 +88,7 @@ class Profiles:
         if wrong := sorted(field for field in self.unused if _is_set(spec, field)):
             text = (
                 f"{name} has {', '.join(map(_shown, wrong))}, without effect in this backend; "
-                "name a profile that is made for it"
+                "name a profile for it"
             )
             raise ProfileError(text)
         return spec
@@ -105,10 +105,10 @@ class Profiles:
                 text = f"{name} is looked up in the cluster; what it allows is not checked here"
                 raise ProfileError(text, is_unknown=True)
             return self.given[name].spec
-        made = self.cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
+        obj = self.cluster.cache(FINE_TUNE_PROFILES).get(Key("", name))
         there = self._read.get(name)
-        if made is None or there is None or there[0] is not made:
-            self._read[name] = there = (made or {}, _parsed(name, made))
+        if obj is None or there is None or there[0] is not obj:
+            self._read[name] = there = (obj or {}, _parsed(name, obj))
         return there[1]
 
 
@@ -142,11 +142,11 @@ def _is_set(spec: FineTuneProfileSpec, field: str) -> bool:
     return bool(value(spec) != value(_DEFAULTS))
 
 
-def _parsed(name: str, made: Object | None) -> FineTuneProfileSpec:
-    if made is None:
+def _parsed(name: str, obj: Object | None) -> FineTuneProfileSpec:
+    if obj is None:
         raise ProfileError(f"{name} does not exist; create that FineTuneProfile or name another")
     try:
-        return FineTuneProfileSpec.model_validate(made["spec"])
+        return FineTuneProfileSpec.model_validate(obj["spec"])
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

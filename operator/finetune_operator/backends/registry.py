@@ -23,7 +23,7 @@ def available(points: Iterable[EntryPoint] | None = None) -> tuple[str, ...]:
     """Return the names of all registered backends, sorted, without importing them.
 
     Args:
-        points: Entry points to search; by default those that are installed.
+        points: Entry points to search; by default all installed ones.
     """
     return tuple(sorted({point.name for point in _points(points)}))
 
@@ -47,18 +47,18 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
         )
     (point,) = targets.values()
     try:
-        made: Any = point.load()
+        kind: Any = point.load()
     except Exception as error:
         raise BrokenBackendError(
             f"spec.backend.type {name}: the plugin {point.value} cannot be imported "
             f"({cause_of(error, point.module)}); reinstall it or ask its author"
         ) from error
-    if not (isinstance(made, type) and issubclass(made, Backend)):
+    if not (isinstance(kind, type) and issubclass(kind, Backend)):
         fault = f"does not inherit {Backend.__module__}.{Backend.__name__}"
     else:
-        fault = _fault(made)
+        fault = _fault(kind)
         if not fault:
-            return made
+            return kind
     raise BrokenBackendError(
         f"spec.backend.type {name}: the plugin {point.value} {fault}; it needs a version for this "
         "release of finetune-operator"
@@ -67,14 +67,14 @@ def load(name: str, points: Iterable[EntryPoint] | None = None) -> type[Backend]
 
 def without_cluster(apart_from: str) -> dict[str, type[Backend]]:
     """Return the backends that need no cluster, by name; the log names unusable ones."""
-    made = {}
+    usable = {}
     for name in available():
         try:
             if name != apart_from and (kind := load(name)).runs_without_cluster:
-                made[name] = kind
+                usable[name] = kind
         except BrokenBackendError as error:
             log.warning("backend left out", extra={"backend": name, "error": str(error)})
-    return made
+    return usable
 
 
 def cause_of(error: Exception, module: str) -> str:
@@ -84,21 +84,21 @@ def cause_of(error: Exception, module: str) -> str:
         error: The plugin's exception.
         module: Module of its class.
     """
-    said = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {error}"
     is_own = isinstance(error, ImportError) and f"{module}.".startswith(f"{error.name}.")
     if not isinstance(error, ModuleNotFoundError) or is_own:
-        return said
+        return reason
     owners = packages_distributions().get(module.partition(".")[0])
-    return f"{said}; pip install {owners[0] if owners else 'the package that has it'}"
+    return f"{reason}; pip install {owners[0] if owners else 'the package that has it'}"
 
 
-def _fault(made: type[Backend]) -> str:
+def _fault(kind: type[Backend]) -> str:
     """Return why a class is not a backend of this release; empty if it is."""
-    missing = [part for part in _DATA if not hasattr(made, part)]
-    missing += sorted(made.__abstractmethods__)
+    missing = [part for part in _DATA if not hasattr(kind, part)]
+    missing += sorted(kind.__abstractmethods__)
     if missing:
         return f"lacks {', '.join(missing)}"
-    if not all(isinstance(one, Watch) for one in made.watches):
+    if not all(isinstance(one, Watch) for one in kind.watches):
         return "has watches that are not of type finetune_operator.kube.watch.Watch"
     return ""
 
@@ -110,10 +110,10 @@ def _points(points: Iterable[EntryPoint] | None) -> Iterable[EntryPoint]:
 def _unknown(name: str, names: tuple[str, ...]) -> str:
     if not names:
         return (
-            f"spec.backend.type {name} is not available, as no backend is registered at all; "
+            f"spec.backend.type {name} is not available: no backend is registered; "
             "install this package: pip install finetune-operator"
         )
     return (
-        f"spec.backend.type {name} is not installed (available: {', '.join(names)}); use one of "
-        f"these, or install the plugin that registers {name} under {GROUP}"
+        f"spec.backend.type {name} is not installed (available: {', '.join(names)}); use an "
+        f"available one, or install the plugin that registers {name} under {GROUP}"
     )

@@ -18,7 +18,7 @@ _SECONDARY = frozenset({ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 def stopped_by_signal(node: str, exit_code: int) -> Termination:
     """Return the termination of a node that a signal ended before it could write a message."""
     name = signal.Signals(exit_code - 128).name
-    text = f"{node} was asked to stop ({name}) before it could save or say anything"
+    text = f"{node} was asked to stop ({name}) before it could save or report"
     return Termination(failure_class=FailureClass.PREEMPTED, exit_code=exit_code, message=text)
 
 
@@ -42,32 +42,34 @@ def ended_silently(node: str, exit_code: int, *, reason: str = "", more: str = "
     return Termination(failure_class=failure, exit_code=exit_code, message=message)
 
 
-def with_seen_exit_code(node: str, said: Termination, exit_code: int) -> Termination:
+def with_seen_exit_code(node: str, termination: Termination, exit_code: int) -> Termination:
     """Return a node's own termination message with the exit code that was observed from outside.
 
     An observed 0 is no proof if the trainer reports a failure: a shell between them, as in
     `trainer | tee log`, ends with the code of its last command.
     """
-    if said.exit_code == exit_code:
-        return said
+    if termination.exit_code == exit_code:
+        return termination
     if exit_code == ExitCode.DONE:
-        hidden = f"{said.message} ({node} ended with exit code 0 all the same)"
-        return said.model_copy(update={"message": hidden})
-    is_completed = said.failure_class is FailureClass.COMPLETED
+        hidden = f"{termination.message} ({node} ended with exit code 0 nevertheless)"
+        return termination.model_copy(update={"message": hidden})
+    is_completed = termination.failure_class is FailureClass.COMPLETED
     changed = {
         "exit_code": exit_code,
-        "failure_class": FailureClass.ERROR if is_completed else said.failure_class,
-        "message": f"{node} ended with exit code {exit_code} after it said: {said.message}",
+        "failure_class": FailureClass.ERROR if is_completed else termination.failure_class,
+        "message": (
+            f"{node} ended with exit code {exit_code} after its message: {termination.message}"
+        ),
     }
-    return said.model_copy(update=changed)
+    return termination.model_copy(update=changed)
 
 
 def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
     """Return a node's rank in the search for the root cause; the lowest is the root cause.
 
     Permanent failures with a message come first, then killed nodes without one. Nodes that were
-    stopped,
-    and nodes that were ended with the rest (`is_victim`), explain nothing.
+    stopped
+    or ended with the rest (`is_victim`) explain no failure.
     """
     if is_victim:
         return 4
@@ -80,15 +82,15 @@ def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
     return 5 if exit_code == ExitCode.DONE else 2
 
 
-def root_cause(said: Mapping[int, Termination]) -> int | None:
-    """Return the node whose failure is the root cause, by all messages; None if no node has failed.
+def root_cause(terminations: Mapping[int, Termination]) -> int | None:
+    """Return the node whose failure is the root cause, or None if no node has failed.
 
     Nodes that only noticed the loss of others follow nodes that failed in the same way.
     """
 
     def order(node: int) -> tuple[int, bool, int]:
-        one = said[node]
+        one = terminations[node]
         has_lost_others = one.failure_class is FailureClass.WORKER_LOST
         return root_cause_order(one.exit_code, is_victim=False), has_lost_others, node
 
-    return min(said, key=order, default=None)
+    return min(terminations, key=order, default=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class _Silence:
     since: float
     error: str
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class Silences:
@@ -38,13 +38,13 @@ class Silences:
         silence = self._places.setdefault(place, _Silence(now, error))
         if now + lasts - silence.since < self._patience:
             return None
-        silence.is_told = True
+        silence.is_reported = True
         return silence.error
 
     def end(self, place: str) -> bool:
         """Record a response, and return whether the silence before it was reported."""
         silence = self._places.pop(place, None)
-        return silence is not None and silence.is_told
+        return silence is not None and silence.is_reported
 
     def keep(self, places: Container[str]) -> None:
         """Drop all other scopes, which are no longer requested."""

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.backends.answers import Answers
 from finetune_operator.backends.azureml.compute_checks import (
     Compute,
     on_cluster,
@@ -20,6 +19,7 @@ from finetune_operator.backends.azureml.names import FIELD, PROFILE_FIELD, JobPr
 from finetune_operator.backends.azureml.sdk import RefusedError, Sdk
 from finetune_operator.backends.azureml.workspace_client import Workspace
 from finetune_operator.backends.budget import Priority
+from finetune_operator.backends.response_cache import ResponseCache
 from finetune_operator.errors import TransientError
 
 T = TypeVar("T")
@@ -32,12 +32,12 @@ class Computes:
     """Azure's responses about computes, environments and sizes."""
 
     def __init__(self) -> None:
-        self._answers = Answers()
+        self._responses = ResponseCache()
         self._unchecked: dict[str, FineTuneJob] = {}  # by uid
 
     async def close(self) -> None:
         """Stop sending requests."""
-        await self._answers.close()
+        await self._responses.close()
 
     def forget(self, job_uid: str) -> None:
         """Drop the state of a job."""
@@ -149,7 +149,7 @@ class Computes:
                     raise
                 return None
 
-        return await self._answers.get((workspace.id, workspace.client_id, *what), ask)
+        return await self._responses.get((workspace.id, workspace.client_id, *what), ask)
 
 
 def _compute(found: Any) -> Compute:

@@ -124,7 +124,7 @@ class Poller:
         """Use a poll that preceded the first scheduled poll of an attempt."""
         if (one := self._follow(ref)) is not None and (one.view is None or one.may_listen):
             one.may_listen = False
-            if not view.is_over:
+            if not view.is_finished:
                 self._publish(one, view)
             elif one.task is not None:  # its termination messages are still to be read
                 one.pending_end = view
@@ -146,7 +146,9 @@ class Poller:
                 del self._followed[key]
                 if one.task is not None:
                     one.task.cancel()
-        alive = (one for one in self._followed.values() if one.view is None or not one.view.is_over)
+        alive = (
+            one for one in self._followed.values() if one.view is None or not one.view.is_finished
+        )
         self._silences.keep({place for one in alive for place in one.places})
         self._told = {at: job for at, job in self._told.items() if job.tags.get(UID_TAG) != job_uid}
 
@@ -161,7 +163,7 @@ class Poller:
     async def _poll_until_over(self, one: _Polled) -> None:
         """Poll an attempt until no part of it lives."""
         loop = asyncio.get_running_loop()
-        while one.view is None or not one.view.is_over:
+        while one.view is None or not one.view.is_finished:
             wait = await self._poll(one)
             one.due = loop.time() + wait * (1.0 + self._jitter() / 10.0)
             while one.injected is None and (left := one.due - loop.time()) > 0:
@@ -179,7 +181,7 @@ class Poller:
                 seen = await self._ask(workspace, one, name)
                 view = states.updated_view(one.view, seen, self._now())
                 one.may_listen = one.view is None and view.is_running and view.heard is None
-            if view.is_over and view.state != GONE:
+            if view.is_finished and view.state != GONE:
                 view = await self._with_end(workspace, one, name, view)
         except BackendError as error:
             return self._record_failure(one, error)
@@ -241,7 +243,7 @@ class Poller:
     def _report(self, place: str, trouble: Obstacle | None) -> None:
         """Report the obstacle to all attempts of a scope, unless they have one of their own."""
         for one in self._followed.values():
-            if one.view is None or one.view.is_over or place not in one.places:
+            if one.view is None or one.view.is_finished or place not in one.places:
                 continue
             old = one.view.trouble
             if place == one.places[1] or old is None or old.reason != "NotSeen":

@@ -167,7 +167,7 @@ async def read_log(
             if path is not None:
                 async for line in file.new_lines(workspace, details.log_files[path].value):
                     yield line
-            if row_of(details.state).is_over or not follow:
+            if row_of(details.state).is_finished or not follow:
                 break
             heard, tries = now(), tries + 1
             is_old = path is None or tries % _DETAILS_EACH == 0  # its state, and URLs that expire

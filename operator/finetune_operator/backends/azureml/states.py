@@ -27,14 +27,14 @@ class Row:
         obstacle: The obstacle; None if there is none.
         limit: Seconds after which the state will not pass by itself; None if it may last.
         remedy: Remedy after that, besides the job's page.
-        is_over: No part of the attempt lives, and no other state follows.
+        is_finished: No part of the attempt lives, and no other state follows.
     """
 
     phase: AttemptPhase | None
     obstacle: Obstacle | None = None
     limit: float | None = None
     remedy: str = ""
-    is_over: bool = False
+    is_finished: bool = False
 
 
 _STARTING = Row(
@@ -79,10 +79,10 @@ STATES = {
         "see its nodes, and suspend this job or cancel that one to end it",
     ),
     "Paused": Row(None, Obstacle("Paused", "Azure ML has paused the job"), 3600.0, "resume it"),
-    runs.COMPLETED: Row(AttemptPhase.SUCCEEDED, is_over=True),
-    runs.FAILED: Row(AttemptPhase.FAILED, is_over=True),
-    runs.CANCELED: Row(AttemptPhase.FAILED, is_over=True),
-    runs.GONE: Row(AttemptPhase.UNKNOWN, is_over=True),
+    runs.COMPLETED: Row(AttemptPhase.SUCCEEDED, is_finished=True),
+    runs.FAILED: Row(AttemptPhase.FAILED, is_finished=True),
+    runs.CANCELED: Row(AttemptPhase.FAILED, is_finished=True),
+    runs.GONE: Row(AttemptPhase.UNKNOWN, is_finished=True),
 }
 
 
@@ -137,14 +137,14 @@ class AttemptView:
         return self.state == runs.RUNNING
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether no part of it lives."""
-        return row_of(self.state).is_over
+        return row_of(self.state).is_finished
 
 
 def updated_view(before: AttemptView | None, seen: Seen, now: datetime) -> AttemptView:
     """Return the knowledge after a request; a finished attempt stays finished."""
-    if before is not None and before.is_over:
+    if before is not None and before.is_finished:
         return before
     report = seen.report
     old = before or _first_view(seen, now)
@@ -201,7 +201,7 @@ def with_end(
 
 def observation_of(view: AttemptView, now: datetime) -> Observation:
     """Return an observation; its sentences change with the knowledge, and when a limit passes."""
-    if view.is_over:
+    if view.is_finished:
         newest = _newest(view.progress, *(one.progress for one in view.last_words.values()))
         is_ours = view.stop_until is not None
         ended = runs.ended(view.state, view.end, view.last_words, view.url, is_ours=is_ours)

@@ -145,7 +145,7 @@ class Stops:
         """
         key, (_, name) = (ref.job_uid, ref.handle.name), names.parts_of(ref.handle.name)
         order = self._orders.get(key, _Order(view.stop_until))
-        if view.is_over or view.state in _ENDING:
+        if view.is_finished or view.state in _ENDING:
             return False
         if order.cancelled_at is not None and now - order.cancelled_at < _WITHOUT_EFFECT:
             return False

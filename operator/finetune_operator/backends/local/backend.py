@@ -133,13 +133,13 @@ class LocalBackend(Backend):
         folder, handle = self._folder(ref), ref.handle
         record = nodes.owned(folder, handle)
         if record is None:
-            yield f"{folder.path} does not hold attempt {handle.uid} any more"
+            yield f"{folder.path} no longer holds attempt {handle.uid}"
             return
 
-        def is_over() -> bool:
+        def is_finished() -> bool:
             return nodes.observation_of(folder, handle, self._now()).all_gone
 
-        async for line in read_log(folder, record, rank, is_over if follow else None):
+        async for line in read_log(folder, record, rank, is_finished if follow else None):
             yield line
             await asyncio.sleep(0)
 
@@ -187,5 +187,5 @@ def _usable(folder: AttemptFolder) -> Iterator[None]:
     except OSError as error:
         raise BackendError(
             f"{folder.path} cannot be used ({error.strerror}); make room, or make it writable, and "
-            "the job goes on"
+            "the job continues"
         ) from error

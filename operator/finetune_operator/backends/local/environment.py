@@ -45,8 +45,10 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
 
 def without_current_folder(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which Python does not import from its current folder."""
-    made = {**environ, "PYTHONSAFEPATH": "1"}
-    if "PYTHONPATH" in made:
+    environment = {**environ, "PYTHONSAFEPATH": "1"}
+    if "PYTHONPATH" in environment:
         # An empty part, as in `export PYTHONPATH=$PYTHONPATH:/x`, means the current folder.
-        made["PYTHONPATH"] = ":".join(part for part in made["PYTHONPATH"].split(":") if part)
-    return made
+        environment["PYTHONPATH"] = ":".join(
+            part for part in environment["PYTHONPATH"].split(":") if part
+        )
+    return environment

@@ -1,4 +1,4 @@
-"""TCP ports on which the processes of a node listen, as the kernel reports them.
+"""TCP ports on which the processes of a node listen, from the kernel.
 
 `ftctl top` uses them to find the page of a node: the trainer takes another port if its own is
 taken.
@@ -26,9 +26,9 @@ def ports_below(pid: int) -> list[int]:
 
 def _with_children(pid: int) -> Iterator[int]:
     yield pid
-    for told in (_PROC / str(pid) / "task").glob("*/children"):
+    for file in (_PROC / str(pid) / "task").glob("*/children"):
         try:
-            children = told.read_text().split()
+            children = file.read_text().split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         for child in children:

@@ -114,10 +114,10 @@ def _model(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
     folder = layout.file_path(uri, manifest_dir)
     if not folder.is_dir():
         state = "is a file, not a folder" if folder.exists() else "does not exist"
-        message = f"{uri}: {folder} {state}; name a folder made by save_pretrained"
+        message = f"{uri}: {folder} {state}; name a folder written by save_pretrained"
         yield Problem("spec.model.source", message)
     elif not (folder / "config.json").is_file():
-        message = f"{uri}: {folder} has no config.json; name a folder made by save_pretrained"
+        message = f"{uri}: {folder} has no config.json; name a folder written by save_pretrained"
         yield Problem("spec.model.source", message)
 
 

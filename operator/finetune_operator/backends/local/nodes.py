@@ -84,7 +84,7 @@ def observation_of(folder: AttemptFolder, handle: Handle, now: float) -> Observa
         return Observation(
             AttemptPhase.FAILED if alive else AttemptPhase.UNKNOWN,
             all_gone=not alive,
-            message=f"{folder.path} does not hold attempt {handle.uid} any more",
+            message=f"{folder.path} no longer holds attempt {handle.uid}",
             requeue_seconds=SOON_SECONDS,
         )
     enforce(folder, record, now)
@@ -172,8 +172,8 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
 
 def _is_about_to_start(folder: AttemptFolder, rank: int) -> bool:
     """Return whether the node's process exists, or may be starting."""
-    with locks.held(folder.lock) as nobody_submits:
-        if not nobody_submits:
+    with locks.held(folder.lock) as is_free:
+        if not is_free:
             return True
         with locks.held(folder.node_lock(rank)) as is_free:
             return not is_free
@@ -183,17 +183,19 @@ def _termination(
     folder: AttemptFolder, rank: int, pid: int, cancel: CancelRecord | None
 ) -> Termination:
     """Combine the node's termination message with its exit code, if known."""
-    said: Termination | None = None
+    termination: Termination | None = None
     doubt = ""
     try:
-        said = Termination.read(folder.termination(rank))
+        termination = Termination.read(folder.termination(rank))
     except FileNotFoundError:
         doubt = "without a termination message"
     except ValidationError as error:
         doubt = f"and its termination message cannot be read ({error.errors()[0]['msg']})"
     code = _exit_code(folder, rank, pid)
-    if said is not None:
-        return said if code is None else with_seen_exit_code(f"node {rank}", said, code)
+    if termination is not None:
+        return (
+            termination if code is None else with_seen_exit_code(f"node {rank}", termination, code)
+        )
     return _without_message(rank, code, doubt, folder, cancel)
 
 
@@ -216,7 +218,7 @@ def _without_message(
         failure = FailureClass.WORKER_LOST
         text = f"node {rank} was killed (SIGKILL) {doubt}"
         if cancel is not None and cancel.was_enforced:
-            text = f"node {rank} was killed {cancel.grace_seconds:g} s after it was told to stop"
+            text = f"node {rank} was killed {cancel.grace_seconds:g} s after it was asked to stop"
     elif code > 128:
         text = f"node {rank} was ended by signal {code - 128} {doubt}; see {folder.log(rank)}"
     else:

@@ -47,9 +47,9 @@ def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
 
 def _resolved(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
     """Return every folder of the run with links resolved; a folder may have several names."""
-    made = layout.folders_of(job, manifest_dir)
-    folders = {_RUN: made.run, _CHECKPOINT: made.checkpoint, _OUTPUT: made.output}
-    return {field: path.resolve() for field, path in folders.items()}
+    folders = layout.folders_of(job, manifest_dir)
+    by_field = {_RUN: folders.run, _CHECKPOINT: folders.checkpoint, _OUTPUT: folders.output}
+    return {field: path.resolve() for field, path in by_field.items()}
 
 
 def _read(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:
@@ -66,11 +66,11 @@ def _against_read(folder: Path, read: dict[str, Path], checkpoint: Path) -> str:
         if folder == place:
             return f"is {what} itself"
         if folder in place.parents:
-            # A checkpoint to start from may be one of the job's own.
+            # A checkpoint to start from may belong to the job itself.
             if what != _RESUME or place.parent != checkpoint:
                 return f"holds {what}"
         elif place in folder.parents:
-            return f"lies inside {what}"
+            return f"is inside {what}"
     return ""
 
 
@@ -84,5 +84,5 @@ def _against_own(field: str, folders: dict[str, Path]) -> str:
     if field == _OUTPUT and checkpoint in folder.parents:
         name = folder.relative_to(checkpoint).parts[0]
         if name.startswith("step-"):
-            return f"lies inside {name} of {_CHECKPOINT}, which is deleted when it is old"
+            return f"is inside {name} of {_CHECKPOINT}, which is deleted by retention"
     return ""

@@ -100,9 +100,9 @@ def _environment(entry: Path) -> bytes:
     end = time.monotonic() + _EXEC_SECONDS
     while not (settings := (entry / "environ").read_bytes()):
         fields = _status(entry)
-        is_over = fields[_STATE] in _DEAD or int(fields[_FLAGS]) & _WITHOUT_MEMORY
+        is_dead = fields[_STATE] in _DEAD or int(fields[_FLAGS]) & _WITHOUT_MEMORY
         is_empty = fields[_ENV_START] == fields[_ENV_END] != "0"
-        if is_over or is_empty or time.monotonic() > end:
+        if is_dead or is_empty or time.monotonic() > end:
             break
         time.sleep(0.0001)
     return settings

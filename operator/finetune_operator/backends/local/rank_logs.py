@@ -23,7 +23,7 @@ async def read_log(
     folder: AttemptFolder,
     record: AttemptRecord,
     rank: int,
-    is_over: Callable[[], bool] | None = None,
+    is_finished: Callable[[], bool] | None = None,
 ) -> AsyncIterator[str]:
     """Yield the lines of `rank`.
 
@@ -31,7 +31,7 @@ async def read_log(
         folder: The attempt's folder.
         record: The attempt.
         rank: Global rank.
-        is_over: Follow the log until this is true; None reads the existing lines.
+        is_finished: Follow the log until this is true; None reads the existing lines.
     """
     world_size = record.nodes * record.processes_per_node
     if not 0 <= rank < world_size:
@@ -41,7 +41,9 @@ async def read_log(
     output = Tail(folder.log(rank // record.processes_per_node))
     has_events = has_output = False
     while True:
-        ended = is_over is None or is_over()  # before reading, so that the last lines are read
+        ended = (
+            is_finished is None or is_finished()
+        )  # before reading, so that the last lines are read
         for line in events.lines(ended):
             if (text := readable(line, record.attempt)) is not None:
                 has_events = True
@@ -55,7 +57,7 @@ async def read_log(
             break
         await asyncio.sleep(POLL_SECONDS)
     if not has_events and not has_output:
-        yield f"rank {rank} of attempt {record.attempt} has written nothing yet"
+        yield f"rank {rank} of attempt {record.attempt} has no output yet"
 
 
 class Tail:

@@ -80,5 +80,5 @@ def read(path: Path, kind: type[Record]) -> Record | None:
     except ValidationError as error:
         raise BackendError(
             f"{path} is damaged ({error.errors()[0]['msg']}); remove the attempt's folder if none "
-            "of its processes runs, or start anew with --fresh"
+            "of its processes runs, or start over with --fresh"
         ) from error

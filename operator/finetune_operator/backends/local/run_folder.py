@@ -90,7 +90,7 @@ class RunFolder:
         except (OSError, ValidationError) as error:
             reason = str(error).splitlines()[0]
             raise RunFolderError(
-                f"{self.path} cannot be read as a job ({reason}); restore it, or start anew "
+                f"{self.path} cannot be read as a job ({reason}); restore it, or start over "
                 "with --fresh, which moves it aside"
             ) from error
 
@@ -195,7 +195,7 @@ class RunFolder:
                     f"spec.backend.local.runDirectory {self.run_dir} cannot be written "
                     f"({error.strerror}); choose another folder"
                 ) from error
-            self._lock_or_say_whose(lock)
+            self._lock_or_name_holder(lock)
             if _is_at(lock, path):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -213,7 +213,7 @@ class RunFolder:
                 "job.json, so it is no run's; choose an empty or a new folder"
             )
 
-    def _lock_or_say_whose(self, lock: int) -> None:
+    def _lock_or_name_holder(self, lock: int) -> None:
         if locks.take(lock):
             return
         holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"

@@ -2,7 +2,7 @@
 
 Called by `LocalBackend.submit`. The order is: record of the attempt, configuration, nodes. A node's
 lock is taken before its process exists, and that process holds it until it dies. So at any moment
-a node is exactly one of: not started, alive, ended.
+a node is in exactly one state: not started, alive, ended.
 """
 
 import errno
@@ -80,10 +80,10 @@ def _complete(
     environment: Mapping[str, str], node: Mapping[str, Any], record: AttemptRecord
 ) -> dict[str, str]:
     """Add the request's variables and the rendezvous to the environment from the caller."""
-    made = {**environment, **node["environment"], ENV_MARK: mark(record.uid, node["node"])}
+    variables = {**environment, **node["environment"], ENV_MARK: mark(record.uid, node["node"])}
     if record.rendezvous is not None:
-        made[ENV_RDZV_ENDPOINT] = record.rendezvous
-    return made
+        variables[ENV_RDZV_ENDPOINT] = record.rendezvous
+    return variables
 
 
 def _start_node(

@@ -24,17 +24,17 @@ MISSING_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Response:
     value: Any
     refusal: BackendError | None
     came_at: float
 
 
-class Answers:
+class ResponseCache:
     """The last response to each request."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, _Answer] = {}
+        self._responses: dict[Hashable, _Response] = {}
         self._asking: dict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._renewals: set[asyncio.Task[None]] = set()
 
@@ -54,32 +54,32 @@ class Answers:
         Raises:
             BackendError: The request is refused, which is cached as well, or has no response now.
         """
-        answer = self._kept.get(key)
-        age = self._age(answer)
-        if answer is None or answer.value is None or age > STALE_SECONDS:
+        response = self._responses.get(key)
+        age = self._age(response)
+        if response is None or response.value is None or age > STALE_SECONDS:
             await self._ask(key, ask)
         elif age > KEPT_SECONDS and not self._asking[key].locked():
             task = asyncio.create_task(self._renew(key, ask))
             self._renewals.add(task)
             task.add_done_callback(self._renewals.discard)
-        answer = self._kept[key]
-        if answer.refusal is not None:
-            raise answer.refusal.with_traceback(None)  # otherwise it would grow with each raise
-        value: T | None = answer.value
+        response = self._responses[key]
+        if response.refusal is not None:
+            raise response.refusal.with_traceback(None)  # otherwise it would grow with each raise
+        value: T | None = response.value
         return value
 
     async def _renew(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> None:
         try:
             await self._ask(key, ask)
         except BackendError as error:  # the next caller sends the request again, and gets the error
-            log.info("answer not renewed", extra={"asked": str(key), "error": str(error)})
+            log.info("response not refreshed", extra={"asked": str(key), "error": str(error)})
 
     async def _ask(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> None:
         """Send the request, unless another caller has just received the response."""
         async with self._asking[key]:
-            answer = self._kept.get(key)
-            is_missing = answer is None or answer.value is None
-            if self._age(answer) > (MISSING_SECONDS if is_missing else KEPT_SECONDS):
+            response = self._responses.get(key)
+            is_missing = response is None or response.value is None
+            if self._age(response) > (MISSING_SECONDS if is_missing else KEPT_SECONDS):
                 value, refusal = None, None
                 try:
                     value = await ask()
@@ -87,10 +87,10 @@ class Answers:
                     if error.retryable:
                         raise
                     refusal = error
-                self._kept[key] = _Answer(value, refusal, asyncio.get_running_loop().time())
+                self._responses[key] = _Response(value, refusal, asyncio.get_running_loop().time())
 
-    def _age(self, answer: _Answer | None) -> float:
+    def _age(self, response: _Response | None) -> float:
         """Return the age of a response in seconds; infinite without one."""
-        if answer is None:
+        if response is None:
             return float("inf")
-        return asyncio.get_running_loop().time() - answer.came_at
+        return asyncio.get_running_loop().time() - response.came_at
