@@ -105,7 +105,7 @@ def serverless(size: str, **changes: Any) -> dict[str, Any]:
         (on("aks", topology__gpusPerNode=8, topology__processesPerNode=None,
             topology__instanceType="gpu8"), []),
         (on("aks", topology__gpusPerNode=1, topology__processesPerNode=None),
-         [(SIZE, "is missing, and the default instance type of compute aks has 0 GPUs; name one")]),
+         [(SIZE, "is missing, and the default instance type of compute aks has 0 GPUs; name an")]),
         (on("aks", topology__gpusPerNode=2, topology__processesPerNode=None,
             topology__instanceType="gpu1"), [(GPUS, "2 is more than a node of gpu1 of compute")]),
         (on("aks", topology__instanceType="gpu2"),

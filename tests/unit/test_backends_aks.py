@@ -836,7 +836,7 @@ def test_objects_of_the_cluster_become_an_observation(
 
 ENDS: list[Any] = [
     pytest.param(ended(0, 65, DATA), 65, "DataError", "row 3 has no messages", id="its words"),
-    pytest.param(ended(0, 1, DONE), 1, "Error", "exit code 1 after its message: said", id="two words"),
+    pytest.param(ended(0, 1, DONE), 1, "Error", "1 after its message: said", id="two words"),
     pytest.param(
         ended(0, 0, DATA), 65, "DataError",
         "row 3 has no messages (pod tiny-1-0-x ended with exit code 0 nevertheless)", id="hidden",
@@ -864,7 +864,7 @@ ENDS: list[Any] = [
         id="out of memory while it was told to stop",
     ),
     pytest.param(
-        ended(0, 143, PREEMPTED), 143, "Preempted", "143 after its message: said", id="signalled later"
+        ended(0, 143, PREEMPTED), 143, "Preempted", "143 after its message", id="signalled later"
     ),
     pytest.param(
         ended(0, 1, "Traceback\nImportError: x\n"), 1, "Error",

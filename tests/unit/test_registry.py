@@ -39,7 +39,8 @@ def test_an_unknown_name_lists_what_is_available_and_what_to_install() -> None:
     with pytest.raises(UnknownBackendError) as caught:
         registry.load("slurm", [point("fake", FAKE)])
     assert str(caught.value) == (
-        "spec.backend.type slurm is not installed (available: fake); use an available one, or install "
+        "spec.backend.type slurm is not installed (available: fake); use an available one, or "
+        "install 
         "the plugin that registers slurm under finetune_operator.backends"
     )
 
