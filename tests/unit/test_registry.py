@@ -40,8 +40,7 @@ def test_an_unknown_name_lists_what_is_available_and_what_to_install() -> None:
         registry.load("slurm", [point("fake", FAKE)])
     assert str(caught.value) == (
         "spec.backend.type slurm is not installed (available: fake); use an available one, or "
-        "install 
-        "the plugin that registers slurm under finetune_operator.backends"
+        "install the plugin that registers slurm under finetune_operator.backends"
     )
 
 
