@@ -8,9 +8,10 @@ from typing import Any
 
 from builders import manifest
 from fake_api import BeforeCall, FakeApi
+from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validation import defaulted
 from finetune_operator.backends import registry
-from finetune_operator.backends.base import Backend, BackendContext
+from finetune_operator.backends.base import Attempt, Backend, BackendContext
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kernel.events import EventPoster
@@ -21,6 +22,7 @@ from finetune_operator.kube.api_errors import ForbiddenError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS, Object, Resource
+from finetune_operator.planner.plan import make_plan
 
 KEY = Key("ns", "tiny")
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -69,11 +71,8 @@ class World:
     """A cluster, its clock, and an operator process that may die.
 
     Attributes:
-        is_busy: Whether the process has other jobs to look at.
         woken: Jobs that the process has had looked at by itself.
     """
-
-    is_busy = False
 
     def __init__(self) -> None:
         self.api = RationedApi()
@@ -99,7 +98,6 @@ class World:
             self.backends,
             EventPoster(self.api, "test"),
             now=lambda: self.now,
-            is_busy=lambda key: self.is_busy,
             wake=self.woken.append,
         )
 
@@ -152,6 +150,14 @@ class World:
         fields |= {"backend": {"type": "configmap"}, **overrides}
         made = defaulted(manifest(**fields))
         await self.api.create(FINE_TUNE_JOBS, made, "ns")
+
+    async def leave_unrecorded(self, points: Sequence[EntryPoint] = POINTS) -> None:
+        """Create attempt 1 as operator 0.1.0 did, before any status records it, and restart."""
+        await self.catch_up()
+        job = FineTuneJob.model_validate(self.job)
+        backend = self.backends.of(job)
+        await backend.submit(backend.render(make_plan(job), Attempt(1)))
+        self.start_process(points)
 
     async def change(self, **spec: Any) -> None:
         await self.api.patch(FINE_TUNE_JOBS, "tiny", "ns", {"spec": spec})

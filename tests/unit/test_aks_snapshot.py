@@ -18,12 +18,12 @@ def run(what: Coroutine[Any, Any, None]) -> None:
     asyncio.run(what)
 
 
-async def with_a_failed_attempt(world: AksWorld) -> None:
-    """Let the first attempt fail while the operator does not look."""
+async def with_a_failed_attempt(world: AksWorld, after_seconds: float = 60) -> None:
+    """Let the first attempt fail so long after its opening, before the next reconcile."""
     await world.apply()
     await world.settle()
     await world.make_pods(1)
-    world.now += timedelta(minutes=1)
+    world.now += timedelta(seconds=after_seconds)
     await world.settle()
     await world.end_pods(1, 0, 1, code=137)
     await world.conclude(1, "Failed")
@@ -66,12 +66,12 @@ def test_a_snapshot_that_was_changed_is_refused_until_its_batch_job_is_deleted()
     run(work())
 
 
-def test_a_snapshot_that_was_changed_while_nobody_had_told_of_the_attempt_is_refused() -> None:
+def test_snapshot_changed_before_its_digest_is_written_is_refused() -> None:
     async def work() -> None:
         world = AksWorld(NOBODY)
         await world.apply()
         await world.settle()
-        assert "attempts" not in world.job["status"]
+        assert "digest" not in world.job["status"]["attempts"][0]
         await edit_image(world)
         await world.make_pods(1)
         await world.end_pods(1, 0, 1, code=137)
@@ -95,7 +95,7 @@ def test_the_digest_of_a_snapshot_costs_no_write() -> None:
                 patches.append(world.job["status"]["phase"])
 
         world.api.after = note
-        await with_a_failed_attempt(world)
+        await with_a_failed_attempt(world, after_seconds=30)
         await world.settle()
         assert world.attempts == ["tiny-1", "tiny-2"]
         await world.make_pods(2)

@@ -57,6 +57,7 @@ async def running(world: AksWorld) -> None:
 def test_a_gang_that_loads_its_model_has_its_nodes() -> None:
     async def life(world: AksWorld, said: ProgressServer) -> None:
         await running(world)
+        await look(world, 15)  # since the attempt was opened
         assert told(world, "ResourcesReady") == ("True", "Starting")
         assert told(world, "Running") == ("False", "Starting")
         assert world.job["status"]["nodes"] == {"desired": 2, "ready": 2, "worldSize": 2}

@@ -10,13 +10,15 @@ from builders import manifest
 from finetune_operator.api.validation import defaulted
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Object, Resource
-from kernel_world import PLAYS, World
+from kernel_world import PLAYS, World, at_write, nothing
 from virtual_time import run
 
 OUT = "pvc://models/x"
 INSIDE = "pvc://models/x/run"
 APART = "pvc://models/y"
+AWAY = UnavailableError(0, "Timeout", "no answer in time")
 
 
 class Jobs(World):
@@ -204,6 +206,42 @@ def test_what_runs_on_after_its_job_was_deleted_keeps_the_folder(is_told: bool) 
         world.api.remove(CONFIG_MAPS, "first-1", "ns")
         await world.look("first")
         assert world.attempts == ["second-1"]
+
+    story(work)
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before the write", "after the write"])
+def test_folder_is_refused_while_the_opening_of_another_job_has_no_response(is_done: bool) -> None:
+    async def work(world: Jobs) -> None:
+        await world.add("old")
+        await world.add("new")
+        await world.catch_up()
+        hook = at_write(1, AWAY)
+        world.api.before, world.api.after = (nothing, hook) if is_done else (hook, nothing)
+        with pytest.raises(UnavailableError):
+            await world.reconciler.reconcile(Key("ns", "old"))
+        await world.reconciler.reconcile(Key("ns", "new"))  # before a watch shows the write
+        assert world.attempts == []
+        await world.look("old")
+        assert world.attempts == ["old-1"]
+        assert "ns/old" in world.rejection("new")
+
+    story(work)
+
+
+def test_waiting_job_is_woken_when_an_opening_was_not_written() -> None:
+    async def work(world: Jobs) -> None:
+        await world.add("old")
+        await world.add("new")
+        await world.catch_up()
+        world.api.before = at_write(1, AWAY)
+        with pytest.raises(UnavailableError):
+            await world.reconciler.reconcile(Key("ns", "old"))
+        await world.reconciler.reconcile(Key("ns", "new"))
+        assert "ns/old" in world.rejection("new")
+        await world.spec("old", suspend=True)
+        await world.look("old")  # it wakes the other one
+        assert world.attempts == ["new-1"]
 
     story(work)
 

@@ -153,20 +153,3 @@ def test_facts_that_somebody_took_from_a_batch_job_are_told_with_what_to_do(
         assert world.attempts == ["tiny-1"]
 
     run(work())
-
-
-def test_an_attempt_that_was_found_by_its_name_and_cannot_be_looked_at_is_told_of() -> None:
-    async def work() -> None:
-        world = AksWorld(9400)
-        await world.apply()
-        await world.settle()
-        assert not world.job["status"].get("attempt")  # its opening waits to be written
-        change = {"metadata": {"annotations": {FACTS_ANNOTATION: None}}}
-        await world.api.patch(JOBS, "tiny-1", "ns", change)
-        world.start_process()
-        await world.settle()
-        assert world.job["status"]["attempt"] == 1
-        assert world.job["status"]["backendRef"]["name"] == "ns/tiny-1"
-        assert "attempt 1 is left alone and runs on" in world.condition("Stalled")["message"]
-
-    run(work())

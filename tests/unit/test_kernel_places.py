@@ -41,14 +41,14 @@ def test_a_job_is_kept_for_what_lives_outside_the_cluster_alone(
     run(work())
 
 
-def test_a_first_attempt_in_the_cluster_is_found_by_its_name_though_nobody_watches_it() -> None:
+def test_recorded_attempt_without_a_handle_is_found_by_its_name_without_a_watch() -> None:
     async def work() -> None:
         world = World()
         world.start_process(POINTS)
         await world.apply(backend={"type": "unwatched"})
         await world.catch_up()
         await world.reconciler.reconcile(KEY)
-        assert not world.job["status"].get("attempt")  # nothing was written down yet
+        assert "backendRef" not in world.job["status"]  # goes out with the next status
         world.start_process(POINTS)
         await world.catch_up()
         await world.change(suspend=True)

@@ -151,109 +151,6 @@ def test_a_key_that_must_be_looked_at_again_at_once_does_not_rest() -> None:
     run(work())
 
 
-def test_a_held_key_comes_as_soon_as_no_other_waits_or_is_worked_on() -> None:
-    async def work() -> None:
-        made = queue()
-        made.add(A)
-        made.done(await made.get(), requeue_seconds=30, when_idle=True)
-        assert (made.num_deferred, len(made)) == (1, 0)
-        made.add(B)
-        assert await made.get() == B
-        waits = asyncio.create_task(made.get())
-        await asyncio.sleep(2)
-        assert not waits.done()
-        made.done(B)
-        assert await waits == A
-        assert (now(), made.num_deferred) == (2, 0)
-        made.done(A)
-        made.close()
-
-    run(work())
-
-
-def test_held_keys_come_one_at_a_time() -> None:
-    async def work() -> None:
-        made = queue()
-        for key in (A, B, Key("ns", "c")):
-            made.add(key)
-        for _ in range(2):
-            made.done(await made.get(), when_idle=True)
-        made.done(await made.get())
-        assert await made.get() == A
-        second = asyncio.create_task(made.get())
-        await asyncio.sleep(1)
-        assert not second.done()
-        made.done(A)
-        assert await second == B
-
-    run(work())
-
-
-def test_a_held_key_comes_in_its_time_however_busy_it_is() -> None:
-    async def work() -> float:
-        made = queue()
-        made.add(A)
-        made.done(await made.get(), requeue_seconds=5, when_idle=True)
-        made.add(B)
-        assert await made.get() == B  # and it is worked on for ever
-        assert await made.get() == A
-        return now()
-
-    assert run(work()) == 5
-
-
-def test_a_held_key_waits_for_those_whose_events_rest() -> None:
-    async def work() -> list[Key]:
-        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
-        for key in (B, A):
-            made.add(key)
-        made.done(await made.get())
-        made.done(await made.get(), when_idle=True)
-        made.add(B)
-        assert not made.is_busy(A)
-        taken = []
-        for _ in range(2):
-            taken.append(await made.get())
-            made.done(taken[-1])
-        return taken
-
-    assert run(work()) == [B, A]
-
-
-def test_the_echo_of_a_report_keeps_no_other_key_held() -> None:
-    async def work() -> tuple[list[Key], float]:
-        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
-        for key in (A, B):
-            made.add(key)
-        for _ in range(2):
-            made.done(await made.get(), when_idle=True)
-        taken = []
-        for _ in range(2):
-            taken.append(await made.get())
-            made.add(taken[-1])
-            made.done(taken[-1])
-        return taken, now()
-
-    assert run(work()) == ([A, B], 0)
-
-
-def test_it_is_busy_while_more_than_one_key_waits_or_is_worked_on() -> None:
-    async def work() -> list[bool]:
-        made, seen = queue(), list[bool]()
-        made.add(A)
-        await made.get()
-        seen.append(made.is_busy(A))
-        made.add(B)
-        seen.append(made.is_busy(A))
-        await made.get()
-        seen.append(made.is_busy(A))
-        made.done(B)
-        seen.append(made.is_busy(A))
-        return seen
-
-    assert run(work()) == [False, True, True, False]
-
-
 def test_a_key_comes_again_after_the_shortest_wait_asked_for() -> None:
     async def work() -> float:
         made = queue()
@@ -376,7 +273,7 @@ def test_backoff_lies_between_half_and_all_of_its_step_and_never_ends() -> None:
 
 def shared_queue(share: int) -> WorkQueue:
     """Return a queue whose keys are grouped by the first letter of their name."""
-    return WorkQueue(Backoff(1.0, 8.0), group_of=lambda key: key.name[0], share=lambda: share)
+    return WorkQueue(Backoff(1.0, 8.0), group_of=lambda key: key.name[0], share=share)
 
 
 def test_a_group_has_its_share_of_the_workers_and_others_overtake_what_waits_for_it() -> None:
@@ -437,21 +334,6 @@ def test_what_waits_for_its_share_is_not_late() -> None:
     assert run(work()) == [100, 0, 5, 100, 0]
 
 
-def test_each_group_is_busy_by_itself() -> None:
-    async def work() -> None:
-        made = shared_queue(1)
-        for name in ("a1", "a2", "b1"):
-            made.add(Key("ns", name))
-        for name in ("a1", "b1"):
-            assert await made.get() == Key("ns", name)
-        assert made.is_busy(Key("ns", "a1"))
-        assert not made.is_busy(Key("ns", "b1"))
-        made.done(Key("ns", "b1"), when_idle=True)
-        assert await made.get() == Key("ns", "b1")  # though the other group waits
-
-    run(work())
-
-
 def test_a_long_queue_that_waits_for_its_share_costs_the_others_nothing() -> None:
     async def work(num_waiting: int) -> int:
         made, num_calls = shared_queue(1), 0
@@ -473,23 +355,24 @@ def test_a_long_queue_that_waits_for_its_share_costs_the_others_nothing() -> Non
     assert run(work(10_000)) == run(work(10))
 
 
-def test_a_key_whose_group_changed_while_it_was_deferred_is_in_one_hand() -> None:
-    """A child's event comes before its job is listed, so that its backend is not known yet."""
+def test_a_key_whose_group_changed_while_it_was_processed_is_in_one_hand() -> None:
+    """The event of a child comes before its job is listed, so its backend is unknown."""
 
     async def work() -> None:
         groups = {A: "unknown", B: "aks"}
-        made = WorkQueue(Backoff(1.0, 8.0), group_of=groups.__getitem__, share=lambda: 1)
+        made = WorkQueue(Backoff(1.0, 8.0), group_of=groups.__getitem__, share=1)
         made.add(A)
-        made.done(await made.get(), when_idle=True)
+        assert await made.get() == A
         made.add(B)
         assert await made.get() == B  # its group has its share now
         groups[A] = "aks"
-        made.add(A)  # waits for the share, and is deferred in the other group
-        assert await made.get() == A
-        made.done(B)
+        made.add(A)
+        made.done(A)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(60):
                 await made.get()
-        made.done(A, when_idle=True)
+        made.done(B)
+        assert await made.get() == A
+        made.done(A)
 
     run(work())

@@ -101,7 +101,7 @@ def test_the_undisturbed_story_ends_well_with_few_writes() -> None:
     assert world.most_alive == 1
     by_the_user = 2
     patches = world.api.calls.by_kind[("patch", "finetunejobs", 200)]
-    assert patches - by_the_user == 9
+    assert patches - by_the_user == 10
     assert {one["reason"] for one in world.api.objects(EVENTS)} == {
         "AttemptCreated",
         "Training",
@@ -171,14 +171,12 @@ def test_a_change_between_the_look_and_the_write_is_looked_at_first() -> None:
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-def test_a_job_that_is_suspended_before_its_first_status_is_written_is_stopped(
-    crashes: bool,
-) -> None:
+def test_job_suspended_before_its_attempt_runs_is_stopped(crashes: bool) -> None:
     async def work() -> None:
         world = World()
         await world.apply()
         await world.settle()
-        assert world.job["status"].get("attempt", 0) == 0
+        assert world.job["status"]["attempt"] == 1
         if crashes:
             world.start_process()
         await world.change(suspend=True)
@@ -192,7 +190,20 @@ def test_a_job_that_is_suspended_before_its_first_status_is_written_is_stopped(
     run(work())
 
 
-def test_the_first_status_is_told_at_once_where_something_is_in_the_way() -> None:
+def test_status_opens_each_attempt_before_its_child_is_created() -> None:
+    def is_opened(verb: str, resource: Resource, name: str) -> None:
+        if (verb, resource) == ("create", CONFIG_MAPS):
+            assert name == f"tiny-{world.job['status']['attempt']}"
+            assert "endTime" not in world.job["status"]["attempts"][-1]
+            opened.append(name)
+
+    world, opened = World(), list[str]()
+    world.api.before = is_opened
+    run(tell(world))
+    assert opened == ["tiny-1", "tiny-2", "tiny-3"]
+
+
+def test_obstacle_of_a_start_is_reported_at_once() -> None:
     async def work() -> None:
         world = World()
         await world.apply()
@@ -204,57 +215,10 @@ def test_the_first_status_is_told_at_once_where_something_is_in_the_way() -> Non
     run(work())
 
 
-def test_the_first_status_is_told_after_ten_seconds_of_nothing_else() -> None:
+def test_refused_creation_is_reported_at_once() -> None:
     async def work() -> None:
         world = World()
-        await world.apply()
-        look = await world.settle()
-        assert look.requeue_seconds is not None
-        assert look.requeue_seconds <= 10
-        world.now += timedelta(seconds=10)
-        await world.settle()
-        assert world.job["status"]["phase"] == "Starting"
-
-    run(work())
-
-
-def test_the_first_status_waits_while_other_jobs_are_looked_at_but_not_for_ever() -> None:
-    async def work() -> None:
-        world = World()
-        world.is_busy = True
-        await world.apply()
-        for _ in range(6):
-            look = await world.settle()
-            assert look.requeue_seconds is not None
-            assert look.requeue_seconds <= 20
-            assert world.job["status"]["phase"] == "Pending"
-            world.now += timedelta(seconds=5)
-        assert look.when_idle
-        await world.settle()
-        assert world.job["status"]["phase"] == "Starting"
-
-    run(work())
-
-
-def test_a_status_that_waits_is_written_as_soon_as_no_other_job_is_looked_at() -> None:
-    async def work() -> None:
-        world = World()
-        world.is_busy = True
-        await world.apply()
-        await world.settle()
-        world.now += timedelta(seconds=10)
-        assert (await world.settle()).when_idle
-        world.is_busy = False
-        await world.settle()
-        assert world.job["status"]["phase"] == "Starting"
-
-    run(work())
-
-
-def test_a_refusal_is_told_however_many_other_jobs_are_to_be_opened() -> None:
-    async def work() -> None:
-        world = World()
-        world.is_busy = world.api.is_used_up = True
+        world.api.is_used_up = True
         await world.apply()
         await world.settle()
         assert world.condition("Stalled")["message"] == QUOTA_SENTENCE
@@ -262,7 +226,7 @@ def test_a_refusal_is_told_however_many_other_jobs_are_to_be_opened() -> None:
     run(work())
 
 
-def test_a_job_is_new_until_its_attempt_was_opened_or_something_was_told_about_it() -> None:
+def test_job_is_new_until_its_first_status_is_written() -> None:
     async def work() -> None:
         world = World()
         assert not world.reconciler.is_new(KEY)
@@ -271,11 +235,6 @@ def test_a_job_is_new_until_its_attempt_was_opened_or_something_was_told_about_i
         assert world.reconciler.is_new(KEY)
         await world.reconciler.reconcile(KEY)
         assert not world.reconciler.is_new(KEY)
-        world.start_process()
-        await world.catch_up()
-        assert world.reconciler.is_new(KEY)
-        world.now += timedelta(seconds=10)
-        await world.settle()
         world.start_process()
         await world.catch_up()
         assert not world.reconciler.is_new(KEY)
@@ -460,7 +419,7 @@ def test_a_job_is_not_told_to_be_suspended_while_an_attempt_runs_that_no_watch_t
         world = World()
         await world.apply()
         await world.catch_up()
-        world.api.after = at_write(1, AWAY)
+        world.api.after = at_write(2, AWAY)  # the first one opens the attempt in the status
         with pytest.raises(UnavailableError):
             await world.reconciler.reconcile(KEY)
         assert world.attempts == ["tiny-1"]
@@ -541,7 +500,6 @@ def test_an_attempt_whose_spec_cannot_be_read_any_more_is_told_to_run_on(chapter
         world = World()
         await world.apply()
         await world.settle()
-        assert not world.job["status"]["attempt"]  # nothing is written in the first seconds
         for chapter in STORY[1 : 1 + chapters]:
             await chapter(world)
             await world.settle()
@@ -701,20 +659,6 @@ def test_a_deleted_job_whose_attempt_has_ended_names_the_finalizers_that_keep_it
             "until whoever set these finalizers takes it away"
         )
         assert world.attempts == ["tiny-1"]
-
-    run(work())
-
-
-def test_a_deleted_job_whose_attempt_nobody_wrote_down_stops_it_all_the_same() -> None:
-    async def work() -> None:
-        world = World()
-        await world.apply()
-        await world.catch_up()
-        await world.reconciler.reconcile(KEY)
-        assert not world.job.get("status", {}).get("attempt")
-        world.start_process()
-        await deleted(world, "example.com/hold")
-        assert is_cancelled(world)
 
     run(work())
 

@@ -1,133 +1,96 @@
-"""How long a new status may wait until it is written."""
+"""How long "all nodes run" may wait for "the attempt trains"."""
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import pytest
 
-from decisions import START, Life
-from finetune_operator.api.v1alpha1.status import BackendRef, FineTuneJobStatus
-from finetune_operator.backends.base import AttemptPhase, Observation, Obstacle
-from finetune_operator.kernel.status_writer import NO_DELAY, Delay, WriteDelays
-from finetune_operator.kube.cache import Key
+from decisions import PENDING, Life, running
+from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
+from finetune_operator.kernel.status_writer import nodes_left
 from finetune_operator.reconcile.decide import Rejection, unreconcilable
+from finetune_operator.testing.fake import ended
+from finetune_trainer.config import FailureClass
 
-KEY = Key("ns", "tiny")
 RUNS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
 STUCK = Observation(AttemptPhase.PENDING, obstacle=Obstacle("Unschedulable", "no node"))
-
-
-def delay_of(
-    saved: FineTuneJobStatus,
-    new: FineTuneJobStatus,
-    now: datetime,
-    *,
-    reports: WriteDelays | None = None,
-    created: datetime = START,
-    with_handle: bool = False,
-    is_busy: bool = False,
-) -> Delay:
-    return (reports or WriteDelays()).delay(
-        KEY, saved, new, now, created=created, with_handle=with_handle, is_busy=is_busy
-    )
-
-
-@pytest.mark.parametrize(
-    ("seen", "age", "left"),
-    [
-        pytest.param(RUNS, 0, 3, id="three seconds once its nodes run"),
-        pytest.param(RUNS, 2.5, 0.5, id="the rest of three seconds"),
-        pytest.param(RUNS, 3, 0, id="no longer once its nodes run"),
-        pytest.param(None, 3, 7, id="ten seconds while its nodes may come"),
-        pytest.param(None, 10, 0, id="no longer however long they take"),
-    ],
+STALLED = Observation(
+    AttemptPhase.PENDING, obstacle=Obstacle("CreationFailed", "no right", Effect.STALLED)
 )
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_that_an_attempt_was_opened_may_stay_untold(
-    seen: Observation | None, age: float, left: float, is_busy: bool
-) -> None:
+
+
+def opened() -> Life:
+    """Return a job whose first attempt is open and pending."""
     life = Life()
+    life.see()
+    life.see(PENDING)
+    return life
+
+
+@pytest.mark.parametrize(("age", "left"), [(0, 15), (4, 11), (14.5, 0.5), (15, 0), (600, 0)])
+def test_nodes_that_run_wait_until_15_seconds_after_the_opening(age: float, left: float) -> None:
+    life = opened()
     saved = life.status
+    life.wait(age)
+    assert nodes_left(saved, life.decide(RUNS).status, life.now) == left
+
+
+def test_nodes_of_a_later_attempt_wait_from_its_own_opening() -> None:
+    life = opened()
+    life.see(running(3))
+    life.wait(600)
+    life.see(ended(137, FailureClass.WORKER_LOST, "killed"))
+    assert life.status.attempt == 2
+    life.see(PENDING)
+    assert nodes_left(life.status, life.decide(RUNS).status, life.now) == 15
+
+
+def test_opening_of_an_attempt_never_waits() -> None:
+    life = Life()
+    assert nodes_left(life.status, life.decide().status, life.now) == 0
     life.see()
-    opened = life.decide(seen).status
-    delay = delay_of(saved, opened, life.now + timedelta(seconds=age), is_busy=is_busy)
-    busy = Delay(20, until_idle=True) if is_busy else NO_DELAY
-    assert delay == (Delay(left) if left else busy)
+    life.see(running(3))
+    opened_next = life.decide(ended(137, FailureClass.WORKER_LOST, "killed")).status
+    assert opened_next.attempt == 2
+    assert nodes_left(life.status, opened_next, life.now) == 0
 
 
-def test_an_attempt_that_cannot_be_found_by_its_name_is_told_of_at_once() -> None:
-    life = Life()
-    opened = life.decide().status
-    assert not delay_of(life.status, opened, life.now, with_handle=True, is_busy=True)
-
-
-def test_an_attempt_that_is_opened_late_is_told_of_after_three_seconds() -> None:
-    life = Life()
-    saved, opened, long_ago = life.status, life.decide().status, START - timedelta(hours=1)
-    assert delay_of(saved, opened, life.now, created=long_ago) == Delay(3)
-
-
-@pytest.mark.parametrize("is_opened", [False, True], ids=["with the opening", "after it"])
-def test_a_start_with_nothing_in_its_way_is_told_when_it_is_quiet_or_after_twenty_seconds(
-    is_opened: bool,
-) -> None:
-    life, reports = Life(), WriteDelays()
+@pytest.mark.parametrize("obstacle", [STUCK, STALLED], ids=["delays", "stalls"])
+def test_begin_and_end_of_an_obstacle_never_wait(obstacle: Observation) -> None:
+    life = opened()
     saved = life.status
-    life.see()
-    if is_opened:
-        saved = life.status
-    new, start = life.decide(RUNS).status, life.now + timedelta(seconds=20)
-
-    def left(seconds: float, *, is_busy: bool) -> Delay:
-        now = start + timedelta(seconds=seconds)
-        return delay_of(saved, new, now, reports=reports, is_busy=is_busy)
-
-    assert left(0, is_busy=True) == Delay(20, until_idle=True)
-    assert left(4, is_busy=True) == Delay(16, until_idle=True)
-    assert not left(4, is_busy=False)
-    assert not left(20, is_busy=True)
+    assert nodes_left(saved, life.decide(obstacle).status, life.now) == 0
+    life.see(obstacle)
+    for end in (PENDING, RUNS):
+        assert nodes_left(life.status, life.decide(end).status, life.now) == 0
 
 
-def test_the_time_that_a_report_waits_counts_anew_once_it_was_written() -> None:
-    life, reports = Life(), WriteDelays()
-    saved = life.status
-    life.see()
-    later = life.now + timedelta(seconds=20)
-    assert delay_of(saved, life.status, later, reports=reports, is_busy=True)
-    reports.note(KEY, life.status, later)
-    new, at_last = life.decide(RUNS).status, later + timedelta(seconds=30)
-    delay = delay_of(life.status, new, at_last, reports=reports, is_busy=True)
-    assert delay == Delay(20, until_idle=True)
-
-
-def test_what_keeps_an_attempt_from_running_is_told_at_once_however_busy_and_so_is_its_end() -> (
-    None
-):
-    life = Life()
-    saved = life.status
-    life.see()
-    stuck = life.decide(STUCK).status
-    assert not delay_of(saved, stuck, life.now, is_busy=True)
-    assert not delay_of(life.status, stuck, life.now, is_busy=True)
-    life.see(STUCK)
-    assert not delay_of(stuck, life.decide(RUNS).status, life.now, is_busy=True)
-
-
-def test_new_words_wait_but_a_handle_that_comes_with_them_does_not() -> None:
-    life, reports = Life(), WriteDelays()
-    life.see()
-    for message in ("0/1 nodes", "0/2 nodes"):
-        saved = life.status
-        life.see(Observation(AttemptPhase.PENDING, obstacle=Obstacle("Unschedulable", message)))
-        delay = delay_of(saved, life.status, life.now, reports=reports)
-        reports.note(KEY, life.status, life.now)
-    assert delay == Delay(15)
-    ref = BackendRef(kind="Fake", name="another")
-    other = saved.model_copy(update={"backend_ref": ref})
-    assert not delay_of(other, life.status, life.now, reports=reports)
-
-
-def test_the_end_of_a_stall_is_told_at_once_however_busy() -> None:
-    life = Life()
-    life.see()
+def test_end_of_a_refusal_never_waits() -> None:
+    life = opened()
     held = unreconcilable(life.status, Rejection("BackendFailed", "no right"), life.now, 1)
-    assert not delay_of(held, life.decide(RUNS).status, life.now, is_busy=True)
+    assert nodes_left(held, life.decide(RUNS).status, life.now) == 0
+
+
+def test_first_step_never_waits() -> None:
+    life = opened()
+    assert nodes_left(life.status, life.decide(running(1)).status, life.now) == 0
+
+
+def test_suspension_and_a_later_generation_never_wait() -> None:
+    life = opened()
+    saved = life.status
+    life.suspend(True)
+    assert nodes_left(saved, life.decide(RUNS).status, life.now) == 0
+    life.suspend(False)
+    metadata = life.job.metadata.model_copy(update={"generation": 2})
+    life.job = life.job.model_copy(update={"metadata": metadata})
+    assert nodes_left(saved, life.decide(RUNS).status, life.now) == 0
+
+
+def test_lost_node_waits_like_a_gained_one() -> None:
+    life = opened()
+    life.see(RUNS)
+    life.wait(5)
+    fewer = Observation(AttemptPhase.PENDING, nodes_ready=0)
+    assert nodes_left(life.status, life.decide(fewer).status, life.now) == 10
+    life.wait(timedelta(seconds=10).total_seconds())
+    assert nodes_left(life.status, life.decide(fewer).status, life.now) == 0

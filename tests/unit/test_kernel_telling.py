@@ -8,6 +8,7 @@ import pytest
 
 from fake_api import BeforeCall
 from finetune_operator.backends import registry
+from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.errors import FineTuneError, TransientError
 from finetune_operator.kube.api_errors import (
     ApiError,
@@ -60,7 +61,7 @@ def test_a_creation_that_fails_again_and_again_is_told_after_five_seconds(error:
     async def work() -> None:
         world = await refused(error)
         await look(world, 5)
-        assert world.job["status"]["phase"] == "Pending"
+        assert world.condition("ResourcesReady")["reason"] == "Provisioning"
         await look(world, 2)
         ready = world.condition("ResourcesReady")
         assert (ready["status"], ready["reason"]) == ("False", "CreationFailed")
@@ -201,7 +202,7 @@ def test_a_sentence_that_changes_often_is_written_every_fifteen_seconds_and_in_t
         for number in range(31):
             await stuck(world, f"0/{number} nodes are available")
             assert world.condition("ResourcesReady")["reason"] == "Unschedulable"
-        assert patches(world) == 3
+        assert patches(world) == 4
         asked = await world.settle()
         assert asked.requeue_seconds is None
         await stuck(world, "no node is left")
@@ -211,7 +212,7 @@ def test_a_sentence_that_changes_often_is_written_every_fifteen_seconds_and_in_t
         world.now += timedelta(seconds=again)
         await world.settle()
         assert world.condition("ResourcesReady")["message"] == "no node is left"
-        assert patches(world) == 4
+        assert patches(world) == 5
         assert (await world.settle()).requeue_seconds is None
 
     run(work())
@@ -223,37 +224,110 @@ def test_another_reason_is_written_at_once_unless_it_was_told_a_moment_ago() -> 
         await stuck(world, "pod 0 has no node")
         await stuck(world, "pod 1 has no volume", "VolumeNotReady")
         assert world.condition("ResourcesReady")["reason"] == "VolumeNotReady"
-        assert patches(world) == 2
+        assert patches(world) == 3
         for _ in range(5):
             await stuck(world, "pod 0 has no node")
             await stuck(world, "pod 1 has no volume", "VolumeNotReady")
-        assert patches(world) == 2
+        assert patches(world) == 3
         await stuck(world, "", "")
         assert world.condition("ResourcesReady")["reason"] == "Provisioning"
-        assert patches(world) == 3
+        assert patches(world) == 4
 
     run(work())
 
 
-@pytest.mark.parametrize("after", [1, 7, 40], ids="after {}".format)
-def test_that_all_nodes_run_is_told_with_the_first_status_or_at_once(after: int) -> None:
+@pytest.mark.parametrize("nodes_run_after", [1, 7, 14], ids="after {}".format)
+def test_two_patches_lead_to_running_if_it_trains_within_15_seconds(nodes_run_after: int) -> None:
     async def work() -> None:
         world = await starting()
-        await look(world, after)
-        assert patches(world) == (after > 10)
+        assert patches(world) == 1
+        assert world.condition("ResourcesReady")["reason"] == "Provisioning"
+        await look(world, nodes_run_after - 1)
         await world.play(1, phase="Running", ready="1")
-        await look(world, 3)
+        await look(world, 1)
+        assert patches(world) == 1
+        await world.play(1, phase="Running", ready="1", step="1")
+        await look(world, 1)
+        assert world.job["status"]["phase"] == "Running"
+        assert world.job["status"]["nodes"]["ready"] == 1
+        assert patches(world) == 2
+
+    run(work())
+
+
+@pytest.mark.parametrize("nodes_run_after", [1, 7, 40], ids="after {}".format)
+def test_nodes_that_run_are_reported_15_seconds_after_the_opening_while_the_model_loads(
+    nodes_run_after: int,
+) -> None:
+    async def work() -> None:
+        world = await starting()
+        await look(world, nodes_run_after - 1)
+        await world.play(1, phase="Running", ready="1")
+        delayed = await world.settle()
+        if nodes_run_after < 15:
+            assert patches(world) == 1
+            assert delayed.requeue_seconds is not None
+            assert delayed.requeue_seconds <= 15 - (nodes_run_after - 1)
+        await look(world, max(1, 16 - nodes_run_after))
         ready = world.condition("ResourcesReady")
         assert (ready["status"], ready["reason"]) == ("True", "Starting")
         assert world.job["status"]["nodes"]["ready"] == 1
         assert world.condition("Running")["status"] == "False"
         await look(world, 60)
-        before = patches(world)
-        assert before == 1 + (after > 10)
+        assert patches(world) == 2
         await world.play(1, phase="Running", ready="1", step="1")
         await look(world, 1)
         assert world.job["status"]["phase"] == "Running"
-        assert patches(world) == before + 1
+        assert patches(world) == 3
+
+    run(work())
+
+
+def test_handle_is_written_a_minute_after_the_opening_if_nothing_else_is() -> None:
+    async def work() -> None:
+        world = await starting()
+        await look(world, 59)
+        assert "backendRef" not in world.job["status"]
+        assert patches(world) == 1
+        again = (await world.settle()).requeue_seconds
+        assert again is not None
+        assert again <= 1
+        await look(world, 1)
+        assert world.job["status"]["backendRef"]["name"] == "ns/tiny-1"
+        assert patches(world) == 2
+        await look(world, 600)
+        assert patches(world) == 2
+
+    run(work())
+
+
+def test_delay_of_a_report_survives_a_new_leader() -> None:
+    async def work() -> None:
+        world = await starting()
+        await world.play(1, phase="Running", ready="1")
+        await look(world, 10)
+        world.start_process()
+        await look(world, 4)
+        assert patches(world) == 1
+        await look(world, 2)
+        assert world.condition("ResourcesReady")["status"] == "True"
+
+    run(work())
+
+
+def test_nodes_of_a_service_are_reported_at_once() -> None:
+    async def work() -> None:
+        world = World()
+        await world.apply(backend={"type": "fake"})
+        await world.look_once()
+        fake = world.backends.get("fake").backend
+        assert isinstance(fake, FakeBackend)
+        fake.run(1).script[:] = [Observation(AttemptPhase.PENDING)]
+        await look(world, 1)
+        assert world.condition("ResourcesReady")["reason"] == "Provisioning"
+        fake.run(1).script[:] = [Observation(AttemptPhase.RUNNING, nodes_ready=1)]
+        await look(world, 1)
+        assert world.condition("ResourcesReady")["status"] == "True"
 
     run(work())
 
@@ -278,10 +352,10 @@ def test_a_quota_whose_numbers_change_is_written_every_fifteen_seconds() -> None
             await (world.settle() if used else world.apply())
             look_again = (await world.settle()).requeue_seconds or 0.0
             assert 0.0 < look_again <= 30
-        assert patches(world) == 1
+        assert patches(world) == 2  # the opening, and why it cannot be created
         world.now += timedelta(seconds=look_again)
         await world.settle()
         assert world.condition("Stalled")["message"] == "quota: 3 used"
-        assert patches(world) == 2
+        assert patches(world) == 3
 
     run(work())

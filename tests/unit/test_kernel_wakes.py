@@ -20,7 +20,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.validation import defaulted
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
-from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, Resource
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
 from finetune_operator.testing.fake import FakeBackend
 from kernel_world import HAPPENINGS, START, Crash, happen
@@ -107,28 +107,6 @@ def test_fifteen_seconds_after_an_outage_all_is_as_if_there_had_been_none(
             assert world.most_alive <= 1
 
     run(work())
-
-
-def test_all_jobs_of_a_burst_are_opened_before_the_first_is_written_about() -> None:
-    written: list[tuple[str, Resource]] = []
-
-    async def apply(world: LiveWorld, number: int) -> None:
-        await asyncio.sleep(0.03 * number)
-        await world.apply(name=f"burst-{number}")
-
-    async def work() -> None:
-        async with LiveWorld.start(seed=0) as world:
-            world.api.watch_lag = lambda: 0.0
-            world.api.answer_lag = lambda: 1.0  # so that jobs come faster than they are opened
-            world.api.after = lambda verb, resource, name: written.append((verb, resource))
-            await asyncio.gather(*(apply(world, number) for number in range(200)))
-            await asyncio.sleep(40)
-
-    run(work())
-    created = [place for place, one in enumerate(written) if one == ("create", CONFIG_MAPS)]
-    told = [place for place, one in enumerate(written) if one == ("patch", FINE_TUNE_JOBS)]
-    assert (len(created), len(told)) == (200, 200)
-    assert max(created) < min(told)
 
 
 class Late(FakeBackend):

@@ -283,7 +283,7 @@ class Backend(ABC):
     finds_from_cache: ClassVar[bool]
     """Whether `find` costs no request, so that a new operator finds each attempt by its name.
 
-    Then the opening of a first attempt, and every handle, may go unwritten for some seconds.
+    The handle of an attempt is then written with the next status, up to a minute later.
     """
 
     runs_without_cluster: ClassVar[bool]

@@ -1,7 +1,8 @@
-"""How a job goes: what is deleted stays until its attempt has ended, what is over for long goes.
+"""Deletion waits for the attempt; finished jobs expire by TTL.
 
-`Reconciler` calls it. A job whose attempts outlive it has our finalizer, as nothing would collect
-them; the status of a job that goes without us is written only while something else keeps it.
+Called by `Reconciler`. A job whose attempts outlive it gets our finalizer, because nothing else
+would end them. A deleted job without it gets status updates only while another finalizer blocks
+its deletion.
 """
 
 import logging
@@ -15,8 +16,7 @@ from finetune_operator.kernel.events import EventPoster, EventType, JobEvent
 from finetune_operator.kernel.jobs import JobView
 from finetune_operator.kernel.queue import NEVER, SHORTEST_WAIT_SECONDS, Result
 from finetune_operator.kernel.status_writer import StatusWriter, is_worth_writing
-from finetune_operator.kernel.verbs import Actions, Observer, endless
-from finetune_operator.kube.cache import Key
+from finetune_operator.kernel.verbs import Actions, Observer, deletion_blocked
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339, rfc3339
 from finetune_operator.reconcile.decide import Cancel, Decision
@@ -25,17 +25,17 @@ from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_dele
 log = logging.getLogger(__name__)
 
 DELETION_SECONDS = 1.0
-"""By then an API server has ended a deletion that it has begun; it takes milliseconds."""
+"""Bound for a deletion that the API server has begun; it takes milliseconds."""
 
 
 class Finalizer:
-    """Lets jobs go.
+    """Adds and removes our finalizer, and deletes expired jobs.
 
     Args:
-        writer: For finalizers and deletions, and for the status meanwhile.
-        backends: Who ends attempts.
-        observer: Who looks for attempts that may exist though nobody wrote that down.
-        actions: Who knows what has failed before.
+        writer: Writes finalizers, deletions and the status meanwhile.
+        backends: Cancel attempts.
+        observer: Searches for attempts that may exist although the status has no handle.
+        actions: Records failures.
         events: Posts Events.
         now: The time, with a zone.
     """
@@ -55,50 +55,45 @@ class Finalizer:
         self._actions = actions
         self._events = events
         self._now = now
-        self._kept_since: dict[Key, tuple[str, datetime]] = {}
 
     async def add(self, view: JobView) -> None:
-        """Add our finalizer where it is missing.
+        """Add our finalizer if it is missing.
 
         Raises:
-            StaleError: the job has changed.
+            StaleError: The job has changed.
         """
         if FINALIZER not in view.finalizers:
             change = {"metadata": {"finalizers": [*view.finalizers, FINALIZER]}}
             await self._writer.patch(view, change)
 
-    def seconds_until_kept(self, view: JobView) -> float:
-        """Return how long to wait before the first attempt, until our finalizer keeps the job.
+    def finalizer_settle_seconds(self, view: JobView) -> float:
+        """Return how long the first attempt has to wait until our finalizer is sure to work.
 
-        A deletion that the API server has begun before the finalizer came takes the job away all
-        the same: it has read the job without one, and does not look again. What is created once
-        such deletions are over has a job that stays until it has ended. Whoever takes over waits
-        anew, as it does not know when the finalizer came.
+        A deletion that the API server began before the finalizer was added removes the job all the
+        same: the server has read it without one and does not read it again. An attempt that is
+        created after such deletions belongs to a job that stays until the attempt has ended. A new
+        leader waits again, because it does not know when the finalizer was added.
         """
         if view.status.attempt:
             return 0.0
-        uid, since = self._kept_since.get(view.key, ("", self._now()))
-        if uid != view.uid or FINALIZER not in view.finalizers:
-            self._kept_since[view.key] = (view.uid, self._now())
+        since = view.memory.finalizer_since
+        if since is None or FINALIZER not in view.finalizers:
+            view.memory.finalizer_since = self._now()
             return DELETION_SECONDS
         return max(0.0, DELETION_SECONDS - (self._now() - since).total_seconds())
 
-    def forget(self, key: Key) -> None:
-        """Drop what is known of a job that is over or gone."""
-        self._kept_since.pop(key, None)
-
     async def finalize(self, view: JobView) -> Result:
-        """Stop the attempt of a job that is deleted, say what keeps the job, and then let it go.
+        """Stop the attempt of a deleted job, report what blocks deletion, remove our finalizer.
 
         Raises:
-            StaleError: the job has changed.
-            FineTuneError: the attempt cannot be ended; `retryable` says whether to try again.
+            StaleError: The job has changed.
+            FineTuneError: The attempt cannot be ended; `retryable` says whether to try again.
         """
         has_ours = FINALIZER in view.finalizers
         if not view.finalizers or (ORPHAN in view.finalizers and not has_ours):
-            return NEVER  # it goes without us, or its attempt shall stay
+            return NEVER  # not our finalizer, or --cascade=orphan: nothing to do
         last, seen, failure = await self._observe(view)
-        view, decision = await self._tell(view, last, seen)
+        view, decision = await self._report(view, last, seen)
         order, is_over = decision.action(Cancel), failure is None
         if order is not None and last.ref is not None:
             try:
@@ -108,12 +103,11 @@ class Finalizer:
         elif order is not None:
             is_over = False
         if failure is not None:
-            if failure.retryable and self._actions.obstruct(
-                view.key, endless(failure).message, failure
-            ):
-                await self._tell(view, last.with_status(decision.status), seen)
+            message = deletion_blocked(failure).message
+            if failure.retryable and self._actions.record_failure(view, message, failure):
+                await self._report(view, last.with_status(decision.status), seen)
             raise failure
-        self._actions.forget(view.key)
+        view.memory.forget_failures()
         if not is_over:
             return Result(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
         if has_ours:
@@ -121,10 +115,10 @@ class Finalizer:
         return NEVER
 
     async def finish(self, view: JobView) -> Result:
-        """Take our finalizer off a finished job; delete it once its TTL is over.
+        """Remove our finalizer from a finished job; delete the job once its TTL has expired.
 
         Raises:
-            StaleError: the job has changed.
+            StaleError: The job has changed.
         """
         if FINALIZER in view.finalizers and is_finished(view.written):
             view = await self._remove(view)
@@ -135,7 +129,7 @@ class Finalizer:
         if left.total_seconds() > 0:
             return Result(left.total_seconds())
         await self._writer.delete(view)
-        log.info("deleted as ttlSecondsAfterFinished says", extra={"job": str(view.key)})
+        log.info("deleted after ttlSecondsAfterFinished", extra={"job": str(view.key)})
         return NEVER
 
     async def _remove(self, view: JobView) -> JobView:
@@ -147,7 +141,7 @@ class Finalizer:
     async def _observe(
         self, view: JobView
     ) -> tuple[JobView, Observation | None, FineTuneError | None]:
-        """Return the job with its last attempt, what is seen of that, and why nobody can say."""
+        """Return the job with its last attempt, the observation, and the error that prevents it."""
         try:
             last = await self._last_created(view)
         except FineTuneError as error:
@@ -156,13 +150,13 @@ class Finalizer:
             return view, Observation(AttemptPhase.UNKNOWN), error
         return last, await self._observer.observe(last), None
 
-    async def _tell(
+    async def _report(
         self, view: JobView, last: JobView, seen: Observation | None
     ) -> tuple[JobView, Decision]:
-        """Decide, and write the status where somebody may see it; return the written job."""
+        """Decide, and write the status if the job outlives the write; return the written job."""
         decision = decide_deletion(
             last.status,
-            self._actions.hinder(view, seen),
+            self._actions.with_recorded_failure(view, seen),
             view.finalizers,
             view.job.spec if view.parsed is not None else None,
             now=self._now(),
@@ -174,17 +168,19 @@ class Finalizer:
         return view, decision
 
     async def _cancel(self, view: JobView, ref: AttemptRef, until: datetime) -> bool:
-        """Cancel the attempt; return whether its job may go though it was seen last.
+        """Cancel the attempt; return whether its job may be deleted although the attempt may run.
 
         Raises:
-            FineTuneError: it does not accept that, or cannot be asked.
+            FineTuneError: The backend has not accepted the cancel, or does not respond.
         """
         if not await self._backends.get(view.backend).cancel(ref, until):
             raise TransientError(f"{ref.handle.name} has not accepted to be cancelled yet")
-        return await self._is_let_go(view, ref, until)
+        return await self._cancel_unconfirmed_too_long(view, ref, until)
 
-    async def _is_let_go(self, view: JobView, ref: AttemptRef, until: datetime) -> bool:
-        """Say whether an accepted cancel had no effect for too long; an Event says so."""
+    async def _cancel_unconfirmed_too_long(
+        self, view: JobView, ref: AttemptRef, until: datetime
+    ) -> bool:
+        """Whether an accepted cancel had no effect for too long; posts an Event about it."""
         bound = self._backends.get(view.backend).backend.limits.unconfirmed_cancel
         if bound is None or self._now() < until + timedelta(seconds=bound):
             return False
@@ -199,20 +195,18 @@ class Finalizer:
         return await self._events.post(view.metadata, event)
 
     async def _last_created(self, view: JobView) -> JobView:
-        """Return the job with its last attempt, also where nobody wrote down that it exists.
+        """Return the job with its last attempt, also if the status has no handle of it.
 
         Raises:
-            FineTuneError: that cannot be said.
+            FineTuneError: The backend cannot tell whether the attempt exists.
         """
-        if view.handle is not None:
+        if view.handle is not None or view.attempt is None:
             return view
-        if view.parsed is None:
-            if view.attempt is not None and FINALIZER in view.finalizers:
-                raise BackendError(
-                    f"attempt {view.attempt.number} may exist, and cannot be searched for while "
-                    "the spec cannot be read"
-                )
-            return view
-        is_free = self._backends.finds_from_cache(view.backend) is not False
-        may_exist = view.attempt is not None or (not view.status.attempt and is_free)
-        return await self._observer.find(view) if may_exist else view
+        if view.parsed is not None:
+            return await self._observer.find(view)
+        if FINALIZER in view.finalizers:
+            raise BackendError(
+                f"attempt {view.attempt.number} may exist, and cannot be searched for while "
+                "the spec cannot be read"
+            )
+        return view

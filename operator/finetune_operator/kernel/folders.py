@@ -1,9 +1,9 @@
-"""Which job has which folder: of those that are there, the first to open an attempt.
+"""Arbitration of output folders: the first job that opens an attempt in a folder owns it.
 
-`Reconciler` asks before a first attempt is opened, and whenever another one is. Of jobs that have
-opened none, the oldest goes first. All of it follows from the jobs in the cache (`status.folders`
-says what an attempt was opened with), so a new process comes to the same answers; it costs no call
-and no write, and a question no more than the folders are deep.
+`Reconciler` asks before it opens an attempt. Of jobs that have opened none, the oldest goes first.
+The result follows from the jobs in the cache (`status.folders` records what an attempt was opened
+with), so a new process decides alike. A question costs no request, and as many steps as the folders
+are deep.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from finetune_operator.backends.base import Written
 from finetune_operator.backends.folder_index import FolderIndex, sentence
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kernel.jobs import JobView, PendingStatuses
+from finetune_operator.kernel.jobs import JobView
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import Reason, is_finished
@@ -24,32 +24,35 @@ from finetune_operator.reconcile.decide import Rejection
 _Rank = tuple[bool, str, str, str]
 
 
-class RivalsFirstError(Exception):
-    """Another job may have opened an attempt in the folder, and was not reconciled yet."""
-
-
 @dataclass
 class _Entry:
     """One job.
 
     Attributes:
-        view: As it was last seen.
-        folders: What its spec has it write.
-        left: What its spec had it write before, as long as an attempt made of that may run.
-        has_opened: Whether it has opened an attempt, as far as this process knows.
-        contends: Whether it may open its first one as soon as it is reconciled.
-        is_seen: Whether this process has reconciled it; until then, it may have opened an attempt
-            that its status does not hold.
-        is_gone: It was deleted, and something of its last attempt may still run.
+        view: The job as it was last in the cache.
+        folders: Folders that its spec names.
+        previous: Folders that its earlier specs named, while an attempt of such a spec may run.
+        has_opened: Whether the job has opened an attempt, or opens one right now.
+        contends: Whether the job may open its first attempt with its next reconcile.
+        is_gone: Whether the job was deleted while its last attempt may still run.
     """
 
     view: JobView
     folders: tuple[Written, ...] = ()
-    left: tuple[Written, ...] = ()
+    previous: tuple[Written, ...] = ()
     has_opened: bool = False
     contends: bool = False
-    is_seen: bool = False
     is_gone: bool = False
+
+    @property
+    def status(self) -> FineTuneJobStatus:
+        """Status of the job, as it was written."""
+        return self.view.written
+
+    @property
+    def occupied(self) -> tuple[Written, ...]:
+        """Folders that other jobs may not use now."""
+        return (*self.folders, *self.previous) if self.has_opened or self.contends else ()
 
 
 class FolderBook:
@@ -58,9 +61,8 @@ class FolderBook:
     Args:
         cache: The FineTuneJobs.
         read: Returns a job of the cache, parsed.
-        backends: Who knows what a job writes.
-        pending: What this process knows of attempts and no status holds yet.
-        wake: Called with a job that may have got what it was refused.
+        backends: List the folders that a job writes.
+        wake: Requeues a job that was refused a folder and may get it now.
     """
 
     def __init__(
@@ -68,87 +70,82 @@ class FolderBook:
         cache: ObjectCache,
         read: Callable[[Key], JobView | None],
         backends: Backends,
-        pending: PendingStatuses,
         wake: Callable[[Key], None],
     ) -> None:
         self._read = read
         self._backends = backends
-        self._pending = pending
         self._wake = wake
         self._changed: dict[Key, None] = {}
         self._entries: dict[Key, _Entry] = {}
         self._index = FolderIndex[Key]()
-        self._opening: set[Key] = set()
-        self._deferred: set[Key] = set()
-        self._waiting: dict[Key, dict[Key, None]] = {}  # for whom, and who
+        self._opening: set[Key] = set()  # jobs whose status may have been written with an attempt
+        self._waiting: dict[Key, dict[Key, None]] = {}  # blocking job -> jobs waiting for it
         cache.listen(lambda key: self._changed.update({key: None}))
 
     def catch_up(self) -> None:
-        """Take in what has changed in the cache."""
+        """Apply the changes of the cache."""
         while self._changed:
             key = next(iter(self._changed))
             del self._changed[key]
-            self._take_in(key)
+            self._update(key)
 
     def rejection(self, key: Key) -> Rejection | None:
-        """Return why a job may open no attempt now: a folder of it is another job's.
-
-        Raises:
-            RivalsFirstError: that cannot be said yet; the job is woken when it can.
-        """
+        """Return why a job may open no attempt now: another job owns one of its folders."""
         self.catch_up()
         if (entry := self._entries.get(key)) is None:
             return None
         try:
-            entry.folders = self._named(entry.view)  # a profile may have changed meanwhile
+            entry.folders = self._named_folders(entry.view)  # a profile may have changed meanwhile
         except FineTuneError as error:
             return Rejection(Reason.BACKEND_FAILED, str(error))
-        self._let_rivals_be_seen(key, entry)
-        found = [
+        conflicts = [
             (rank, mine, theirs, other)
             for mine in entry.folders
             for other, theirs in self._index.touching(mine, besides=key)
-            if self._counts(other, theirs)
+            if self._claims(other, theirs)
             and (rank := self._rank(other, theirs)) < self._rank(key, mine)
         ]
-        if not found:
+        if not conflicts:
             return None
-        _, mine, theirs, other = min(found, key=lambda one: one[0])
+        _, mine, theirs, other = min(conflicts, key=lambda conflict: conflict[0])
         self._waiting.setdefault(other, {})[key] = None
         return Rejection(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(mine, theirs, other)}")
 
     def opened(self, key: Key, status: FineTuneJobStatus) -> FineTuneJobStatus:
-        """Note that the job opens an attempt; return its status with what that writes."""
+        """Record that the job opens an attempt; return its status with the folders of that."""
         if (entry := self._entries.get(key)) is None:
             return status
         self._opening.add(key)
-        entry.has_opened = True
-        self._index.put(key, entry.folders)
-        return status.model_copy(update={"folders": [one.uri for one in entry.folders]})
+        self._place(key, entry)
+        return status.model_copy(update={"folders": [folder.uri for folder in entry.folders]})
 
-    def settle(self, key: Key) -> None:
-        """Take in what a reconcile came to: who opens nothing keeps nobody waiting."""
+    def settle(self, key: Key, *, is_certain: bool) -> None:
+        """Record the result of a reconcile and wake waiters if the job opened no attempt.
+
+        Args:
+            key: The reconciled job.
+            is_certain: Whether the cache has the job's status. After a write without a response an
+                attempt may be open that the cache does not show yet.
+        """
         self.catch_up()
-        self._opening.discard(key)
+        if is_certain:
+            self._opening.discard(key)
         if (entry := self._entries.get(key)) is not None and not entry.is_gone:
-            is_new, entry.is_seen = not entry.is_seen, True
-            contended, entry.contends = entry.contends, key in self._deferred
-            self._deferred.discard(key)
-            left = entry.left
+            contended, entry.contends = entry.contends, False
             self._place(key, entry)
-            if is_new or contended or left != entry.left:
+            if contended:
                 self._release(key)
 
-    async def is_written_still(self, key: Key) -> bool:
-        """Say whether something of a job that was deleted still runs.
+    async def has_live_writer(self, key: Key) -> bool:
+        """Whether an attempt of a job that was deleted still runs.
 
         Raises:
-            FineTuneError: that is not known now; ask again.
+            FineTuneError: The backend cannot tell now; ask again.
         """
         entry = self._entries.get(key)
         if entry is None or not entry.is_gone:
             return False
-        ref = self._pending.added_to(entry.view).ref
+        ref = entry.view.with_known_handle().ref
         if entry.view.parsed is not None and ref is not None:
             try:
                 if not (await self._backends.get(entry.view.backend).observe(ref)).all_gone:
@@ -160,124 +157,112 @@ class FolderBook:
             self._drop(key)
         return False
 
-    def _let_rivals_be_seen(self, key: Key, entry: _Entry) -> None:
-        unseen = [
-            other
-            for mine in entry.folders
-            if not self._has(key, entry, mine)
-            for other, _ in self._index.touching(mine, besides=key)
-            if self._entries[other].contends and not self._entries[other].is_seen
-        ]
-        if unseen:
-            # The last of them is reconciled last, so that of many copies none is woken by each.
-            self._waiting.setdefault(unseen[-1], {})[key] = None
-            self._deferred.add(key)
-            raise RivalsFirstError
-
-    def _take_in(self, key: Key) -> None:
+    def _update(self, key: Key) -> None:
         view, entry = self._read(key), self._entries.get(key)
         if view is None:
-            if entry is not None and self._may_run_on(key, entry):
+            if entry is not None and self._may_outlive_job(entry):
                 entry.is_gone = True
             elif entry is not None:
                 self._drop(key)
             return
-        if entry is None or _spec_of(entry.view) != _spec_of(view):
-            folders = self._written(view)
-            if entry is not None and view.parsed is None and entry.view.uid == view.uid:
-                folders = entry.folders  # as far as it could be read
-            left: tuple[Written, ...] = ()
-            if entry is not None and entry.view.uid == view.uid:
-                left = tuple(one for one in (*entry.folders, *entry.left) if one not in folders)
-            self._entries[key] = entry = _Entry(view, folders, left, contends=_may_open(view))
+        if entry is not None and _spec_of(entry.view) == _spec_of(view):
+            entry.view, entry.is_gone = view, False
             self._place(key, entry)
-            self._release(key)
             return
-        entry.view, entry.is_gone = view, False
+        folders = self._folders_if_known(view)
+        previous: tuple[Written, ...] = ()
+        if entry is not None and entry.view.uid == view.uid:
+            if view.parsed is None:
+                folders = entry.folders  # of the last spec that could be parsed
+            previous = tuple(
+                folder for folder in (*entry.folders, *entry.previous) if folder not in folders
+            )
+        self._entries[key] = entry = _Entry(view, folders, previous, contends=_may_open(view))
         self._place(key, entry)
+        self._release(key)
 
     def _place(self, key: Key, entry: _Entry) -> None:
-        """Put the job where others see it, if there is anything that it has or may have."""
-        status = self._status(key, entry)
-        entry.has_opened = key in self._opening or bool(status.attempt)
-        if attempts.current(status) is None:
-            entry.left = ()
-        is_there = entry.has_opened or entry.contends
-        self._index.put(key, (*entry.folders, *entry.left) if is_there else ())
+        """Put the folders of a job into the index; wake waiters if it frees any."""
+        before = entry.occupied
+        entry.has_opened = key in self._opening or bool(entry.status.attempt)
+        if attempts.current(entry.status) is None:
+            entry.previous = ()
+        self._index.put(key, entry.occupied)
+        if not set(before) <= set(entry.occupied):
+            self._release(key)
 
     def _drop(self, key: Key) -> None:
         del self._entries[key]
         self._opening.discard(key)
-        self._deferred.discard(key)
         self._index.remove(key)
         self._release(key)
 
     def _release(self, key: Key) -> None:
-        """Wake who waits for a job; the oldest of them goes first, whoever is reconciled first."""
-        waiting = [one for one in self._waiting.pop(key, ()) if one in self._entries]
-        for one in waiting:
-            entry = self._entries[one]
+        """Wake the jobs that wait for a job; the oldest goes first, in whatever order they run."""
+        waiting = [waiter for waiter in self._waiting.pop(key, ()) if waiter in self._entries]
+        for waiter in waiting:
+            entry = self._entries[waiter]
             entry.contends = _may_open(entry.view)
-            self._place(one, entry)
-        for one in waiting:
-            self._wake(one)
+            self._place(waiter, entry)
+        for waiter in waiting:
+            self._wake(waiter)
 
-    def _counts(self, key: Key, folder: Written) -> bool:
-        """Say whether a job has a folder that its spec names, or is about to."""
+    def _claims(self, key: Key, folder: Written) -> bool:
+        """Whether a job owns a folder that its spec names, or is about to."""
         entry = self._entries[key]
-        return entry.contends or self._has(key, entry, folder)
+        return entry.contends or self._owns(key, entry, folder)
 
-    def _has(self, key: Key, entry: _Entry, folder: Written) -> bool:
-        """Say whether the job's attempts were opened with this folder, or one is right now."""
-        opened_with = self._status(key, entry).folders
-        is_in = not opened_with or folder.uri in opened_with
-        return key in self._opening or (entry.has_opened and is_in)
+    def _owns(self, key: Key, entry: _Entry, folder: Written) -> bool:
+        """Whether the job's attempts were opened with this folder, or one is right now."""
+        opened_with = entry.status.folders
+        is_recorded = not opened_with or folder.uri in opened_with
+        return key in self._opening or (entry.has_opened and is_recorded)
 
     def _rank(self, key: Key, folder: Written) -> _Rank:
-        """Return who comes first: the least rank has the folder."""
+        """Return the precedence of a job for a folder; the least rank owns it."""
         entry = self._entries[key]
-        status, metadata = self._status(key, entry), entry.view.raw["metadata"]
+        metadata = entry.view.raw["metadata"]
         created, uid = metadata.get("creationTimestamp", ""), metadata["uid"]
-        if self._has(key, entry, folder):
-            return (False, status.start_time or "9", created, uid)
+        if self._owns(key, entry, folder):
+            return (False, entry.status.start_time or "9", created, uid)
         return (True, "", created, uid)
 
-    def _status(self, key: Key, entry: _Entry) -> FineTuneJobStatus:
-        return self._pending.opened(entry.view)
-
-    def _may_run_on(self, key: Key, entry: _Entry) -> bool:
-        """Say whether the attempt of a job that is gone has not ended, as far as is known."""
+    def _may_outlive_job(self, entry: _Entry) -> bool:
+        """Whether the attempt of a job that is gone may still run, as far as is known."""
         is_free = self._backends.finds_from_cache(entry.view.backend)
-        is_open = attempts.current(self._status(key, entry)) is not None
+        is_open = attempts.current(entry.status) is not None
         return bool(entry.has_opened and entry.folders and is_free and is_open)
 
-    def _written(self, view: JobView) -> tuple[Written, ...]:
-        with suppress(FineTuneError):  # told once the job itself is reconciled
-            return self._named(view)
+    def _folders_if_known(self, view: JobView) -> tuple[Written, ...]:
+        with suppress(FineTuneError):  # reported once the job itself is reconciled
+            return self._named_folders(view)
         return ()
 
-    def _named(self, view: JobView) -> tuple[Written, ...]:
+    def _named_folders(self, view: JobView) -> tuple[Written, ...]:
         if view.parsed is None:
             return ()
         return tuple(self._backends.get(view.backend).writes(view.job))
 
     def _why(self, mine: Written, theirs: Written, other: Key) -> str:
-        said = sentence(mine, theirs, f"the job {other}")
+        conflict = sentence(mine, theirs, f"the job {other}")
         if self._entries[other].is_gone:
-            return f"{said}, which was deleted and still runs; this job goes on once that has ended"
+            return (
+                f"{conflict}, which was deleted and still runs; this job goes on once that has "
+                "ended"
+            )
         return (
-            f"{said}, and a folder has one writer for good, also when that one is deleted; use "
+            f"{conflict}, and a folder has one writer for good, also when that one is deleted; use "
             "another, such as one with {namespace} and {name} in it"
         )
 
 
 def _spec_of(view: JobView) -> tuple[str, int]:
-    """Return what is different for each spec."""
+    """Return what identifies a spec: uid and generation."""
     return (view.uid, view.raw["metadata"].get("generation", 1))
 
 
 def _may_open(view: JobView) -> bool:
-    """Say whether the job may open its first attempt, or one with other folders, by itself."""
+    """Whether the job may open its first attempt, or one with other folders, by itself."""
     if view.parsed is None or not view.is_ours or view.is_deleted:
         return False
     return not view.job.spec.suspend and not is_finished(view.status)

@@ -32,7 +32,6 @@ class Health:
         unable: What keeps it from being able, each a sentence with the command that mends it.
         queue: Keys that wait or are worked on.
         oldest_seconds: How long the oldest of them has not moved.
-        held: Keys whose reports wait until the queue is empty.
         backlog: Jobs that were there when it began to lead and have not been reconciled since.
         silent_seconds: For each watch, since when nothing was heard and nothing asked.
         refused: What the API server does not show, and its sentence; jobs there are left alone, but
@@ -47,7 +46,6 @@ class Health:
     unable: tuple[str, ...] = ()
     queue: int = 0
     oldest_seconds: float = 0.0
-    held: int = 0
     backlog: int = 0
     silent_seconds: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -161,7 +159,6 @@ def _answer(health: Health, complaints: list[str], *, is_good: bool) -> "web.Res
         "ready": health.is_ready,
         "unable": list(health.unable),
         "queue": health.queue,
-        "held": health.held,
         "backlog": health.backlog,
         "oldestSeconds": round(health.oldest_seconds, 3),
         "silentSeconds": {key: round(value, 3) for key, value in health.silent_seconds.items()},

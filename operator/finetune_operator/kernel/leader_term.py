@@ -93,7 +93,7 @@ class LeaderTerm:
             _SETTLE_SECONDS,
             is_urgent=lambda key: self._reconciler.is_new(key),
             group_of=self._backend_of,
-            share=lambda: self._num_workers,
+            share=settings.workers,
         )
         self._cluster = Cluster(client, self._cache, settings.namespaces)
         context = BackendContext(folder or Path.cwd(), dict(os.environ), self._cluster, now=now)
@@ -121,7 +121,6 @@ class LeaderTerm:
             EventPoster(client, settings.identity),
             now=now,
             not_shown=self._informers.not_shown_to,
-            is_busy=self._queue.is_busy,
             wake=self._queue.add,
             ledgers=self._ledgers,
         )
@@ -149,9 +148,8 @@ class LeaderTerm:
                 self._backlog.update(key_of(one) for one in self._jobs)
                 log.info("synced", extra={"jobs": len(self._jobs)})
                 group.create_task(self._resync.run())
-                for number in range(self._num_workers + _SPARE_WORKERS):
-                    is_extra = number >= self._settings.workers + _SPARE_WORKERS
-                    group.create_task(self._work(only_to_catch_up=is_extra))
+                for _ in range(self._settings.workers + _SPARE_WORKERS):
+                    group.create_task(self._work())
         finally:
             self._queue.close()
             await self._backends.close()
@@ -164,7 +162,6 @@ class LeaderTerm:
             is_leading=True,
             is_ready=self._is_synced and not self._resync.sees_nothing,
             queue=len(self._queue),
-            held=self._queue.num_deferred,
             backlog=len(self._backlog),
             oldest_seconds=self._queue.oldest_seconds,
             silent_seconds=silent,
@@ -190,8 +187,8 @@ class LeaderTerm:
         self._jobs_asked_at = max(self._jobs_asked_at, asked or 0.0)
         return self._loop.time() - self._jobs_asked_at
 
-    async def _work(self, *, only_to_catch_up: bool) -> None:
-        while self._backlog or not only_to_catch_up:
+    async def _work(self) -> None:
+        while True:
             key = await self._queue.get()
             backend, began = self._backend_of(key), self._loop.time()
             try:
@@ -206,7 +203,7 @@ class LeaderTerm:
                 self._counts.add(catalogue.RECONCILE_ERRORS, backend)
                 log.exception("reconcile broke off", extra=_failure(key, error, wait))
             else:
-                self._queue.done(key, result.requeue_seconds, when_idle=result.when_idle)
+                self._queue.done(key, result.requeue_seconds)
             seconds = self._loop.time() - began
             self._counts.observe(catalogue.RECONCILE_DURATION, backend, value=seconds)
             self._catch_up(key)
@@ -254,12 +251,6 @@ class LeaderTerm:
         if kind is None and self._is_synced:
             # kopf lists after missed events, and says nothing of what was deleted meanwhile.
             self._resync.missed_events.set()
-
-    @property
-    def _num_workers(self) -> int:
-        """How many jobs of one backend are reconciled at once."""
-        workers = self._settings.workers
-        return workers + workers // 2 if self._backlog else workers
 
     def _backend_of(self, key: Key) -> str:
         """Return the backend of a job, if there is one of that name."""

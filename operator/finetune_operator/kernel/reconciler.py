@@ -1,12 +1,11 @@
-"""Reconcile one job: observe, decide, act, and write the status if it says more than before.
+"""Reconcile one job: observe, decide, act, and write the status if it has changed.
 
-Called by the workers, for one key at a time. Nothing here waits for anything to happen, and nothing
-is kept that could not be found again: after a crash at any point the next reconcile goes on.
+Called by the workers, for one key at a time. Never blocks; all in-memory state can be rebuilt, so
+the next reconcile resumes after a crash at any point.
 
-What makes that safe: an attempt's children have names that follow from the job and the attempt's
-number, so creating them again adopts them; a later attempt is opened in the status before anything
-of it is created, and the first one is found by its name where the status lacks it;
-whatever else the status lacks is observed again and written later.
+Two rules make that safe. The status opens an attempt before any child of it is created. And the
+names of children follow from the job and the attempt's number, so creating them again adopts them.
+Whatever else the status lacks is observed again and written later.
 """
 
 import asyncio
@@ -19,20 +18,21 @@ from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import Observation
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
+from finetune_operator.kernel.adoption import Adoption
 from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
-from finetune_operator.kernel.folders import FolderBook, RivalsFirstError
+from finetune_operator.kernel.folders import FolderBook
 from finetune_operator.kernel.informer import NotShown
-from finetune_operator.kernel.jobs import JobIndex, JobView, PendingStatuses
+from finetune_operator.kernel.jobs import JobIndex, JobView
 from finetune_operator.kernel.kept_in_git import recreation
 from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
-from finetune_operator.kernel.status_writer import NO_DELAY, Delay, StaleError, StatusWriter
+from finetune_operator.kernel.status_writer import StaleError, StatusWriter
 from finetune_operator.kernel.verbs import (
     OBSERVE_AGAIN_SECONDS,
     Actions,
     Observer,
-    endless,
+    deletion_blocked,
     unreadable,
     unseen,
 )
@@ -58,7 +58,7 @@ from finetune_operator.reconcile.decide import (
 log = logging.getLogger(__name__)
 
 FIRST_OBSERVATION_SECONDS = 1.5
-"""How long after an attempt was created it is observed, unless an event of it comes before."""
+"""Delay before a created attempt is observed, if no event of it comes earlier."""
 _NOT_SHOWN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
 
 
@@ -66,15 +66,14 @@ class Reconciler:
     """Reconciles jobs of one cluster.
 
     Args:
-        client: For status, finalizers and deletions of jobs; children are the backends' part.
-        cache: The FineTuneJobs; answers to writes are put into it.
-        backends: Who runs attempts.
+        client: Writes status, finalizers and deletions of jobs; backends write the children.
+        cache: The FineTuneJobs; responses to writes are put into it.
+        backends: Run attempts.
         events: Posts Events.
         now: The time, with a zone.
-        not_shown: What keeps a backend's attempts in a namespace from being seen; by both names.
-        is_busy: Whether others than this job wait to be reconciled, which comes before reporting.
-        wake: Has a job reconciled, as what it waited for may be there.
-        ledgers: Who keeps account of the jobs' time.
+        not_shown: Returns what hides a backend's attempts in a namespace; by both names.
+        wake: Requeues a job that a folder conflict may no longer block.
+        ledgers: Time ledgers of the jobs.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Reconciler:
         *,
         now: Callable[[], datetime],
         not_shown: Callable[[str, str], NotShown | None] = lambda namespace, backend: None,
-        is_busy: Callable[[Key], bool] = lambda key: False,
         wake: Callable[[Key], None] = lambda key: None,
         ledgers: LedgerBook | None = None,
     ) -> None:
@@ -95,35 +93,23 @@ class Reconciler:
         self._events = events
         self._now = now
         self._not_shown = not_shown
-        self._pending = PendingStatuses()
-        self._index = JobIndex(cache.get, backends, self._pending)
-        self._folders = FolderBook(cache, self._index.get, backends, self._pending, wake)
+        self._index = JobIndex(cache.get, backends)
+        self._folders = FolderBook(cache, self._index.get, backends, wake)
+        self._adoption = Adoption(backends, self._index, now)
         book = self._ledgers = LedgerBook(Counts(), now) if ledgers is None else ledgers
-        self._observer = Observer(
-            backends, self._index, self._pending, self._folders.opened, book, now
-        )
-        self._writer = StatusWriter(
-            client,
-            cache,
-            self._index,
-            self._pending,
-            backends,
-            events,
-            book,
-            now=now,
-            is_busy=is_busy,
-        )
+        self._observer = Observer(backends, book, now)
+        self._writer = StatusWriter(client, cache, self._index, backends, events, book, now=now)
         self._actions = Actions(backends, self._index, self._writer, now)
         self._finalizer = Finalizer(
             self._writer, backends, self._observer, self._actions, events, now
         )
 
     def is_new(self, key: Key) -> bool:
-        """Say whether the job waits to be reconciled for the first time."""
+        """Whether the job has never been reconciled."""
         return self._index.is_new(key)
 
     def jobs_now(self) -> Iterator[JobNow]:
-        """Yield what the page of metrics shows of each job that is ours."""
+        """Yield the figures of each of our jobs for the metrics page."""
         for made in self._cache:
             view = self._index.get(key_of(made))
             if view is None or not view.is_ours:
@@ -136,36 +122,43 @@ class Reconciler:
         """Reconcile one job.
 
         Raises:
-            FineTuneError: try again later.
+            FineTuneError: Try again later.
         """
         self._folders.catch_up()
         view = self._index.get(key)
         if view is None:
-            if await self._folders.is_written_still(key):
+            if await self._folders.has_live_writer(key):
                 return Result(RECHECK_SECONDS)  # or when its pods go
-            self._forget(key)
             self._ledgers.remove(key)
             return NEVER
         if not view.is_ours:
             return NEVER
+        is_certain = False
         try:
-            if (missing := self._not_shown(key.namespace, view.backend)) is not None:
-                return await self._stand_by(view, missing)
-            if view.is_deleted:
-                return await self._finalize(view)
-            if view.rejection is not None:
-                return await self._reject(view, view.rejection)
-            return await self._reconcile(view)
-        except StaleError:
-            await self._writer.read_again(key)
-            return AT_ONCE
-        except RivalsFirstError:
-            return Result(OBSERVE_AGAIN_SECONDS)
+            try:
+                result = await self._reconcile(view)
+            except StaleError:
+                await self._writer.read_again(key)
+                result = AT_ONCE
+            is_certain = True
+            return result
         finally:
-            self._folders.settle(key)
+            self._folders.settle(key, is_certain=is_certain)
 
     async def _reconcile(self, view: JobView) -> Result:
-        view = await self._find_lost(view)
+        if (missing := self._not_shown(view.key.namespace, view.backend)) is not None:
+            return await self._stand_by(view, missing)
+        if (status := await self._adoption.adopted(view)) is not None:
+            await self._writer.write(view, self._folders.opened(view.key, status))
+            return AT_ONCE
+        if view.is_deleted:
+            return await self._finalize(view)
+        if view.rejection is not None:
+            return await self._reject(view, view.rejection)
+        return await self._observe_and_act(view)
+
+    async def _observe_and_act(self, view: JobView) -> Result:
+        view = await self._find_unrecorded(view)
         try:
             observation = await self._observer.observe(view)
         except FineTuneError as error:
@@ -176,64 +169,63 @@ class Reconciler:
             await self._events.post(view.metadata, warning(observation.warning))
         plan = await self._plan(view, observation)
         if not self._index.is_current(view):
-            return AT_ONCE  # it changed while its inputs were checked
-        # No await from here on until its folders are noted: two jobs could have the same.
-        observation = self._actions.hinder(view, observation)
+            return AT_ONCE  # the job changed while its inputs were checked
+        # No await from here until the folders are recorded: two jobs could get the same folder.
+        observation = self._actions.with_recorded_failure(view, observation)
         decision = decide(view.job, observation, self._now(), plan)
         if (submit := decision.action(Submit)) is not None:
             return await self._open(view, decision.status, submit.number)
         if decision.action(Find) is not None:
             return await self._give_up(view)
-        # Before Complete is written: after a crash it is asked again.
+        # Before Complete is written: after a crash the artifacts are collected again.
         status = await self._actions.collect(view, decision, observation)
-        view, delay = await self._writer.report(view, status)
+        view, delay_seconds = await self._writer.report(view, status)
         if await self._actions.cancel(view, decision, observation):
             return AT_ONCE
         if is_finished(view.status) and view.attempt is None:
-            self._forget(view.key)
             self._index.forget(view)
             return await self._finalizer.finish(view)
-        return _wait(decision, delay)
+        return _requeue(decision, delay_seconds)
 
-    async def _find_lost(self, view: JobView) -> JobView:
+    async def _find_unrecorded(self, view: JobView) -> JobView:
         try:
-            return await self._observer.find_lost(view)
+            return await self._observer.find_unrecorded(view)
         except FineTuneError as error:
             is_stuck = not error.retryable
             failed = SubmitFailed(str(error), is_absent=error.is_absent, needs_fix=is_stuck)
-            await self._tell_failed(view, failed)
+            await self._report_failure(view, failed)
             raise
 
     async def _plan(self, view: JobView, observation: Observation | None) -> Plan | Rejection:
-        """Validate a job only where an attempt may be opened: one that is open is left alone."""
+        """Return the job's plan, validated only if an attempt may be opened."""
         lives = view.attempt is not None and not (observation and observation.all_gone)
         if lives or is_finished(view.status):
-            return self._index.plan(view.job)
+            return self._index.plan(view)
         validated = await self._index.validate(view)
         if isinstance(validated, Rejection) or view.job.spec.suspend:
             return validated
         return self._folders.rejection(view.key) or validated
 
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
-        """Submit the attempt that the status opens; that is written first, unless it was before."""
+        """Write the status that opens the attempt, unless it was written before; then submit."""
         if status != view.status:
             needs_finalizer = self._backends.needs_finalizer(view.backend)
-            if needs_finalizer and (left := self._finalizer.seconds_until_kept(view)):
+            if needs_finalizer and (left := self._finalizer.finalizer_settle_seconds(view)):
                 await self._finalizer.add(view)
                 return Result(left)
             status = self._folders.opened(view.key, status)  # before any other job is reconciled
-            view, _ = await self._writer.report(view, status)
+            view = await self._writer.write(view, status)
         try:
             handle = await self._actions.create(view, number)
         except FineTuneError as error:
             if error.retryable:
                 failed = SubmitFailed(str(error), is_absent=error.is_absent)
-                await self._tell_failed(view, failed)
+                await self._report_failure(view, failed)
                 raise
             log.warning("attempt not created", extra=_about(view, attempt=number, error=error))
-            # It may have been refused before anybody has looked for it.
-            return await self._tell_failed(view, SubmitFailed(str(error), needs_fix=True))
-        self._pending.note_handle(view, number, handle)
+            # Not `is_absent`: the backend may have refused before it searched for the attempt.
+            return await self._report_failure(view, SubmitFailed(str(error), needs_fix=True))
+        view.memory.submitted = (number, handle)
         log.info("attempt created", extra=_about(view, attempt=number, handle=handle.name))
         if number == 1 and (event := recreation(view.raw["metadata"], view.job)) is not None:
             await self._events.post(view.metadata, event)
@@ -242,33 +234,33 @@ class Reconciler:
         return Result(FIRST_OBSERVATION_SECONDS)
 
     async def _give_up(self, view: JobView) -> Result:
-        """Fail a job whose attempt was not created in time, once it cannot appear any more."""
+        """Fail a job whose attempt missed its deadline, once it can no longer be created."""
         if self._backends.of(view.job).backend.limits.late_submit:
-            stopped, _ = attempts.stop(view.status, 0.0, self._now())  # nothing is submitted now
+            stopped, _ = attempts.stop(view.status, 0.0, self._now())  # forbids another submit
             view, _ = await self._writer.report(view, stopped)
         found = await self._observer.find(view)
-        if found.handle is not None:  # it goes on, unless it is told to stop again
+        if found.handle is not None:  # the attempt continues, unless it is stopped again
             status = attempts.change_current(found.status, stop_deadline=None)
             await self._writer.report(found, status)
             return AT_ONCE
         seen = self._observer.observe_absent(view)
         if not seen.all_gone:
             return Result(seen.requeue_seconds)
-        await self._tell_failed(view, SubmitFailed("nothing of it was created", is_absent=True))
+        await self._report_failure(view, SubmitFailed("nothing of it was created", is_absent=True))
         return AT_ONCE
 
-    async def _tell_failed(self, view: JobView, failed: SubmitFailed) -> Result:
-        """Say what keeps the open attempt from being created, or that its job fails for that."""
-        decision = decide(view.job, failed, self._now(), self._index.plan(view.job))
+    async def _report_failure(self, view: JobView, failed: SubmitFailed) -> Result:
+        """Report why the open attempt cannot be created, or fail its job for that."""
+        decision = decide(view.job, failed, self._now(), self._index.plan(view))
         if decision.status == view.status:
-            return _wait(decision, NO_DELAY)
-        _, delay = await self._writer.report(view, decision.status)
-        return _wait(decision, delay)
+            return _requeue(decision)
+        _, delay_seconds = await self._writer.report(view, decision.status)
+        return _requeue(decision, delay_seconds)
 
     async def _reject(
         self, view: JobView, rejection: Rejection, until: str = "the spec can be read"
     ) -> Result:
-        """Say what keeps a job from being reconciled; an attempt that runs is left alone."""
+        """Report why a job cannot be reconciled; a running attempt is left alone."""
         status = unreconcilable(
             view.status, rejection, self._now(), view.metadata.generation, until
         )
@@ -278,7 +270,7 @@ class Reconciler:
         return Result(RECHECK_SECONDS)
 
     async def _stand_by(self, view: JobView, missing: NotShown) -> Result:
-        """Do nothing about a job whose attempts are not shown: what is not seen may yet run."""
+        """Leave a job alone whose attempts the API server hides: they may be running."""
         left = missing.since + _NOT_SHOWN_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or (view.is_deleted and FINALIZER not in view.finalizers):
             return Result(max(left, OBSERVE_AGAIN_SECONDS))
@@ -290,22 +282,13 @@ class Reconciler:
         except FineTuneError as error:
             if error.retryable:
                 raise
-            return await self._reject(view, endless(error), "that is fixed")
-
-    def _forget(self, key: Key) -> None:
-        self._pending.forget(key)
-        self._observer.forget(key)
-        self._actions.forget(key)
-        self._writer.forget(key)
-        self._finalizer.forget(key)
+            return await self._reject(view, deletion_blocked(error), "that is fixed")
 
 
-def _wait(decision: Decision, delay: Delay) -> Result:
-    """Requeue for when the decision says so, or when its status is to be written."""
-    waits = [one for one in (decision.requeue_seconds, delay.seconds or None) if one is not None]
-    if not waits:
-        return NEVER
-    return Result(max(min(waits), SHORTEST_WAIT_SECONDS), when_idle=delay.until_idle)
+def _requeue(decision: Decision, delay_seconds: float = 0.0) -> Result:
+    """Return when to reconcile again: for the decision, or to write a delayed status."""
+    waits = [wait for wait in (decision.requeue_seconds, delay_seconds or None) if wait is not None]
+    return Result(max(min(waits), SHORTEST_WAIT_SECONDS)) if waits else NEVER
 
 
 def _about(view: JobView, **fields: object) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
-from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
+from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
 from finetune_operator.api.v1alpha1.status import (
     AttemptStatus,
@@ -22,17 +22,15 @@ from finetune_operator.api.v1alpha1.status import (
     ProgressStatus,
     Restarts,
 )
-from finetune_operator.backends.base import Found, Handle, Observation
+from finetune_operator.backends.base import Handle, Observation
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
-    describe,
     find,
     parse_rfc3339,
     rfc3339,
     set_condition,
-    starting,
 )
 from finetune_operator.reconcile.failures import action_for
 from finetune_trainer.config import CheckpointRef, FailureClass, Progress, Termination
@@ -111,23 +109,6 @@ def with_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
     )
     nodes = NodesStatus(desired=plan.nodes, ready=status.nodes.ready, world_size=plan.world_size)
     return status.model_copy(update={"plan": chosen, "nodes": nodes})
-
-
-def adopt(job: FineTuneJob, found: Found, now: datetime, plan: Plan | None) -> FineTuneJobStatus:
-    """Return the status of a job with its first attempt, which nobody wrote down when it was made.
-
-    Args:
-        job: The job; its status has no attempt.
-        found: The attempt, as its name led to it.
-        now: Time with a zone.
-        plan: The job's; None where it has none by now.
-    """
-    since = found.since or now
-    status = open_next(with_plan(job.status, plan) if plan else job.status, since)
-    # It was made of the first spec, as any later change would have met a status that was written.
-    has_queue = bool(job.spec.queue)
-    status = describe(status, starting(status.attempt), since, generation=1, has_queue=has_queue)
-    return with_handle(status, found.handle)
 
 
 def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobStatus:

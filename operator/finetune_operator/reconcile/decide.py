@@ -2,9 +2,8 @@
 
 The operator's kernel calls it; it does nothing itself. The caller saves `Decision.status`, then
 acts. A crash between the two is harmless: an attempt is opened in the status before it is
-submitted, or is found again by its name (`attempts.adopt`), submitting is idempotent, and `Cancel`
-and `Collect` are decided again until they have had their effect. What a living attempt is to do
-stands in `during`.
+submitted, submitting is idempotent, and `Cancel` and `Collect` are decided again until they have
+had their effect. What a living attempt is to do stands in `during`.
 """
 
 from dataclasses import dataclass, replace

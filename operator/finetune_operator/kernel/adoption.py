@@ -1,0 +1,69 @@
+"""Adoption of first attempts that operator 0.1.0 created before it recorded them in the status.
+
+Only needed for an upgrade from 0.1.0, which wrote the opening of attempt 1 up to 30 seconds after
+it had created the batch Job. Every later version writes the status first. Delete this module with
+the release after the next one.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
+from finetune_operator.backends.base import Attempt, Found
+from finetune_operator.backends.instances import Backends
+from finetune_operator.kernel.jobs import JobIndex, JobView
+from finetune_operator.planner.plan import Plan
+from finetune_operator.reconcile import attempts
+from finetune_operator.reconcile.conditions import describe, starting
+
+log = logging.getLogger(__name__)
+
+
+class Adoption:
+    """Searches for the unrecorded first attempt of each job, once per leader term.
+
+    Args:
+        backends: Which find attempts by name.
+        index: Which plans jobs.
+        now: The time, with a zone.
+    """
+
+    def __init__(self, backends: Backends, index: JobIndex, now: Callable[[], datetime]) -> None:
+        self._backends = backends
+        self._index = index
+        self._now = now
+
+    async def adopted(self, view: JobView) -> FineTuneJobStatus | None:
+        """Return the status that records attempt 1; None if the status lacks no attempt.
+
+        The search costs no request: 0.1.0 delayed the status only for backends that find attempts
+        in their cache.
+
+        Raises:
+            FineTuneError: The backend cannot search now.
+        """
+        is_searchable = view.parsed is not None and self._backends.finds_from_cache(view.backend)
+        if view.memory.is_adoption_done or view.status.attempt or not is_searchable:
+            return None
+        found = await self._backends.of(view.job).find(view.job, Attempt(1))
+        if found is None:
+            view.memory.is_adoption_done = True
+            return None
+        log.info("attempt adopted", extra={"job": str(view.key), "handle": found.handle.name})
+        plan = self._index.plan(view)
+        return _with_first_attempt(
+            view.job, found, self._now(), plan if isinstance(plan, Plan) else None
+        )
+
+
+def _with_first_attempt(
+    job: FineTuneJob, found: Found, now: datetime, plan: Plan | None
+) -> FineTuneJobStatus:
+    since = found.since or now
+    status = attempts.with_plan(job.status, plan) if plan else job.status
+    status = attempts.open_next(status, since)
+    # The attempt runs the first spec: a change of the spec made 0.1.0 write the status.
+    has_queue = bool(job.spec.queue)
+    status = describe(status, starting(status.attempt), since, generation=1, has_queue=has_queue)
+    return attempts.with_handle(status, found.handle)
