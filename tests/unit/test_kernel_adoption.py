@@ -10,7 +10,7 @@ from aks_world import AksWorld
 from configmap_backend import ConfigMapBackend
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends import registry
-from finetune_operator.backends.aks.names import FACTS_ANNOTATION
+from finetune_operator.backends.aks.child_names import FACTS_ANNOTATION
 from finetune_operator.backends.base import Attempt, Backend, BackendContext, Found
 from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, JOBS

@@ -9,8 +9,8 @@ import pytest
 from builders import manifest
 from finetune_operator.api.validation import defaulted
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kube.cache import Key
 from finetune_operator.kube.api_errors import UnavailableError
+from finetune_operator.kube.cache import Key
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Object, Resource
 from kernel_world import PLAYS, World, at_write, nothing
 from virtual_time import run

@@ -104,9 +104,7 @@ class Settings(BaseModel):
         "commas.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
-        24,
-        description="Jobs of one backend reconciled at once, and four of others; half as many more "
-        "until all that were there at the start are reconciled.",
+        24, description="Jobs of one backend reconciled at once, and four of others."
     )
     connections: Annotated[int, Field(ge=1, le=1024)] = Field(
         48, description="Requests to the API server at once, besides the watches."
