@@ -66,7 +66,7 @@ def test_killed_in_a_burst_and_started_again_it_doubles_nothing(api: Api, namesp
         assert started_at["time"] < second.said("leading")[0]["time"]
         # Each job's Event was posted by one process or the other.
         wait_until(
-            lambda: [api.events(namespace, one) for one in names] == [["AttemptCreated"]] * 20, 30
+            lambda: [api.events(namespace, one) for one in names] == [["AttemptCreated"]] * 20, 45
         )
 
 

@@ -95,7 +95,7 @@ def test_the_digest_of_a_snapshot_costs_no_write() -> None:
                 patches.append(world.job["status"]["phase"])
 
         world.api.after = note
-        await with_a_failed_attempt(world, after_seconds=30)
+        await with_a_failed_attempt(world, after_seconds=20)
         await world.settle()
         assert world.attempts == ["tiny-1", "tiny-2"]
         await world.make_pods(2)

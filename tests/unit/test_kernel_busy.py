@@ -20,7 +20,7 @@ NUM_LATE = 10
 LATE_SECONDS = 8.0  # so late that the first jobs are observed before these are opened
 OPENING_SECONDS = 0.3
 TELLING_SECONDS = 0.01
-QUIET_SECONDS = 40.0
+QUIET_SECONDS = 10.0
 STEP_SECONDS = 0.05
 
 

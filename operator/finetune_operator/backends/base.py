@@ -283,7 +283,7 @@ class Backend(ABC):
     finds_from_cache: ClassVar[bool]
     """Whether `find` costs no request, so that a new operator finds each attempt by its name.
 
-    The handle of an attempt is then written with the next status, up to a minute later.
+    The handle of an attempt is then written with the next status, up to 30 seconds later.
     """
 
     runs_without_cluster: ClassVar[bool]

@@ -37,7 +37,7 @@ _COMPARED_SEPARATELY = frozenset(
 # Most attempts train within this time of their opening, so one patch reports both.
 _NODES_SECONDS = 15.0
 # Bounds how late the Event AttemptCreated comes, and how long a crash loses the digest.
-_HANDLE_SECONDS = 60.0
+_HANDLE_SECONDS = 30.0
 _WORDS_SECONDS = 15.0
 _MAX_REASONS = 4
 
