@@ -2,19 +2,19 @@
 
     KubeError
     ├── KubeConfigError         no cluster is configured, or its configuration cannot be read
-    ├── NotLeadingError         a write that this replica may not make (any more)
-    └── ApiError                the answer to one request; status, reason, message
+    ├── NotLeadingError         a write by a replica that does not lead or no longer leads
+    └── ApiError                an error response; status, reason, message
         ├── NotFoundError       404
         ├── AlreadyExistsError  409 to a creation: the name is taken
         ├── ConflictError       409 otherwise: precondition failed (uid, resourceVersion)
         ├── GoneError           410: the resourceVersion or continue token is too old; list again
         ├── InvalidError        400, 422: the object will never be accepted as it is
         ├── ForbiddenError      403: RBAC, quota, admission; others may fix it
-        ├── UnauthorizedError   401: the token has expired or is unknown, or there is none now
+        ├── UnauthorizedError   401: the token is expired or unknown; status 0: there is no token
         ├── ThrottledError      429: wait for `retry_after` seconds
-        └── UnavailableError    5xx, no answer in time, no connection
+        └── UnavailableError    5xx, timeout, no connection
 
-`retryable` says whether the same request can succeed later without anybody changing the object.
+`retryable` is true if the same request can succeed later although the object is unchanged.
 """
 
 from typing import ClassVar
@@ -37,13 +37,13 @@ class NotLeadingError(KubeError):
 
 
 class ApiError(KubeError):
-    """The API server's answer to a request that did not succeed.
+    """A request that failed.
 
     Attributes:
-        status: HTTP status; 0 where there was no answer.
-        reason: The server's word, such as `AlreadyExists`; a class name where there was no answer.
-        message: The server's sentence.
-        retry_after: Seconds the server asks to wait; None if it does not.
+        status: HTTP status; 0 if there was no response.
+        reason: The server's reason, such as `AlreadyExists`; a class name if there was no response.
+        message: The server's message.
+        retry_after: Seconds to wait, if the server names them; else None.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class NotFoundError(ApiError):
 
 
 class AlreadyExistsError(ApiError):
-    """409 to a creation: an object of that name exists; read it to see whose it is."""
+    """409 to a creation: an object of that name exists; read it to check its owner."""
 
 
 class ConflictError(ApiError):
-    """409: the uid or resourceVersion in the precondition is not the object's any more."""
+    """409: the object no longer has the uid or resourceVersion in the precondition."""
 
     retryable: ClassVar[bool] = True
 
@@ -77,15 +77,15 @@ class GoneError(ApiError):
 
 
 class InvalidError(ApiError):
-    """400 or 422: the object will never be accepted as it is."""
+    """400 or 422: the server will never accept this object."""
 
 
 class ForbiddenError(ApiError):
-    """403: RBAC, a quota or an admission plugin; somebody else can fix it, so try again later."""
+    """403: RBAC, a quota or an admission plugin; an administrator can change it, so retry later."""
 
 
 class UnauthorizedError(ApiError):
-    """401: the credentials have expired or are unknown, or (status 0) there are none now."""
+    """401: the credentials are expired or unknown; status 0: there are no credentials now."""
 
     retryable: ClassVar[bool] = True
 
@@ -97,7 +97,7 @@ class ThrottledError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """5xx, no answer in time, connection refused or lost; a write may have happened anyway."""
+    """5xx, timeout, connection refused or lost; a write may have succeeded nevertheless."""
 
     retryable: ClassVar[bool] = True
 
@@ -115,7 +115,7 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 
 
 def error_of(status: int, reason: str, message: str, retry_after: float | None = None) -> ApiError:
-    """Return the error of the class that belongs to an HTTP status."""
+    """Return an error of the class for an HTTP status."""
     kind = _BY_STATUS.get(status, UnavailableError if status >= 500 else ApiError)
     if reason == "AlreadyExists":
         kind = AlreadyExistsError

@@ -1,7 +1,7 @@
-"""Objects of one kind as they were last seen; filled by watches, lists and answers to writes.
+"""Cache of the objects of one kind, filled by watches, lists and responses to writes.
 
-It may be late, so readers must cope with that. It never goes back to an older version of an object:
-an answer to a write may overtake the watch, and the watch an answer.
+The cache may be stale, and its readers have to cope with that. It never returns to an older version
+of an object: the response to a write may overtake the watch, and the watch may overtake a response.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,42 +12,44 @@ from finetune_operator.kube.resources import Object, Resource
 
 
 class Key(NamedTuple):
-    """Namespace and name; of a job where nothing else is said."""
+    """Namespace and name of an object, by default of a job."""
 
     namespace: str
     name: str
 
     def __str__(self) -> str:
-        """`NAMESPACE/NAME`."""
+        """Return `NAMESPACE/NAME`."""
         return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
 
-def key_of(made: Object) -> Key:
+def key_of(obj: Object) -> Key:
     """Return the key of an object itself."""
-    metadata = made["metadata"]
+    metadata = obj["metadata"]
     return Key(metadata.get("namespace", ""), metadata["name"])
 
 
-def job_key_of(made: Object) -> Key | None:
+def job_key_of(obj: Object) -> Key | None:
     """Return the key of the job that an object belongs to by its label."""
-    metadata = made["metadata"]
+    metadata = obj["metadata"]
     name = (metadata.get("labels") or {}).get(JOB_LABEL)
     return Key(metadata.get("namespace", ""), name) if name else None
 
 
-def version_of(made: Object) -> int:
-    """Return the resourceVersion as a number, which Kubernetes 1.35 declares it to be.
+def version_of(obj: Object) -> int:
+    """Return the resourceVersion as a number.
 
-    Every API server before counts too, as it hands out etcd's revision.
+    Kubernetes 1.35 documents that versions are ordered numbers. So they are in all earlier API
+    servers, which use the revision of etcd.
     """
-    return int(made["metadata"]["resourceVersion"])
+    return int(obj["metadata"]["resourceVersion"])
 
 
 class ObjectCache:
     """All objects of one kind, by key and by the job they belong to.
 
     Attributes:
-        is_synced: Whether it has had a full list; before that, absence means nothing.
+        is_synced: Whether the cache has received a full list. Until then an absent object may
+            exist.
     """
 
     def __init__(self, resource: Resource) -> None:
@@ -63,99 +65,105 @@ class ObjectCache:
         return len(self._objects)
 
     def __iter__(self) -> Iterator[Object]:
-        """Yield every object; the cache may change meanwhile."""
+        """Iterate over a snapshot of all objects; the cache may change meanwhile."""
         return iter(list(self._objects.values()))
 
     def get(self, key: Key) -> Object | None:
-        """Return the object as last seen; do not change it."""
+        """Return the cached object, which callers must not change; None if there is none."""
         return self._objects.get(key)
 
     def of_job(self, job: Key) -> list[Object]:
-        """Return the objects whose label names the job, in the order of their names.
+        """Return the objects whose label names the job, sorted by name.
 
-        Compare their owner's uid: a deleted job of the same name may have left some.
+        Callers compare the uid of the owner: objects of a deleted job of the same name may remain.
         """
         return [self._objects[key] for key in sorted(self._of_job.get(job, ()))]
 
     def listen(self, listener: Callable[[Key], object]) -> None:
-        """Call a function with the key of each object now, and later of each that changes."""
+        """Call a function with the key of each object now, and later on every change."""
         self._listeners.append(listener)
         for key in self._objects:
             listener(key)
 
-    def put(self, made: Object) -> bool:
-        """Store an object unless the cache has one as new; return whether it is news.
+    def put(self, obj: Object) -> bool:
+        """Store an object unless the cached version is as new.
 
-        An older object is news, too: the newer one is the answer to a write of ours that overtook
-        it, and includes a change by somebody else that nobody has reacted to.
+        Returns:
+            Whether the object requires a reconcile. An older object does, too: the cached version
+            is then the response to a write of ours that overtook it, and includes a change by
+            another writer that no reconcile has seen yet.
         """
-        key, version = key_of(made), version_of(made)
-        there = self._objects.get(key)
-        if there is not None and version <= version_of(there):
-            return version < version_of(there)
+        key, version = key_of(obj), version_of(obj)
+        cached = self._objects.get(key)
+        if cached is not None and version <= version_of(cached):
+            return version < version_of(cached)
         if version <= self._deleted.get(key, -1):
             return False
         self._forget(key)
         self._deleted.pop(key, None)
-        self._objects[key] = made
-        if (job := job_key_of(made)) is not None:
+        self._objects[key] = obj
+        if (job := job_key_of(obj)) is not None:
             self._of_job.setdefault(job, set()).add(key)
-        self._tell(key)
+        self._notify(key)
         return True
 
-    def remove(self, made: Object) -> bool:
-        """Remove an object that was deleted; `made` is its last state, or a newer one."""
-        key, version = key_of(made), version_of(made)
-        there = self._objects.get(key)
-        if there is not None and version_of(there) > version:
+    def remove(self, obj: Object) -> bool:
+        """Remove a deleted object, given in its last state or a newer one.
+
+        Returns:
+            Whether an object was removed.
+        """
+        key, version = key_of(obj), version_of(obj)
+        cached = self._objects.get(key)
+        if cached is not None and version_of(cached) > version:
             return False
         self._deleted[key] = max(version, self._deleted.get(key, -1))
         return self._forget(key)
 
     def forget_deletions(self, version: int) -> None:
-        """Forget deletions up to a version; no answer older than that may still arrive."""
+        """Forget deletions up to a version; no older response may still be in flight."""
         self._deleted = {key: seen for key, seen in self._deleted.items() if seen > version}
 
     def replace(
         self, items: Iterable[Object], version: str, namespace: str | None = None
     ) -> list[Object]:
-        """Store a full list, and remove what it lacks.
+        """Store a full list, and remove the objects that it lacks.
 
         Args:
             items: All objects, of one namespace or of all.
-            version: The list's resourceVersion: what is newer in the cache stays.
+            version: resourceVersion of the list; newer objects remain in the cache.
             namespace: The namespace that was listed; None for all.
 
         Returns:
-            The objects that are news (see `put`) or gone.
+            The removed objects and the stored objects that require a reconcile (see `put`).
         """
-        listed = {key_of(one): one for one in items}
+        listed = {key_of(obj): obj for obj in items}
         at = int(version)
-        gone = [
-            one
-            for key, one in self._objects.items()
+        removed = [
+            obj
+            for key, obj in self._objects.items()
             if key not in listed
-            and version_of(one) <= at
+            and version_of(obj) <= at
             and (namespace is None or key.namespace == namespace)
         ]
-        for one in gone:
-            self._forget(key_of(one))
+        for obj in removed:
+            self._forget(key_of(obj))
         self.forget_deletions(at)
         self.is_synced = True
-        return gone + [one for one in listed.values() if self.put(one)]
+        return removed + [obj for obj in listed.values() if self.put(obj)]
 
     def _forget(self, key: Key) -> bool:
-        there = self._objects.pop(key, None)
-        if there is None:
+        cached = self._objects.pop(key, None)
+        if cached is None:
             return False
-        if (job := job_key_of(there)) is not None:
+        if (job := job_key_of(cached)) is not None:
             keys = self._of_job[job]
             keys.discard(key)
             if not keys:
                 del self._of_job[job]
-        self._tell(key)
+        self._notify(key)
         return True
 
-    def _tell(self, key: Key) -> None:
+    def _notify(self, key: Key) -> None:
         for listener in self._listeners:
             listener(key)

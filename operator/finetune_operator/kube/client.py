@@ -1,6 +1,6 @@
 """The API server's verbs, used by the kernel and by backends.
 
-Objects are JSON as they come (`Object`); nothing is cached. Every failure is an `ApiError` of
+Objects are plain JSON (`Object`), without a cache. Every failure is an `ApiError` of
 `finetune_operator.kube.api_errors`: the errors in a verb's docstring, and for all verbs
 ForbiddenError, UnauthorizedError, ThrottledError and UnavailableError.
 """
@@ -18,7 +18,7 @@ from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
 
 Propagation = Literal["Background", "Foreground", "Orphan"]
-"""What becomes of the objects that a deleted one owns."""
+"""How a deletion treats the dependents of the object."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class ClientOptions:
     """Limits of one client.
 
     Attributes:
-        connections: Concurrent requests; watches and followed logs are not counted.
-        request_seconds: Longest time for one request; then it is an UnavailableError.
-        silence_seconds: Longest silence of a watch; bookmarks come about once a minute.
-        page: Objects of one page of a list.
-        seconds_to_write: Time left in which this process may write: the time limit of every write,
-            which is refused at 0 or less. None: no limit.
+        connections: Maximum concurrent requests, without watches and followed logs.
+        request_seconds: Timeout of a request, which then raises UnavailableError.
+        silence_seconds: Maximum silence of a watch; bookmarks arrive about once a minute.
+        page: Objects per page of a list.
+        seconds_to_write: Returns the time left in which this process may write. It is the timeout
+            of every write; at 0 or less the write is refused. None: no limit.
         user_agent: Name of the caller in the API server's audit log.
     """
 
@@ -48,7 +48,7 @@ class Listing:
     """All objects of a kind at one moment.
 
     Attributes:
-        resource_version: Where a watch goes on from.
+        resource_version: Version from which a watch continues.
     """
 
     items: list[Object]
@@ -57,10 +57,10 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One line of a watch.
+    """An event of a watch.
 
     Attributes:
-        type: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`; a bookmark holds a resourceVersion only.
+        type: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`; a bookmark has only a resourceVersion.
     """
 
     type: str
@@ -68,13 +68,13 @@ class WatchEvent:
 
     @property
     def resource_version(self) -> str:
-        """Where to go on from after this event."""
+        """Version from which the next watch continues."""
         return str(self.object["metadata"]["resourceVersion"])
 
 
 @dataclass
 class CallCounts:
-    """Requests so far, by verb, resource and status; 0 where there was no answer."""
+    """Number of requests by verb, resource and HTTP status; status 0 means no response."""
 
     by_kind: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
@@ -86,12 +86,12 @@ class CallCounts:
 
 @dataclass(frozen=True)
 class Call:
-    """One request.
+    """A request.
 
     Attributes:
-        verb: As RBAC names it; `log` for the log of a pod.
-        path: Without the host.
-        body: JSON; None for none.
+        verb: RBAC verb, or `log` for the log of a pod.
+        path: URL path without the host.
+        body: JSON; None for no body.
     """
 
     verb: str
@@ -101,7 +101,7 @@ class Call:
     body: bytes | None = None
 
     def __str__(self) -> str:
-        """`VERB PATH`, for messages."""
+        """Return `VERB PATH`, for messages."""
         return f"{self.verb} {self.path}"
 
 
@@ -111,7 +111,7 @@ class KubeClient(ABC):
     `kube/http.py` sends them to a cluster, `embedded/store_client.py` serves them in this process.
 
     Attributes:
-        calls: Requests so far.
+        calls: Number of requests so far.
     """
 
     def __init__(self, options: ClientOptions | None = None) -> None:
@@ -120,17 +120,17 @@ class KubeClient(ABC):
 
     @abstractmethod
     async def exchange(self, call: Call) -> Object:
-        """Send one request and return the object in its answer; all verbs but streams use it."""
+        """Send a request and return the object in the response; streams use `lines` instead."""
 
     @abstractmethod
     def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
-        """Yield the lines of an answer without a set end: a watch, a log."""
+        """Yield the lines of a streaming response: a watch or a log."""
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
         """Return one object.
 
         Raises:
-            NotFoundError: there is none of that name.
+            NotFoundError: no object of that name exists.
         """
         return await self._send("get", resource, resource.path(namespace, name))
 
@@ -143,25 +143,25 @@ class KubeClient(ABC):
         field_selector: str | None = None,
         trim: Trim | None = None,
     ) -> Listing:
-        """Return all objects, read page by page; None as namespace means all.
+        """Return all objects, read page by page; None as namespace means all namespaces.
 
         Raises:
-            GoneError: the list took so long that its version is gone; start again.
+            GoneError: the continue token expired before the last page; list again.
             NotFoundError: the kind is not served.
         """
         items: list[Object] = []
-        asked: dict[str, str] = {"limit": str(self.options.page)}
+        query: dict[str, str] = {"limit": str(self.options.page)}
         if label_selector:
-            asked["labelSelector"] = label_selector
+            query["labelSelector"] = label_selector
         if field_selector:
-            asked["fieldSelector"] = field_selector
+            query["fieldSelector"] = field_selector
         path = resource.path(namespace)
         while True:
-            page = await self._send("list", resource, path, query=asked)
+            page = await self._send("list", resource, path, query=query)
             items += map(trim, page["items"]) if trim else page["items"]
             if not (token := page["metadata"].get("continue")):
                 return Listing(items, page["metadata"]["resourceVersion"])
-            asked["continue"] = token
+            query["continue"] = token
 
     async def create(
         self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
@@ -170,11 +170,11 @@ class KubeClient(ABC):
 
         Raises:
             AlreadyExistsError: the name is taken.
-            ConflictError: it cannot be created now, as its namespace is being deleted.
-            InvalidError: it will never be accepted as it is.
-            ForbiddenError: RBAC, a quota or an admission plugin.
-            NotFoundError: there is no such namespace.
-            UnavailableError: no answer; it may exist nevertheless.
+            ConflictError: the object cannot be created now, because its namespace is terminating.
+            InvalidError: the server will never accept this object.
+            ForbiddenError: refused by RBAC, a quota or an admission plugin.
+            NotFoundError: the namespace does not exist.
+            UnavailableError: no response; the object may exist nevertheless.
             NotLeadingError: this process may not write.
         """
         query = {"fieldValidation": "Strict"}
@@ -185,10 +185,10 @@ class KubeClient(ABC):
     async def replace(
         self, resource: Resource, body: Mapping[str, Any], namespace: str | None = None
     ) -> Object:
-        """Replace an object by `body`, whose resourceVersion, if set, must be the stored one.
+        """Replace an object by `body`, whose resourceVersion, if set, must match the stored object.
 
         Raises:
-            ConflictError: somebody else changed it since.
+            ConflictError: another writer has changed the object.
             NotFoundError, InvalidError, NotLeadingError: as for `create`.
         """
         path = resource.path(namespace, str(body["metadata"]["name"]))
@@ -203,15 +203,15 @@ class KubeClient(ABC):
         *,
         subresource: Literal["status"] | None = None,
     ) -> Object:
-        """Merge `patch` into an object and return it; a null removes a field.
+        """Merge `patch` into an object and return the result; a null removes a field.
 
-        A `metadata.resourceVersion` in the patch must be the stored one, and so must a
-        `metadata.uid`; a wrong uid is a ConflictError or an InvalidError, depending on the kind.
+        A `metadata.resourceVersion` or `metadata.uid` in the patch must match the stored object;
+        a different uid raises ConflictError or InvalidError, depending on the kind.
 
         Raises:
-            NotFoundError: there is none of that name.
-            ConflictError: it is not the one that the patch was made for.
-            InvalidError: the outcome is not acceptable.
+            NotFoundError: no object of that name exists.
+            ConflictError: the object differs from the preconditions in the patch.
+            InvalidError: the patched object is invalid.
             NotLeadingError: this process may not write.
         """
         parts = (name, subresource) if subresource else (name,)
@@ -228,14 +228,14 @@ class KubeClient(ABC):
         grace_seconds: float | None = None,
         propagation: Propagation = "Background",
     ) -> None:
-        """Delete an object; it stays until its grace is over and its finalizers are gone.
+        """Delete an object, which remains until its grace period ends and it has no finalizers.
 
-        With `uid` only this very object is deleted. `grace_seconds` is the time that a pod gets
-        between SIGTERM and SIGKILL; None leaves it the pod's own.
+        With `uid`, an object of the same name and another uid is not deleted. `grace_seconds` is
+        the time of a pod between SIGTERM and SIGKILL; None means the grace period in its spec.
 
         Raises:
-            NotFoundError: there is none of that name.
-            ConflictError: its uid is another.
+            NotFoundError: no object of that name exists.
+            ConflictError: the object has another uid.
             NotLeadingError: this process may not write.
         """
         body: Object = {"propagationPolicy": propagation}
@@ -254,15 +254,15 @@ class KubeClient(ABC):
         label_selector: str | None = None,
         timeout_seconds: int = 300,
     ) -> AsyncIterator[WatchEvent]:
-        """Yield what changes after `resource_version`, until the server ends the watch.
+        """Yield the changes after `resource_version`, until the server ends the watch.
 
-        Ending is normal, after `timeout_seconds` at most: go on from the last event's (also a
-        bookmark's) `resource_version`.
+        A server normally ends a watch after at most `timeout_seconds`: continue from the
+        `resource_version` of the last event, bookmarks included.
 
         Raises:
             GoneError: the resourceVersion is too old; list again.
-            UnavailableError: the connection broke, also in the middle of an event, or the server
-                said nothing, not even a bookmark, for `silence_seconds`.
+            UnavailableError: the connection broke, possibly within an event, or the server sent
+                neither an event nor a bookmark for `silence_seconds`.
             NotFoundError: the kind is not served.
         """
         query = {
@@ -277,13 +277,13 @@ class KubeClient(ABC):
         async for line in self.lines(call):
             try:
                 event = orjson.loads(line)
-                made, kind = event["object"], event["type"]
+                obj, kind = event["object"], event["type"]
             except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-                # A proxy that was cut off ends a watch in the middle of a line.
-                raise no_answer(error, call) from error
+                # A proxy whose connection broke ends a watch in the middle of a line.
+                raise no_response(error, call) from error
             if kind == "ERROR":
-                raise error_in(int(made.get("code", 500)), made, None)
-            yield WatchEvent(kind, made)
+                raise error_in(int(obj.get("code", 500)), obj, None)
+            yield WatchEvent(kind, obj)
 
     async def log(
         self,
@@ -296,11 +296,11 @@ class KubeClient(ABC):
     ) -> AsyncIterator[str]:
         """Yield the lines of a pod's log, without line ends.
 
-        `container` may be None where there is only one; `tail` limits it to the last lines;
-        `follow` goes on until the container ends.
+        `container` may be None if the pod has only one. `tail` is the number of last lines;
+        `follow` continues until the container terminates.
 
         Raises:
-            NotFoundError: there is no such pod.
+            NotFoundError: the pod does not exist.
             InvalidError: the container has not started.
         """
         query: dict[str, str] = {"container": container} if container else {}
@@ -325,18 +325,24 @@ class KubeClient(ABC):
         return await self.exchange(Call(verb, resource, path, query or {}, data))
 
 
-def error_in(status: int, said: Mapping[str, Any], header: str | None) -> ApiError:
-    """Return the error for an answer with this HTTP status."""
-    details = said.get("details") or {}
+def error_in(status: int, body: Mapping[str, Any], header: str | None) -> ApiError:
+    """Return the error for a response.
+
+    Args:
+        status: HTTP status.
+        body: The `Status` object in the response.
+        header: Value of `Retry-After`; None if it is absent.
+    """
+    details = body.get("details") or {}
     wait = header if header and header.isdigit() else details.get("retryAfterSeconds")
-    message = str(said.get("message") or f"the API server answered {status}")
+    message = str(body.get("message") or f"the API server answered {status}")
     return error_of(
-        status, str(said.get("reason") or ""), message, None if wait is None else float(wait)
+        status, str(body.get("reason") or ""), message, None if wait is None else float(wait)
     )
 
 
-def no_answer(error: Exception, call: Call) -> ApiError:
-    """Return the error of a request without an answer that can be read."""
+def no_response(error: Exception, call: Call) -> ApiError:
+    """Return the error for a request without a readable response."""
     if isinstance(error, asyncio.TimeoutError):
         return UnavailableError(0, "Timeout", f"no answer in time to {call}")
     word = str(error) or type(error).__name__
@@ -345,12 +351,12 @@ def no_answer(error: Exception, call: Call) -> ApiError:
 
 def merge_patch(old: Any, new: Any) -> dict[str, Any]:
     """Return the JSON merge patch (RFC 7396) that turns one object into another."""
-    made: dict[str, Any] = {key: None for key in old if key not in new}
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
     for key, value in new.items():
         before = old.get(key)
         if isinstance(value, dict) and isinstance(before, dict):
             if inner := merge_patch(before, value):
-                made[key] = inner
+                patch[key] = inner
         elif value != before or key not in old:
-            made[key] = value
-    return made
+            patch[key] = value
+    return patch

@@ -1,4 +1,4 @@
-"""What the operator gives to a backend whose attempts are in the cluster."""
+"""Access to the cluster for backends whose attempts run in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Cluster:
     """Access to one cluster.
 
     Attributes:
-        client: For writes, and for what is not watched.
-        cache: Returns the cache of a kind; those of the backend's `watches` are kept filled with
-            what their `trim` keeps. Put the answer to a write into it, trimmed, so that the next
-            reconcile sees it.
-        namespaces: Namespaces that are served; empty for all.
+        client: For writes, and for kinds that are not watched.
+        cache: Returns the cache of a kind. The kernel fills the caches of the backend's `watches`,
+            trimmed by their `trim`. A backend stores the response to a write in the cache, trimmed,
+            so that the next reconcile sees it.
+        namespaces: Served namespaces; empty for all.
     """
 
     client: KubeClient

@@ -1,7 +1,7 @@
-"""A compact form of objects that are kept by the hundred and seldom read: names, and a JSON text.
+"""A compact form of objects that are cached by the hundred and rarely read: names and a JSON text.
 
-The informer of such a kind keeps them so; a backend reads them with `expand`, and puts the answers
-to its writes into the cache in the same form.
+The informer of such a kind caches this form. A backend reads it with `expand`, and stores the
+responses to its writes in the same form.
 """
 
 from finetune_operator.kube.labels import JOB_LABEL
@@ -11,27 +11,29 @@ _NAMING = ("name", "namespace", "uid", "resourceVersion")
 _IGNORED = ("annotations", "creationTimestamp", "generation", "managedFields", "selfLink")
 
 
-def compact(made: Object) -> Object:
-    """Keep an object's names, the label that leads to its job, and a JSON text of the rest.
+def compact(obj: Object) -> Object:
+    """Return the names of an object, the label of its job, and the other fields as a JSON text.
 
-    Status and annotations are dropped, as they are not ours.
+    Status and annotations are dropped, because the operator does not write them.
     """
     import orjson  # `ftctl validate` does without it
 
-    metadata = made["metadata"]
+    metadata = obj["metadata"]
     names = {key: metadata[key] for key in _NAMING if key in metadata}
     if job := (metadata.get("labels") or {}).get(JOB_LABEL):
         names["labels"] = {JOB_LABEL: job}
-    rest = {key: one for key, one in metadata.items() if key not in (*_NAMING, *_IGNORED)}
-    kept = {key: one for key, one in made.items() if key not in ("apiVersion", "kind", "status")}
-    text = orjson.dumps({**kept, "metadata": rest}, option=orjson.OPT_SORT_KEYS)
+    rest = {key: value for key, value in metadata.items() if key not in (*_NAMING, *_IGNORED)}
+    fields = {
+        key: value for key, value in obj.items() if key not in ("apiVersion", "kind", "status")
+    }
+    text = orjson.dumps({**fields, "metadata": rest}, option=orjson.OPT_SORT_KEYS)
     return {"metadata": names, "text": text}
 
 
-def expand(kept: Object) -> Object:
-    """Return the object that `compact` was given, as far as it was kept."""
+def expand(cached: Object) -> Object:
+    """Return the object that was given to `compact`, without the dropped fields."""
     import orjson
 
-    made: Object = orjson.loads(kept["text"])
-    names = {key: one for key, one in kept["metadata"].items() if key != "labels"}
-    return {**made, "metadata": {**made["metadata"], **names}}
+    obj: Object = orjson.loads(cached["text"])
+    names = {key: value for key, value in cached["metadata"].items() if key != "labels"}
+    return {**obj, "metadata": {**obj["metadata"], **names}}

@@ -1,7 +1,7 @@
-"""Which cluster, and as whom: $KUBECONFIG, a pod's service account, or ~/.kube/config.
+"""Address and credentials of the cluster: $KUBECONFIG, a service account, or ~/.kube/config.
 
 Requests do not go through the classes of the package kubernetes, which cost several times as much;
-it is needed only where a kubeconfig logs in by an auth-provider (docs/decisions/0067).
+only a kubeconfig that logs in by an auth-provider needs the package (docs/decisions/0067).
 """
 
 import os
@@ -20,33 +20,33 @@ _DEFAULT = "~/.kube/config"
 
 
 class ClusterAccess:
-    """The API server's address and the credentials; made by `load_access`."""
+    """Address of the API server, and credentials; created by `load_access`."""
 
     def __init__(self, login: Login) -> None:
         self._login = login
 
     @property
     def host(self) -> str:
-        """`https://HOST:PORT`, without a slash at its end."""
+        """Address `https://HOST:PORT`, without a trailing slash."""
         return self._login.host
 
     @property
     def server_name(self) -> str | None:
-        """Name the server's certificate must have, where it is not the host's."""
+        """Expected name in the server's certificate; None for the name of the host."""
         return self._login.server_name
 
     @property
     def proxy(self) -> str | None:
-        """Proxy to send requests through."""
+        """URL of the proxy for requests; None for no proxy."""
         return self._login.proxy
 
     @property
     def namespace(self) -> str:
-        """What is meant where no namespace is named."""
+        """Default namespace."""
         return self._login.namespace
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the TLS context: how to verify the server, and the client's certificate.
+        """Return the TLS context, which verifies the server and has the client's certificate.
 
         Raises:
             KubeConfigError: a certificate cannot be read.
@@ -60,9 +60,9 @@ class ClusterAccess:
         return context
 
     async def headers(self) -> dict[str, str]:
-        """Return the `Authorization` header with a valid token; empty with certificates.
+        """Return the `Authorization` header; empty if the login uses certificates.
 
-        Cheap: a token is read again at most once a minute.
+        This is cheap: a token file is read at most once a minute.
 
         Raises:
             UnauthorizedError: there is no token now.
@@ -72,10 +72,10 @@ class ClusterAccess:
         return {"Authorization": header} if header else {}
 
     async def renew(self) -> None:
-        """Log in again after a 401, as tokens expire.
+        """Log in again after a 401, because tokens expire.
 
         Raises:
-            UnauthorizedError: that failed.
+            UnauthorizedError: the login failed.
         """
         with _login_failures():
             await self._login.credentials.renew()
@@ -86,19 +86,19 @@ def _login_failures() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Each way to log in has errors of its own: of a plugin, a file or a server.
-        said = str(error) or type(error).__name__
-        raise UnauthorizedError(0, "LoginFailed", f"there is no token now ({said})") from error
+        # Each login has its own errors: of a plugin, a file or a server.
+        message = str(error) or type(error).__name__
+        raise UnauthorizedError(0, "LoginFailed", f"there is no token now ({message})") from error
 
 
 async def load_access(kubeconfig: str | None = None) -> ClusterAccess:
     """Find the cluster and the credentials.
 
-    In this order: the file given, $KUBECONFIG, the pod's service account, ~/.kube/config.
+    Sources, in this order: `kubeconfig`, $KUBECONFIG, the pod's service account, ~/.kube/config.
 
     Raises:
-        KubeConfigError: there is none, or it cannot be read.
-        UnauthorizedError: the program or service by which it logs in fails.
+        KubeConfigError: there is no kubeconfig, or it cannot be read.
+        UnauthorizedError: the credential plugin or the issuer fails.
     """
     named = kubeconfig or os.environ.get("KUBECONFIG")
     if not named and (_ACCOUNT / "token").is_file():
@@ -116,11 +116,11 @@ async def load_access(kubeconfig: str | None = None) -> ClusterAccess:
 
 
 def _login_of_pod() -> Login:
-    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{one}") for one in ("HOST", "PORT"))
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
     if not host or not port:
         raise KubeConfigError(
             f"{_ACCOUNT} holds a token, and KUBERNETES_SERVICE_HOST and _PORT do not say where the "
             "API server is; set them, or KUBECONFIG"
         )
-    place = f"[{host}]" if ":" in host else host
-    return Login(f"https://{place}:{port}", TokenFile(_ACCOUNT / "token"), _ACCOUNT / "ca.crt")
+    address = f"[{host}]" if ":" in host else host
+    return Login(f"https://{address}:{port}", TokenFile(_ACCOUNT / "token"), _ACCOUNT / "ca.crt")

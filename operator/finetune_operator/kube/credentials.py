@@ -1,6 +1,6 @@
-"""Ways to log in that change with time: a token on disk, and a program that gets one.
+"""Logins whose token changes over time: a token file, and a credential plugin.
 
-`kubeconfig.py` and `config.py` make them. Headers are asked for on several event loops.
+`kubeconfig.py` and `config.py` create them. Several event loops may request headers.
 """
 
 import asyncio
@@ -18,18 +18,19 @@ from typing import Any
 from finetune_operator.kube.api_errors import KubeConfigError
 from finetune_operator.kube.login import Certificate
 
-_READ_AGAIN_SECONDS = 60.0  # the kubelet renews a token long before the old one ends
-_EARLY = timedelta(seconds=60)  # before its end a token is renewed, as clocks differ
-_SECONDS = 60.0
-_SECONDS_OF_A_USER = 600.0  # who may have to log in with a browser
+_REREAD_SECONDS = 60.0  # the kubelet renews a token long before the old token expires
+_EXPIRY_MARGIN = timedelta(seconds=60)  # tokens are renewed this early, because clocks differ
+_PLUGIN_SECONDS = 60.0
+_INTERACTIVE_PLUGIN_SECONDS = 600.0  # a user may have to log in with a browser
 
 
 class TokenFile:
-    """A token that somebody else renews on disk, such as that of a service account.
+    """A token file that another process renews, such as the token of a service account.
 
     Args:
-        file: Read again at most once a minute.
-        certificate: Shown besides.
+        file: File with the token, read at most once a minute.
+        certificate: Client certificate that connections use in addition.
+        clock: Monotonic time in seconds.
     """
 
     def __init__(
@@ -42,26 +43,26 @@ class TokenFile:
         self._file = file
         self._clock = clock
         self._token = ""
-        self._read_at = -_READ_AGAIN_SECONDS
+        self._read_at = -_REREAD_SECONDS
 
     async def log_in(self) -> None:
-        """Do nothing: it is read before each request."""
+        """Do nothing: the first request reads the file."""
 
     async def header(self) -> str | None:
         """Return the token as a header.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
-        if not self._token or self._clock() - self._read_at >= _READ_AGAIN_SECONDS:
+        if not self._token or self._clock() - self._read_at >= _REREAD_SECONDS:
             await self.renew()
         return f"Bearer {self._token}"
 
     async def renew(self) -> None:
-        """Read it now.
+        """Read the file now.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
             KubeConfigError: the file is empty.
         """
         token = self._file.read_text(encoding="utf-8").strip()
@@ -72,14 +73,14 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class ExecCommand:
-    """A client-go credential plugin, as the kubeconfig describes it.
+    """A client-go credential plugin of a kubeconfig.
 
     Attributes:
-        environ: What the plugin has in its environment besides this process's.
-        hint: How to install it.
-        folder: Of the kubeconfig, which a relative path to the program starts from.
-        cluster: What it is told of the cluster; None for nothing.
-        interactive: `Never`, `IfAvailable` or `Always`: whether it may ask a person.
+        environ: Variables that the plugin gets in addition to the environment of this process.
+        hint: How to install the plugin.
+        folder: Folder of the kubeconfig, to which a path to the program may be relative.
+        cluster: Description of the cluster that the plugin receives; None to pass no description.
+        interactive: `Never`, `IfAvailable` or `Always`: whether the plugin may prompt a user.
     """
 
     api_version: str
@@ -93,79 +94,81 @@ class ExecCommand:
 
 
 @dataclass(frozen=True)
-class _Got:
-    """What the plugin answered."""
+class _PluginCredential:
+    """A credential that the plugin returned in its run with this number."""
 
     header: str | None
     certificate: Certificate | None
-    ends: datetime | None
+    expires: datetime | None
     number: int
 
 
 @dataclass
 class ExecPlugin:
-    """Runs a plugin, and again shortly before what it got has ended, or when that is refused.
+    """Runs a plugin, and reruns it shortly before its credential expires or after a 401.
 
-    A new certificate counts for clients that are opened later, a new token at once.
+    A new token applies at once; a new certificate applies to clients that are opened later.
 
     Attributes:
-        other: The certificate shown where the plugin gets none.
+        other: Client certificate to use if the plugin returns none.
     """
 
     command: ExecCommand
     other: Certificate | None = None
-    _got: _Got | None = None
+    _credential: _PluginCredential | None = None
     _locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = field(default_factory=dict)
 
     @property
     def certificate(self) -> Certificate | None:
-        """The certificate it got, else the other."""
-        return (self._got.certificate if self._got else None) or self.other
+        """The certificate that the plugin returned, else the other certificate."""
+        return (self._credential.certificate if self._credential else None) or self.other
 
     async def log_in(self) -> None:
-        """Run it for the first time.
+        """Run the plugin for the first time.
 
         Raises:
-            KubeConfigError: it fails, or gets nothing.
+            KubeConfigError: the plugin fails or returns no credential.
         """
         await self._current()
 
     async def header(self) -> str | None:
-        """Return the token as a header; None where it gets certificates.
+        """Return the token as a header; None if the plugin returns certificates.
 
         Raises:
-            KubeConfigError: it fails, or gets nothing.
+            KubeConfigError: the plugin fails or returns no credential.
         """
         return (await self._current()).header
 
     async def renew(self) -> None:
-        """Run it, unless another request of this loop has just done so.
+        """Rerun the plugin, unless another request on this event loop has just done so.
 
         Raises:
-            KubeConfigError: it fails, or gets nothing.
+            KubeConfigError: the plugin fails or returns no credential.
         """
-        await self._run(self._got)
+        await self._run(self._credential)
 
-    async def _current(self) -> _Got:
-        got = self._got
-        if got is None or (got.ends is not None and got.ends - _EARLY <= datetime.now(UTC)):
-            return await self._run(got)
-        return got
+    async def _current(self) -> _PluginCredential:
+        current = self._credential
+        if current is None or (
+            current.expires is not None and current.expires - _EXPIRY_MARGIN <= datetime.now(UTC)
+        ):
+            return await self._run(current)
+        return current
 
-    async def _run(self, refused: _Got | None) -> _Got:
+    async def _run(self, refused: _PluginCredential | None) -> _PluginCredential:
         lock = self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
         async with lock:
-            if self._got is None or self._got is refused:
+            if self._credential is None or self._credential is refused:
                 number = 1 if refused is None else refused.number + 1
-                self._got = _read(self.command, await _output(self.command), number)
-            return self._got
+                self._credential = _parse(self.command, await _output(self.command), number)
+            return self._credential
 
 
 async def _output(command: ExecCommand) -> bytes:
-    is_watched = sys.stdin is not None and sys.stdin.isatty() and command.interactive != "Never"
-    if command.interactive == "Always" and not is_watched:
+    has_terminal = sys.stdin is not None and sys.stdin.isatty() and command.interactive != "Never"
+    if command.interactive == "Always" and not has_terminal:
         raise _failed(command, "wants to ask a person, and there is no terminal")
-    spec: dict[str, Any] = {"interactive": is_watched}
+    spec: dict[str, Any] = {"interactive": has_terminal}
     if command.cluster is not None:
         spec["cluster"] = command.cluster
     info = {"apiVersion": command.api_version, "kind": "ExecCredential", "spec": spec}
@@ -176,16 +179,16 @@ async def _output(command: ExecCommand) -> bytes:
             program,
             *command.arguments,
             env={**os.environ, **command.environ, "KUBERNETES_EXEC_INFO": json.dumps(info)},
-            stdin=None if is_watched else asyncio.subprocess.DEVNULL,
+            stdin=None if has_terminal else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            stderr=None if is_watched else asyncio.subprocess.PIPE,
+            stderr=None if has_terminal else asyncio.subprocess.PIPE,
         )
     except OSError as error:
         hint = f"; {command.hint.strip()}" if command.hint else "; install it"
         raise _failed(command, f"cannot be started ({error.strerror}){hint}") from error
-    seconds = _SECONDS_OF_A_USER if is_watched else _SECONDS
+    seconds = _INTERACTIVE_PLUGIN_SECONDS if has_terminal else _PLUGIN_SECONDS
     try:
-        said, wrong = await asyncio.wait_for(process.communicate(), seconds)
+        output, errors = await asyncio.wait_for(process.communicate(), seconds)
     except TimeoutError as error:
         raise _failed(command, f"did not end within {seconds:g} s") from error
     finally:
@@ -193,27 +196,27 @@ async def _output(command: ExecCommand) -> bytes:
             with suppress(ProcessLookupError):
                 process.kill()
     if process.returncode:
-        last = (wrong or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        last = (errors or b"").decode(errors="replace").strip().rpartition("\n")[2]
         why = f": {last}" if last else ""
         raise _failed(command, f"ended with {process.returncode}{why}")
-    return said
+    return output
 
 
-def _read(command: ExecCommand, said: bytes, number: int) -> _Got:
+def _parse(command: ExecCommand, output: bytes, number: int) -> _PluginCredential:
     try:
-        made = json.loads(said)
-        status = made["status"]
+        credential = json.loads(output)
+        status = credential["status"]
         token, certificate = status.get("token"), status.get("clientCertificateData")
-        key, ends = status.get("clientKeyData"), status.get("expirationTimestamp")
-        until = datetime.fromisoformat(ends) if ends else None
+        key, timestamp = status.get("clientKeyData"), status.get("expirationTimestamp")
+        expires = datetime.fromisoformat(timestamp) if timestamp else None
         if not token and not (certificate and key):
             raise KeyError("token")
-        if until is not None and until.tzinfo is None:
+        if expires is not None and expires.tzinfo is None:
             raise ValueError("expirationTimestamp")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _failed(command, "answered with no ExecCredential that holds a token") from error
     pair = Certificate(certificate, key) if certificate and key else None
-    return _Got(f"Bearer {token}" if token else None, pair, until, number)
+    return _PluginCredential(f"Bearer {token}" if token else None, pair, expires, number)
 
 
 def _failed(command: ExecCommand, what: str) -> KubeConfigError:

@@ -1,6 +1,6 @@
 """Requests to an API server over one pool of connections.
 
-A request is repeated only if its token had expired.
+A request is retried only after a 401, once, with a renewed token.
 """
 
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 
 from finetune_operator.kube.api_errors import NotLeadingError, UnauthorizedError
-from finetune_operator.kube.client import Call, ClientOptions, KubeClient, error_in, no_answer
+from finetune_operator.kube.client import Call, ClientOptions, KubeClient, error_in, no_response
 from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.resources import Object
 
@@ -27,7 +27,7 @@ _METHODS = {
 
 
 class HttpClient(KubeClient):
-    """The verbs on a cluster; use it as an async context manager."""
+    """Client of a cluster; an async context manager."""
 
     def __init__(self, access: ClusterAccess, options: ClientOptions | None = None) -> None:
         super().__init__(options)
@@ -42,12 +42,12 @@ class HttpClient(KubeClient):
         """Return a client of the cluster that `load_access` finds.
 
         Raises:
-            KubeConfigError: there is none.
+            KubeConfigError: no cluster is configured.
         """
         return cls(await load_access(kubeconfig), options)
 
     async def __aenter__(self) -> Self:
-        """Open the pool of connections; no request is sent yet."""
+        """Create the pool of connections; no request is sent yet."""
         context, options = self.access.ssl_context(), self.options
         agent = {"User-Agent": options.user_agent, "Accept": _JSON}
 
@@ -65,7 +65,7 @@ class HttpClient(KubeClient):
                 await session.close()
 
     async def exchange(self, call: Call) -> Object:
-        """Send one request, once more where its token had expired; return the object."""
+        """Send a request and return the object; retry once if the token had expired."""
         try:
             return await self._exchange(call)
         except UnauthorizedError:
@@ -88,23 +88,23 @@ class HttpClient(KubeClient):
                 proxy=self.access.proxy,
                 server_hostname=self.access.server_name,
                 timeout=aiohttp.ClientTimeout(total=seconds),
-            ) as answer:
-                status = answer.status
-                said = await answer.read()
+            ) as response:
+                status = response.status
+                body = await response.read()
                 if status < 400:
-                    made: Object = orjson.loads(said)
-                    return made
-                raise error_in(status, _status_object(said), answer.headers.get("Retry-After"))
+                    obj: Object = orjson.loads(body)
+                    return obj
+                raise error_in(status, _status_object(body), response.headers.get("Retry-After"))
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise no_answer(error, call) from error
+            raise no_response(error, call) from error
         finally:
             self.calls.add(call.verb, call.resource.plural, status)
 
     async def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
-        """Yield the lines of an answer, the last one also where it is incomplete."""
+        """Yield the lines of a response, including an incomplete last line."""
         assert self._streams is not None, "the client is used outside of its context"
         silence = None if is_patient else self.options.silence_seconds
-        limits = aiohttp.ClientTimeout(
+        timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self.options.request_seconds, sock_read=silence
         )
         status, rest = 0, b""
@@ -115,21 +115,21 @@ class HttpClient(KubeClient):
                 headers=await self._headers(_JSON),
                 proxy=self.access.proxy,
                 server_hostname=self.access.server_name,
-                timeout=limits,
-            ) as answer:
-                status = answer.status
+                timeout=timeout,
+            ) as response:
+                status = response.status
                 if status >= 400:
-                    said = _status_object(await answer.read())
-                    raise error_in(status, said, answer.headers.get("Retry-After"))
-                # By hand: readline() refuses lines longer than its buffer, and objects may be.
-                async for chunk in answer.content.iter_any():
+                    body = _status_object(await response.read())
+                    raise error_in(status, body, response.headers.get("Retry-After"))
+                # Not by readline(), which refuses lines that are longer than its buffer.
+                async for chunk in response.content.iter_any():
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         yield line
                 if rest:
                     yield rest
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise no_answer(error, call) from error
+            raise no_response(error, call) from error
         except UnauthorizedError:
             await self.access.renew()
             raise
@@ -140,9 +140,9 @@ class HttpClient(KubeClient):
         return {"Content-Type": content_type, **await self.access.headers()}
 
     def _seconds_to_write(self, call: Call) -> float:
-        """Return the time a write may take.
+        """Return the timeout of a write.
 
-        The Lease itself is exempt, as a replica writes it before it leads.
+        Writes of the Lease are exempt, because a replica writes it before it leads.
         """
         limit = self.options.seconds_to_write
         if limit is None or call.resource.plural == "leases":
@@ -152,12 +152,12 @@ class HttpClient(KubeClient):
         return left
 
 
-def _status_object(said: bytes) -> Object:
-    """Return the `Status` of an answer; a proxy on the way may answer in plain text."""
+def _status_object(body: bytes) -> Object:
+    """Return the `Status` in a response; the response of a proxy may be plain text instead."""
     try:
-        made = orjson.loads(said)
+        status = orjson.loads(body)
     except orjson.JSONDecodeError:
-        made = None
-    if isinstance(made, dict):
-        return made
-    return {"message": said.decode(errors="replace").strip()[:1024]}
+        status = None
+    if isinstance(status, dict):
+        return status
+    return {"message": body.decode(errors="replace").strip()[:1024]}

@@ -1,4 +1,4 @@
-"""A kubeconfig, or several that are read as one, as kubectl does; `config.py` calls it."""
+"""Reads a kubeconfig, or several merged into one as by kubectl; `config.py` calls it."""
 
 import base64
 import os
@@ -15,7 +15,7 @@ from finetune_operator.kube.login import Certificate, Credentials, Fixed, Login,
 
 
 class _Part(BaseModel):
-    # Others may add fields of their own; numbers stand for strings, as in other readers.
+    # Other programs may add fields; numbers count as strings, as for other readers.
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
 
@@ -39,7 +39,7 @@ class _Exec(_Part):
     args: list[str] | None = None
     env: list[_Variable] | None = None
     hint: str = Field("", alias="installHint")
-    tells_cluster: bool = Field(False, alias="provideClusterInfo")
+    provides_cluster: bool = Field(False, alias="provideClusterInfo")
     interactive: str = Field("IfAvailable", alias="interactiveMode")
 
 
@@ -66,35 +66,39 @@ _Found = TypeVar("_Found", bound=_Part)
 
 
 def read_login(paths: str) -> Login:
-    """Return what the current context of a kubeconfig says.
+    """Return the login of the current context of a kubeconfig.
 
     Args:
-        paths: One file, or several as in $KUBECONFIG; of a name that stands in several the first
-            counts. Those that do not exist are left out.
+        paths: One file, or several as in $KUBECONFIG. If several define a name, the first counts.
+            Missing files are ignored.
 
     Raises:
-        KubeConfigError: it cannot be read, or names what it does not hold.
+        KubeConfigError: the file cannot be read, or refers to a missing cluster, user or context.
     """
-    files = [Path(one).expanduser() for one in paths.split(os.pathsep) if one]
+    files = [Path(entry).expanduser() for entry in paths.split(os.pathsep) if entry]
     found = [(file, read_content(file)) for file in files if file.exists()]
     if not found:
         raise KubeConfigError(f"there is no kubeconfig {paths}")
-    current = next((one["current-context"] for _, one in found if one.get("current-context")), None)
+    current = next(
+        (entry["current-context"] for _, entry in found if entry.get("current-context")), None
+    )
     if current is None:
         raise KubeConfigError(
             f"{paths} has no current-context; choose one: kubectl config use-context NAME"
         )
     context, _ = _named(found, "context", str(current), _Context)
-    cluster, beside = _named(found, "cluster", context.cluster, _Cluster)
-    user, its = _named(found, "user", context.user, _User) if context.user else (_User(), beside)
+    cluster, cluster_file = _named(found, "cluster", context.cluster, _Cluster)
+    user, user_file = (
+        _named(found, "user", context.user, _User) if context.user else (_User(), cluster_file)
+    )
     if cluster.proxy and not cluster.proxy.startswith(("http://", "https://")):
         raise KubeConfigError(
             f"cluster {context.cluster} has the proxy-url {cluster.proxy}; only http and https work"
         )
     return Login(
         cluster.server.rstrip("/"),
-        _credentials(user, context.user, its, cluster),
-        file_or_text(cluster.ca, cluster.ca_data, beside.parent),
+        _credentials(user, context.user, user_file, cluster),
+        file_or_text(cluster.ca, cluster.ca_data, cluster_file.parent),
         not cluster.insecure,
         cluster.server_name or None,
         cluster.proxy or None,
@@ -109,29 +113,29 @@ def read_content(file: Path) -> dict[str, Any]:
         KubeConfigError: the file cannot be read or is not a kubeconfig.
     """
     try:
-        made = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or "it is no YAML"
         raise KubeConfigError(f"{file} cannot be read ({why})") from error
-    if not isinstance(made, dict):
+    if not isinstance(content, dict):
         raise KubeConfigError(f"{file} holds no kubeconfig")
-    return made
+    return content
 
 
 def _named(
     found: list[tuple[Path, dict[str, Any]]], kind: str, name: str, model: type[_Found]
 ) -> tuple[_Found, Path]:
-    """Return the part of that name, and its file."""
+    """Return the entry of that kind and name, and its file."""
     for file, content in found:
-        for one in content.get(f"{kind}s") or ():
-            if isinstance(one, dict) and str(one.get("name")) == name:
+        for entry in content.get(f"{kind}s") or ():
+            if isinstance(entry, dict) and str(entry.get("name")) == name:
                 try:
-                    return model.model_validate(one.get(kind) or {}), file
+                    return model.model_validate(entry.get(kind) or {}), file
                 except ValidationError as error:
-                    # Never what it holds, which may be a password.
-                    where = ".".join(map(str, error.errors()[0]["loc"]))
-                    said = error.errors()[0]["msg"]
-                    message = f"{file}: {where} of {kind} {name}: {said[0].lower()}{said[1:]}"
+                    # Without the value, which may be a password.
+                    field = ".".join(map(str, error.errors()[0]["loc"]))
+                    problem = error.errors()[0]["msg"]
+                    message = f"{file}: {field} of {kind} {name}: {problem[0].lower()}{problem[1:]}"
                     raise KubeConfigError(message) from None
     raise KubeConfigError(f"{found[0][0]} has no {kind} {name}, which its current context names")
 
@@ -140,9 +144,9 @@ def _credentials(user: _User, name: str, file: Path, cluster: _Cluster) -> Crede
     if user.provider is not None:
         return AuthProvider(str(user.provider.get("name")), file, name)
     folder = file.parent
-    shown = file_or_text(user.certificate, user.certificate_data, folder)
+    public = file_or_text(user.certificate, user.certificate_data, folder)
     key = file_or_text(user.key, user.key_data, folder)
-    certificate = Certificate(shown, key) if shown is not None else None
+    certificate = Certificate(public, key) if public is not None else None
     if user.token_file:
         return TokenFile(folder / user.token_file, certificate)
     if user.token:
@@ -150,20 +154,20 @@ def _credentials(user: _User, name: str, file: Path, cluster: _Cluster) -> Crede
     if user.plugin is not None:
         return ExecPlugin(_command(user.plugin, folder, cluster), certificate)
     if user.username and user.password:
-        both = f"{user.username}:{user.password}".encode()
-        return Fixed(f"Basic {base64.b64encode(both).decode()}", certificate)
+        basic = f"{user.username}:{user.password}".encode()
+        return Fixed(f"Basic {base64.b64encode(basic).decode()}", certificate)
     return Fixed(None, certificate)
 
 
 def _command(plugin: _Exec, folder: Path, cluster: _Cluster) -> ExecCommand:
-    told = cluster.model_dump(by_alias=True, exclude_defaults=True, exclude={"ca"})
+    info = cluster.model_dump(by_alias=True, exclude_defaults=True, exclude={"ca"})
     return ExecCommand(
         plugin.api_version,
         plugin.command,
         tuple(plugin.args or ()),
-        {one.name: one.value for one in plugin.env or ()},
+        {variable.name: variable.value for variable in plugin.env or ()},
         plugin.hint,
         folder,
-        told if plugin.tells_cluster else None,
+        info if plugin.provides_cluster else None,
         plugin.interactive,
     )

@@ -1,6 +1,7 @@
-"""One cluster and who asks it: what `kubeconfig.py` or a pod's service account says.
+"""A cluster and its login, from a kubeconfig or from the service account of a pod.
 
-The ways to log in are in `credentials.py`. `config.py` makes the TLS context and headers of it.
+Logins that change over time are in `credentials.py`. `config.py` creates the TLS context and the
+headers.
 """
 
 import base64
@@ -17,20 +18,20 @@ from finetune_operator.kube.api_errors import KubeConfigError
 
 @dataclass(frozen=True)
 class Certificate:
-    """A client's certificate and its key, each as a file or as PEM text.
+    """A client certificate and its key, each a file or PEM text.
 
     Attributes:
-        key: None where the key stands in the certificate's file.
+        key: None if the file of the certificate also contains the key.
     """
 
     certificate: Path | str
     key: Path | str | None
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Show it to servers.
+        """Use the certificate for connections of a TLS context.
 
         Raises:
-            KubeConfigError: it cannot be read.
+            KubeConfigError: the certificate or the key cannot be read.
         """
         with tempfile.TemporaryDirectory() as folder:  # ssl reads certificates from files alone
             certificate = _as_file(self.certificate, folder)
@@ -45,28 +46,28 @@ class Certificate:
 
 
 class Credentials(Protocol):
-    """How requests are authorized."""
+    """Authorization of requests."""
 
     @property
     def certificate(self) -> Certificate | None:
-        """What connections are opened with, after `log_in`."""
+        """Client certificate for new connections, available after `log_in`."""
 
     async def log_in(self) -> None:
-        """Get what the first request needs."""
+        """Obtain the credentials for the first request."""
 
     async def header(self) -> str | None:
-        """Return the value of `Authorization`; None for none."""
+        """Return the value of the header `Authorization`; None to send no header."""
 
     async def renew(self) -> None:
-        """Get a new token, as the server has refused this one."""
+        """Obtain a new token, because the server has refused the current token."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A header or certificate that stays the same.
+    """A header or certificate that never changes.
 
     Attributes:
-        authorization: Value of the header; None for none.
+        authorization: Value of the header; None to send no header.
     """
 
     authorization: str | None = None
@@ -76,24 +77,24 @@ class Fixed:
         """Do nothing."""
 
     async def header(self) -> str | None:
-        """Return it."""
+        """Return the fixed header."""
         return self.authorization
 
     async def renew(self) -> None:
-        """Do nothing: there is no other."""
+        """Do nothing: there is no other token."""
 
 
 @dataclass(frozen=True)
 class Login:
-    """Where the API server is, how it is recognised, and who asks.
+    """Address of the API server, its verification, and the credentials.
 
     Attributes:
         host: `https://HOST:PORT`.
-        ca: Authority of the server's certificate, a file or PEM text; None for those of the system.
-        verifies: Whether that certificate is checked.
-        server_name: Name in the server's certificate, where it is not the host's.
-        proxy: URL of a proxy.
-        namespace: What is meant where none is named.
+        ca: Certificate authority of the server, a file or PEM text; None for the system's CAs.
+        verifies: Whether the certificate of the server is verified.
+        server_name: Expected name in the server's certificate; None for the name of the host.
+        proxy: URL of a proxy; None for no proxy.
+        namespace: Default namespace.
     """
 
     host: str
@@ -109,7 +110,7 @@ def verified_context(ca: Path | str | None) -> ssl.SSLContext:
     """Return a TLS context that verifies servers.
 
     Args:
-        ca: Certificate authority of the servers, a file or PEM text; None for those of the system.
+        ca: Certificate authority of the servers, a file or PEM text; None for the system's CAs.
 
     Raises:
         KubeConfigError: the certificate authority cannot be read.

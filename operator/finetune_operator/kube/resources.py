@@ -1,4 +1,4 @@
-"""The kinds of objects that are read or written, by their names in the API server."""
+"""The kinds of objects that the operator reads or writes, by their names in the API server."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from finetune_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
 Object = dict[str, Any]
-"""A Kubernetes object as it stands in JSON."""
+"""A Kubernetes object as parsed JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind of object.
+    """A kind of object.
 
     Attributes:
         group: API group; empty for the core group.
-        namespaced: Whether its objects are in a namespace.
+        namespaced: Whether objects of the kind are in a namespace.
     """
 
     group: str
@@ -26,7 +26,7 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """`apiVersion` of its objects."""
+        """The `apiVersion` of objects of the kind."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, *parts: str) -> str:
@@ -39,7 +39,7 @@ class Resource:
         return "/".join((f"{root}/{self.version}{place}", self.plural, *parts))
 
     def __str__(self) -> str:
-        """As `kubectl` names it: `jobs.batch`."""
+        """Return the name that `kubectl` uses, such as `jobs.batch`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
@@ -61,7 +61,7 @@ LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 CRDS = Resource(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False
 )
-# Nothing is stored: whoever creates one is answered a question about himself.
+# Reviews are not stored: the response to a creation describes the caller.
 ACCESS_REVIEWS = Resource(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", False
 )

@@ -1,4 +1,4 @@
-"""Which objects of a kind are watched, and what is kept of each; a backend lists its own."""
+"""Which objects of a kind are watched, and which fields are cached; each backend lists its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import Object, Resource
 
 Trim = Callable[[Object], Object]
-"""Returns what is kept of an object."""
+"""Returns the fields of an object that are cached."""
 
 
-def trim_metadata(made: Object) -> Object:
-    """Keep everything but managedFields."""
-    metadata = {key: value for key, value in made["metadata"].items() if key != "managedFields"}
-    return {**made, "metadata": metadata}
+def trim_metadata(obj: Object) -> Object:
+    """Return an object without managedFields."""
+    metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
+    return {**obj, "metadata": metadata}
 
 
 @dataclass(frozen=True)
 class Watch:
-    """A kind whose events have a job reconciled.
+    """A kind whose events requeue a job.
 
-    Caches are shared by kind: two backends that name one kind must keep the same of it.
+    Backends share one cache per kind: two backends that watch the same kind must trim it equally.
 
     Attributes:
-        selector: Label selector; None where objects of the kind belong to no single job.
-        trim: What is kept of an object.
-        is_vital: Whether no job is reconciled while its objects cannot be listed and watched.
+        selector: Label selector; None if objects of the kind belong to no single job.
+        trim: Returns the cached fields of an object.
+        is_vital: Whether no job is reconciled while the kind cannot be listed and watched.
     """
 
     resource: Resource
