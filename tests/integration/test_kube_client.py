@@ -111,12 +111,12 @@ def test_a_server_that_hangs_and_one_that_is_away_are_unavailable(
             await client.list(CONFIG_MAPS, namespace)
             gate.freeze()
             start = time.monotonic()
-            with pytest.raises(UnavailableError, match="no answer in time") as hung:
+            with pytest.raises(UnavailableError, match="timed out") as hung:
                 await client.list(CONFIG_MAPS, namespace)
             assert time.monotonic() - start < 6
             assert hung.value.retryable
             gate.shut()
-            with pytest.raises(UnavailableError, match="no answer to list"):
+            with pytest.raises(UnavailableError, match="no response to list"):
                 await client.list(CONFIG_MAPS, namespace)
             gate.open()
             await client.list(CONFIG_MAPS, namespace)
@@ -166,5 +166,5 @@ def test_a_port_that_nobody_listens_on_is_unavailable(api: Api, tmp_path: Path) 
         async with await HttpClient.connect(str(config)) as client:
             await client.list(PODS)
 
-    with taken, pytest.raises(UnavailableError, match="no answer to list"):
+    with taken, pytest.raises(UnavailableError, match="no response to list"):
         api.run(work())

@@ -75,7 +75,7 @@ def test_an_event_that_is_cut_off_is_an_answer_that_did_not_come(end: bytes) -> 
         async with CuttingServer([line(config_map("whole", 6)) + end]) as client:
             watch = client.watch(CONFIG_MAPS, resource_version="5")
             seen.append((await anext(watch)).object["metadata"]["name"])
-            with pytest.raises(UnavailableError, match="no answer to watch /api/v1/configmaps"):
+            with pytest.raises(UnavailableError, match="no response to watch /api/v1/configmaps"):
                 await anext(watch)
         return seen
 

@@ -148,17 +148,19 @@ def test_a_plugin_is_told_of_the_cluster(write: Write, tmp_path: Path) -> None:
     ("text", "said"),
     [
         pytest.param(
-            "echo 'no such tenant' >&2; exit 3", "ended with 3: no such tenant", id="fails"
+            "echo 'no such tenant' >&2; exit 3", "exited with 3: no such tenant", id="fails"
         ),
-        pytest.param("echo hello", "answered with no ExecCredential", id="talks"),
-        pytest.param("echo '{\"status\": {}}'", "answered with no ExecCredential", id="no token"),
+        pytest.param("echo hello", "printed no ExecCredential", id="talks"),
+        pytest.param("echo '{\"status\": {}}'", "printed no ExecCredential", id="no token"),
     ],
 )
 def test_a_plugin_that_gets_no_token_is_named(
     write: Write, tmp_path: Path, text: str, said: str
 ) -> None:
     path = write(plugin(tmp_path, text))
-    with pytest.raises(UnauthorizedError, match=rf"\./plugin, by which .* logs in, {said}"):
+    with pytest.raises(
+        UnauthorizedError, match=rf"\./plugin, the credential plugin of the kubeconfig, {said}"
+    ):
         header_of(path)
 
 
@@ -208,8 +210,8 @@ def test_an_auth_provider_is_left_to_the_package(write: Write) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        pytest.param("[1", "it is no YAML", id="no YAML"),
-        pytest.param("word", "holds no kubeconfig", id="a word"),
+        pytest.param("[1", "it is not valid YAML", id="no YAML"),
+        pytest.param("word", "is not a kubeconfig", id="a word"),
         pytest.param(
             "clusters: []", "no current-context; choose one: kubectl config", id="no context"
         ),

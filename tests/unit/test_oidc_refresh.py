@@ -207,7 +207,9 @@ def test_tokens_that_cannot_be_saved_serve_the_process(
             id="no server",
         ),
         pytest.param(
-            {"idp_certificate_authority_data": "?"}, "is no base64", id="a CA that is not base64"
+            {"idp_certificate_authority_data": "?"},
+            "is not valid base64",
+            id="no base64",
         ),
         pytest.param(
             {"idp_certificate_authority": "absent.crt"},

@@ -335,7 +335,7 @@ def error_in(status: int, body: Mapping[str, Any], header: str | None) -> ApiErr
     """
     details = body.get("details") or {}
     wait = header if header and header.isdigit() else details.get("retryAfterSeconds")
-    message = str(body.get("message") or f"the API server answered {status}")
+    message = str(body.get("message") or f"the API server returned HTTP status {status}")
     return error_of(
         status, str(body.get("reason") or ""), message, None if wait is None else float(wait)
     )
@@ -344,9 +344,9 @@ def error_in(status: int, body: Mapping[str, Any], header: str | None) -> ApiErr
 def no_response(error: Exception, call: Call) -> ApiError:
     """Return the error for a request without a readable response."""
     if isinstance(error, asyncio.TimeoutError):
-        return UnavailableError(0, "Timeout", f"no answer in time to {call}")
-    word = str(error) or type(error).__name__
-    return UnavailableError(0, type(error).__name__, f"no answer to {call} ({word})")
+        return UnavailableError(0, "Timeout", f"{call} timed out")
+    reason = str(error) or type(error).__name__
+    return UnavailableError(0, type(error).__name__, f"no response to {call} ({reason})")
 
 
 def merge_patch(old: Any, new: Any) -> dict[str, Any]:

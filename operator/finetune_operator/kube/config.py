@@ -119,8 +119,8 @@ def _login_of_pod() -> Login:
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
     if not host or not port:
         raise KubeConfigError(
-            f"{_ACCOUNT} holds a token, and KUBERNETES_SERVICE_HOST and _PORT do not say where the "
-            "API server is; set them, or KUBECONFIG"
+            f"{_ACCOUNT} contains a token, but KUBERNETES_SERVICE_HOST or _PORT is not set; set "
+            "both, or KUBECONFIG"
         )
     address = f"[{host}]" if ":" in host else host
     return Login(f"https://{address}:{port}", TokenFile(_ACCOUNT / "token"), _ACCOUNT / "ca.crt")

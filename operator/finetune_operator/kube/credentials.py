@@ -167,7 +167,7 @@ class ExecPlugin:
 async def _output(command: ExecCommand) -> bytes:
     has_terminal = sys.stdin is not None and sys.stdin.isatty() and command.interactive != "Never"
     if command.interactive == "Always" and not has_terminal:
-        raise _failed(command, "wants to ask a person, and there is no terminal")
+        raise _failed(command, "has to prompt the user, and there is no terminal")
     spec: dict[str, Any] = {"interactive": has_terminal}
     if command.cluster is not None:
         spec["cluster"] = command.cluster
@@ -190,7 +190,7 @@ async def _output(command: ExecCommand) -> bytes:
     try:
         output, errors = await asyncio.wait_for(process.communicate(), seconds)
     except TimeoutError as error:
-        raise _failed(command, f"did not end within {seconds:g} s") from error
+        raise _failed(command, f"did not exit within {seconds:g} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
@@ -198,7 +198,7 @@ async def _output(command: ExecCommand) -> bytes:
     if process.returncode:
         last = (errors or b"").decode(errors="replace").strip().rpartition("\n")[2]
         why = f": {last}" if last else ""
-        raise _failed(command, f"ended with {process.returncode}{why}")
+        raise _failed(command, f"exited with {process.returncode}{why}")
     return output
 
 
@@ -214,10 +214,10 @@ def _parse(command: ExecCommand, output: bytes, number: int) -> _PluginCredentia
         if expires is not None and expires.tzinfo is None:
             raise ValueError("expirationTimestamp")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _failed(command, "answered with no ExecCredential that holds a token") from error
+        raise _failed(command, "printed no ExecCredential with a token or certificate") from error
     pair = Certificate(certificate, key) if certificate and key else None
     return _PluginCredential(f"Bearer {token}" if token else None, pair, expires, number)
 
 
 def _failed(command: ExecCommand, what: str) -> KubeConfigError:
-    return KubeConfigError(f"{command.program}, by which the kubeconfig logs in, {what}")
+    return KubeConfigError(f"{command.program}, the credential plugin of the kubeconfig, {what}")

@@ -148,7 +148,7 @@ class HttpClient(KubeClient):
         if limit is None or call.resource.plural == "leases":
             return self.options.request_seconds
         if (left := limit()) <= 0:
-            raise NotLeadingError(f"{call} is not sent, as this replica does not lead")
+            raise NotLeadingError(f"{call} is not sent, because this replica does not lead")
         return left
 
 

@@ -115,10 +115,10 @@ def read_content(file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or "it is no YAML"
+        why = getattr(error, "strerror", None) or "it is not valid YAML"
         raise KubeConfigError(f"{file} cannot be read ({why})") from error
     if not isinstance(content, dict):
-        raise KubeConfigError(f"{file} holds no kubeconfig")
+        raise KubeConfigError(f"{file} is not a kubeconfig")
     return content
 
 

@@ -143,7 +143,9 @@ def file_or_text(file: str, data: str, folder: Path) -> Path | str | None:
         try:
             return base64.b64decode(data, validate=True).decode()
         except (binascii.Error, UnicodeDecodeError) as error:
-            raise KubeConfigError("a certificate or key in the kubeconfig is no base64") from error
+            raise KubeConfigError(
+                "a certificate or key in the kubeconfig is not valid base64"
+            ) from error
     return (folder / file) if file else None
 
 
