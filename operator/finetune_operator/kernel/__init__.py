@@ -1,1 +1,1 @@
-"""The operator's process: watches fill caches and wake keys, workers reconcile a key at a time."""
+"""The operator's process: watches fill caches and queue jobs, workers reconcile them."""

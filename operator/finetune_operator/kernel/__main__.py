@@ -1,7 +1,8 @@
 """`finetune-operator`, or `python -m finetune_operator.kernel`, which a signal ends from the start.
 
-As PID 1 of a container a process without handlers is deaf: Linux drops the signal, and the pod is
-killed only at the end of its grace. So they come before the imports, which take a second.
+As PID 1 of a container a process without handlers ignores signals: Linux drops them, and the pod is
+killed only at the end of its grace period. So the handlers are set before the imports, which take a
+second.
 """
 
 import os
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End before anything was begun that would have to be given back."""
+    """Exit at once: the process holds no Lease and has started no work yet."""
     os._exit(0)
 
 

@@ -1,8 +1,9 @@
-"""Whether this replica is able to do its work: what it may do, and what the cluster knows.
+"""Checks whether this replica is able to work: its rights and the cluster's definitions.
 
-Asked by every replica, as a standby that may not use the Lease would be no help later. Few
-requests: a round at the start, after a refusal and every so often; soon again while something is
-missing. An API server that does not answer changes nothing.
+Each replica checks itself, because a standby that may not use the Lease could not take over. The
+checks need few requests: a round at the start, after a refusal and at each resync interval, and
+every few seconds while a right is missing. The last result stays valid while the API server does
+not respond.
 """
 
 import asyncio
@@ -30,28 +31,29 @@ from finetune_operator.kube.resources import (
 log = logging.getLogger(__name__)
 
 _SOON_SECONDS = 3.0
-"""Time between two rounds while something is missing, or was never answered."""
+"""Time between two rounds while a right is missing, or before the first response."""
 
 _ANSWER_SECONDS = 10.0
-"""For all questions of a round together; whoever waits in silence is told nothing."""
+"""Timeout for a whole round; without it a hanging API server would go unreported."""
 
 _REPEAT_SECONDS = 600.0
-"""What is still missing is told again, as Events are kept for an hour."""
+"""Time after which missing rights are reported again: Events expire after an hour."""
 
 _UNKNOWN = "the API server has not answered yet what this replica may do"
 
 
 class Ability:
-    """Finds out what keeps this replica from its work, and tells it.
+    """Finds and reports what prevents this replica from working.
 
     Args:
-        client: Who asks and posts Events about the own pod; it must not depend on the Lease.
+        client: Sends the checks and posts Events about the own pod; must not depend on the Lease.
         settings: Settings of the process.
 
     Attributes:
-        faults: What is missing, each a sentence with the command that mends it; None before the
-            first round was answered.
-        is_outdated: A CustomResourceDefinition is older than this operator, so it must not write.
+        faults: Problems, each a sentence with the command that fixes it; None before the first
+            round has completed.
+        is_outdated: Whether a CustomResourceDefinition is older than this operator, which must not
+            write then.
     """
 
     def __init__(self, client: KubeClient, settings: Settings) -> None:
@@ -68,22 +70,22 @@ class Ability:
 
     @property
     def is_able(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether the last round found no problem."""
         return self.faults == ()
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What keeps this replica from being Ready."""
+        """Sentences that explain why this replica is not Ready."""
         if self.faults is None:
             return (f"{_UNKNOWN}{self._silence}",)
         return self.faults
 
     def look_again(self) -> None:
-        """Ask anew, as a request was refused."""
+        """Start another round: the API server has refused a request."""
         self._asked.set()
 
     async def run(self) -> None:
-        """Go on asking until cancelled."""
+        """Repeat the checks until cancelled."""
         while True:
             self._asked.clear()
             await self._round()
@@ -101,7 +103,7 @@ class Ability:
         await self._until(lambda: self.faults is not None and not self.is_outdated)
 
     async def until_outdated(self) -> None:
-        """Return once they are older."""
+        """Return once a CustomResourceDefinition is older than the operator."""
         await self._until(lambda: self.is_outdated)
 
     async def _until(self, check: Callable[[], bool]) -> None:
@@ -137,7 +139,7 @@ class Ability:
         return tuple(filter(None, said))
 
     async def _of_definition(self, name: str) -> tuple[str, bool]:
-        """Return what is wrong with a CRD, and whether it is older than this operator."""
+        """Return the problem of a CRD as a sentence, and whether it is older than this operator."""
         try:
             unfit = await look_at(self._client, name)
         except ForbiddenError:
@@ -167,9 +169,9 @@ class Ability:
         return True
 
     async def _of_jobs(self) -> list[Right]:
-        """Return what is missing where nothing can be listed at all.
+        """Return a missing right if FineTuneJobs cannot be listed in any namespace.
 
-        One namespace of several that refuses keeps no other from being served.
+        A single refused namespace does not prevent the others from being served.
         """
         first = None
         for place in self._settings.namespaces or (None,):

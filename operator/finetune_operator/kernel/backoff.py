@@ -1,4 +1,4 @@
-"""Waiting longer after each failure, never all at once, and without an end."""
+"""Exponential backoff with jitter and without a maximum number of retries."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Backoff:
     """Doubles from `first_seconds` to `max_seconds`; each wait is 50 to 100 % of that.
 
-    Iterating yields waits for ever, as kopf wants them for one request after the other.
+    Iterating yields waits indefinitely, the form in which kopf accepts them.
 
     Attributes:
         chance: Returns a number from 0 to 1.
@@ -20,7 +20,7 @@ class Backoff:
     chance: Callable[[], float] = random.random
 
     def seconds(self, failures: int) -> float:
-        """Return the wait after so many failures in a row, from 1."""
+        """Return the wait after that many consecutive failures, counted from 1."""
         doublings = min(max(failures, 1) - 1, 32)
         full: float = min(self.first_seconds * 2.0**doublings, self.max_seconds)
         return full * (0.5 + 0.5 * self.chance())

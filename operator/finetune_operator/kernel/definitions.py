@@ -1,6 +1,6 @@
-"""Whether the cluster's CustomResourceDefinitions are those that this operator needs, or newer.
+"""Checks that the cluster's CustomResourceDefinitions are at least as new as the operator needs.
 
-With older ones the API server would drop fields of the status that are written, in silence.
+With older definitions the API server would silently drop fields of a written status.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Unfit:
     """A CustomResourceDefinition that the operator cannot work with.
 
     Attributes:
-        said: What is wrong with it.
-        cure: The command that mends it.
-        is_older: It is there, and older than this operator.
+        said: The problem, as a sentence.
+        cure: The command that fixes it.
+        is_older: Whether it exists and is older than this operator.
     """
 
     said: str
@@ -33,11 +33,11 @@ class Unfit:
 
 
 async def look_at(client: KubeClient, name: str) -> Unfit | None:
-    """Return what is wrong with one CRD; None if nothing is.
+    """Read a CRD and return its problem, if it has one.
 
     Raises:
-        ForbiddenError: it may not be read.
-        ApiError: there was no answer.
+        ForbiddenError: The CRD may not be read.
+        ApiError: The API server has not responded.
     """
     try:
         return judge(await client.get(CRDS, name))
@@ -47,7 +47,7 @@ async def look_at(client: KubeClient, name: str) -> Unfit | None:
 
 
 def judge(definition: Object) -> Unfit | None:
-    """Return what is wrong with a CRD of the cluster; None if nothing is."""
+    """Return the problem of a CRD of the cluster, if it has one."""
     name = definition["metadata"]["name"]
     said = f"the CustomResourceDefinition {name}"
     found, needed = revision_of(definition), revision(name)

@@ -1,8 +1,8 @@
-"""One leader at a time, by a Lease; the others wait.
+"""Leader election by a Lease: one replica leads, the others wait.
 
-Own, as kubernetes.aio's election cannot create the Lease, ends on a refused connection, goes on
-leading while the API server hangs, and does not release. Time is the event loop's clock: what
-another replica's clock says is never compared with ours, only whether its renewal has changed.
+The election of kubernetes.aio is not used: it cannot create the Lease, ends on a refused
+connection, still leads while the API server hangs, and does not release. Time is the event loop's
+clock. Clocks of other replicas are never compared with it, only whether their renewal has changed.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from finetune_operator.kube.resources import LEASES, Object
 log = logging.getLogger(__name__)
 
 _STANDBY_SECONDS = 1.0
-"""How often a standby reads the Lease; it takes over at most so long after that has expired."""
+"""Interval at which a standby reads the Lease: the longest delay of a takeover after expiry."""
 
 
 @dataclass(frozen=True)
 class LeaseOptions:
-    """Which Lease, for whom and how long; see `Settings` for the times.
+    """Name, holder and durations of a Lease; see `Settings` for the times.
 
     Attributes:
-        identity: Holder's name. A process that starts under the name that holds the Lease leads
-            at once.
+        identity: Name of this holder. A process that starts with the name of the current holder
+            leads at once.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Election:
     """Campaigns for one Lease; call its methods on one event loop.
 
     Args:
-        client: Who asks.
+        client: Sends the requests.
         options: The Lease.
-        on_forbidden: Called when the Lease is refused after it was not.
+        on_forbidden: Called when the API server begins to refuse the Lease.
 
     Attributes:
-        holder: Who held the Lease when it was last read.
-        forbidden: The API server's sentence while it refuses the Lease; else empty.
+        holder: Holder of the Lease when it was last read.
+        forbidden: Message of the API server while it refuses the Lease; else empty.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Election:
         self._on_forbidden = on_forbidden
         self._loop = asyncio.get_running_loop()
         self._leads_until = float("-inf")
-        self._seen: tuple[str, str] | None = None  # holder and renewal of another, unchanged
-        self._seen_at = 0.0  # ... since then
+        self._seen: tuple[str, str] | None = None  # holder and renewal of another replica
+        self._seen_at = 0.0  # when these were first read
         self.holder = ""
         self.forbidden = ""
 
@@ -80,11 +80,11 @@ class Election:
         return self.seconds_left() > 0
 
     def seconds_left(self) -> float:
-        """Return how long this process may write if no renewal succeeds any more."""
+        """Return how long this process may write if no further renewal succeeds."""
         return self._leads_until - self._loop.time()
 
     async def acquire(self) -> None:
-        """Return when this process leads; tries for ever, whatever the API server says."""
+        """Return when this process leads; retries indefinitely after any error."""
         while True:
             asked = self._loop.time()
             wait = await self._try()
@@ -95,7 +95,10 @@ class Election:
             await asyncio.sleep(wait)
 
     async def hold(self) -> None:
-        """Renew until that has failed for the renew deadline; then this process leads no more."""
+        """Renew the Lease; return once this process no longer leads.
+
+        That is when no renewal has succeeded for the renew deadline.
+        """
         while True:
             await asyncio.sleep(min(self._options.renew_seconds, max(0.0, self.seconds_left())))
             if not self.is_leading:
@@ -109,7 +112,7 @@ class Election:
                 self._leads_until = float("-inf")
 
     async def release(self) -> None:
-        """Give the Lease up, so that a standby need not wait for its end; call it when idle."""
+        """Release the Lease so that a standby need not wait for its expiry; call it when idle."""
         if not self.is_leading:
             return
         self._leads_until = float("-inf")
@@ -126,9 +129,9 @@ class Election:
         log.info("released the lease", extra={"identity": self._options.identity})
 
     async def _try(self, longest_seconds: float = math.inf) -> float | None:
-        """Try once to become or stay the leader; return None on success, else when to try again.
+        """Try once to become or stay the leader; return None, or the wait before the next try.
 
-        A hung API server may not take more than a part of the renew deadline for itself.
+        The timeout is half of the renew deadline, so a hanging API server leaves time to retry.
         """
         try:
             seconds = min(longest_seconds, self._options.renew_deadline_seconds / 2)
@@ -171,7 +174,7 @@ class Election:
         return None
 
     def _seconds_of_another(self, lease: Object) -> float:
-        """Return how long the Lease is another's, counted from when we saw it renewed last."""
+        """Return how long another replica holds the Lease, from its last renewal that we read."""
         spec = lease.get("spec") or {}
         self.holder = spec.get("holderIdentity") or ""
         if self.holder in ("", self._options.identity):

@@ -1,8 +1,8 @@
-"""Kubernetes Events: what happened to a job, each posted at most once.
+"""Kubernetes Events of jobs, each posted at most once.
 
-They are for people (`kubectl describe`); no decision reads them, and a failure to post one is
-logged and forgotten. One that a dying operator could not post is not posted later: the status,
-which is written first, says the same.
+Events are for people (`kubectl describe`). No decision reads them, and a failure to post one is
+only logged. An Event that a crash prevented is not posted later: the status, which is written
+first, has the same content.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _BAD = frozenset({ConditionType.FAILED, ConditionType.STALLED})
 
 
 class EventType(StrEnum):
-    """The two types Kubernetes knows."""
+    """The two types of Kubernetes."""
 
     NORMAL = "Normal"
     WARNING = "Warning"
@@ -43,12 +43,12 @@ class EventType(StrEnum):
 
 @dataclass(frozen=True)
 class JobEvent:
-    """One Event.
+    """Content of an Event.
 
     Attributes:
         reason: One CamelCase word.
         message: One sentence.
-        subject: What it is about, where one Event is enough whatever is said of that later.
+        subject: Identity of an Event that is posted once although its message may change.
     """
 
     type: EventType
@@ -58,7 +58,7 @@ class JobEvent:
 
     @property
     def identity(self) -> str:
-        """What no other Event of the job has."""
+        """Text that distinguishes the Event from all others of the job."""
         return self.subject or f"{self.type}/{self.reason}/{self.message}"
 
 
@@ -68,7 +68,7 @@ def warning(text: str) -> JobEvent:
 
 
 def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
-    """Return the Events of a status that followed another: what became true."""
+    """Return the Events for the changes from one status to the next."""
     events: list[JobEvent] = []
     ended = {one.number for one in new.attempts if one.end_time} - {
         one.number for one in old.attempts if one.end_time
@@ -106,7 +106,7 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
 
 
 def _overruling(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
-    """Return that somebody else wrote the job's end, which became true before it was noticed."""
+    """Return the Event about a job that another writer has marked as finished."""
     found, before = find(new, ConditionType.READY), find(old, ConditionType.READY)
     if found is None or found.reason != Reason.ENDED_BY_OTHERS:
         return []
@@ -116,10 +116,10 @@ def _overruling(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent
 
 
 class EventPoster:
-    """Posts Events of jobs under names made of what they say, so that each exists once.
+    """Posts Events of jobs under names derived from their content, so that each exists once.
 
     Args:
-        client: Who posts.
+        client: Sends the requests.
         instance: Name of this replica.
     """
 
@@ -129,12 +129,12 @@ class EventPoster:
         self._posted: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     async def post(self, metadata: ObjectMeta, event: JobEvent) -> bool:
-        """Post an Event about the job that `metadata` names, unless it was posted before.
+        """Post an Event about the job with this metadata, unless it was posted before.
 
-        Never raises for the API server's sake.
+        Errors of the API server are logged, not raised.
 
         Returns:
-            Whether it is there.
+            Whether the Event exists.
         """
         remembered = (metadata.uid, event.identity)
         if remembered in self._posted:
@@ -144,7 +144,7 @@ class EventPoster:
         try:
             await self._client.create(EVENTS, body, metadata.namespace)
         except AlreadyExistsError:
-            pass  # posted by the process before this one
+            pass  # posted by an earlier process
         except (ApiError, NotLeadingError) as error:
             extra = {"job": f"{metadata.namespace}/{metadata.name}", "error": str(error)}
             log.warning("event not posted", extra=extra)

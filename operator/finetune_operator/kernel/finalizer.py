@@ -1,8 +1,8 @@
 """Deletion waits for the attempt; finished jobs expire by TTL.
 
-Called by `Reconciler`. A job whose attempts outlive it gets our finalizer, because nothing else
-would end them. A deleted job without it gets status updates only while another finalizer blocks
-its deletion.
+Called by `Reconciler`. A job whose attempts outlive it gets our finalizer, because no owner
+reference would end them. A deleted job without it gets status updates only while another finalizer
+blocks its deletion.
 """
 
 import logging
@@ -87,7 +87,7 @@ class Finalizer:
 
         Raises:
             StaleError: The job has changed.
-            FineTuneError: The attempt cannot be ended; `retryable` says whether to try again.
+            FineTuneError: The attempt cannot be ended; `retryable` tells if a retry may help.
         """
         has_ours = FINALIZER in view.finalizers
         if not view.finalizers or (ORPHAN in view.finalizers and not has_ours):

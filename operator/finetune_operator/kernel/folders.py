@@ -26,7 +26,7 @@ _Rank = tuple[bool, str, str, str]
 
 @dataclass
 class _Entry:
-    """One job.
+    """Folders of one job.
 
     Attributes:
         view: The job as it was last in the cache.
@@ -90,7 +90,7 @@ class FolderBook:
             self._update(key)
 
     def rejection(self, key: Key) -> Rejection | None:
-        """Return why a job may open no attempt now: another job owns one of its folders."""
+        """Return why a job may open no attempt now: another job owns a folder of it."""
         self.catch_up()
         if (entry := self._entries.get(key)) is None:
             return None
@@ -112,7 +112,7 @@ class FolderBook:
         return Rejection(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(mine, theirs, other)}")
 
     def opened(self, key: Key, status: FineTuneJobStatus) -> FineTuneJobStatus:
-        """Record that the job opens an attempt; return its status with the folders of that."""
+        """Record that the job opens an attempt; return its status with the attempt's folders."""
         if (entry := self._entries.get(key)) is None:
             return status
         self._opening.add(key)
@@ -257,7 +257,7 @@ class FolderBook:
 
 
 def _spec_of(view: JobView) -> tuple[str, int]:
-    """Return what identifies a spec: uid and generation."""
+    """Return the identity of a spec: uid and generation."""
     return (view.uid, view.raw["metadata"].get("generation", 1))
 
 

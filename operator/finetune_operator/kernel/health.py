@@ -1,7 +1,7 @@
-"""/healthz and /readyz: is this process alive, and may it be counted as a replica; and /metrics.
+"""Serves /healthz (the process is alive), /readyz (it is a working replica) and /metrics.
 
-Alive means that work goes on: the oldest key, and every watch, has moved within `stuck_seconds`.
-That the API server is away does not count, as a restart of this process would not bring it back.
+A process is alive if the oldest key and every watch have moved within `stuck_seconds`. An outage of
+the API server does not count, because a restart of this process would not end it.
 """
 
 import asyncio
@@ -23,21 +23,20 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Health:
-    """What the operator says of itself.
+    """State of the operator's process.
 
     Attributes:
         is_leading: Whether it holds the Lease; a standby has no queue and no watches.
-        is_ready: It is able to work, and leads and has seen all that it may see, or waits for the
-            Lease.
-        unable: What keeps it from being able, each a sentence with the command that mends it.
-        queue: Keys that wait or are worked on.
-        oldest_seconds: How long the oldest of them has not moved.
-        backlog: Jobs that were there when it began to lead and have not been reconciled since.
-        silent_seconds: For each watch, since when nothing was heard and nothing asked.
-        refused: What the API server does not show, and its sentence; jobs there are left alone, but
-            for want of a kind that can be done without.
-        absent: Kinds that the API server does not serve, and its sentence; it is asked for them
-            every other second.
+        is_ready: Whether it is able to work, and is a standby or a leader with filled caches.
+        unable: Why it is not able to work, each a sentence with the command that fixes it.
+        queue: Number of keys that are queued or processed.
+        oldest_seconds: Time since the oldest of them has moved.
+        backlog: Jobs that existed when it began to lead and have not been reconciled since.
+        silent_seconds: Time since the last event or request of each watch.
+        refused: Kinds and namespaces that the API server refuses to show, with its message. Jobs
+            there are left alone, unless the kind is optional for their backend.
+        absent: Kinds that the API server does not serve, with its message; each is requested every
+            two seconds.
         calls: Requests to the API server so far, by `VERB RESOURCE STATUS`.
     """
 
@@ -53,7 +52,7 @@ class Health:
     calls: dict[str, int] = field(default_factory=dict)
 
     def complaints(self, stuck_seconds: float) -> list[str]:
-        """Return what stands still; empty when the process is alive."""
+        """Return a sentence for each stuck part; empty if the process is alive."""
         found = []
         if self.oldest_seconds > stuck_seconds:
             found.append(f"a job has not moved for {self.oldest_seconds:.0f} s")
@@ -71,12 +70,12 @@ class HealthServer:
     Args:
         host: Address to listen on.
         port: Port; 0 takes a free one.
-        stuck_seconds: When something counts as stuck.
-        read: Returns the state now.
-        measure: Returns what `/metrics` shows now.
+        stuck_seconds: Time after which a key or watch counts as stuck.
+        read: Returns the current state.
+        measure: Returns the current content of `/metrics`.
 
     Attributes:
-        port: Port it listens on.
+        port: Port on which it listens.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class HealthServer:
         """Start to serve.
 
         Raises:
-            SettingsError: nobody may listen there, or somebody does.
+            SettingsError: The address is in use, or this process may not listen on it.
         """
         from aiohttp import web
 

@@ -1,8 +1,8 @@
-"""Informer: keep the cache of one kind filled by one LIST, then a watch, for ever.
+"""Informer: keeps the cache of one kind filled by a LIST and then a watch.
 
-Not kopf's: that one parses and dispatches every pod of the cluster, and loses deletions across a
-list after missed events. Here a label selects on the server, a few fields are kept, and each list
-corrects the whole cache.
+kopf's watches are not used for children: they parse and dispatch every pod of the cluster, and lose
+deletions across a list after missed events. Here the server selects by label, only a few fields are
+cached, and each list corrects the whole cache.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from finetune_operator.kube.watch import Watch
 log = logging.getLogger(__name__)
 
 ABSENT_SECONDS = 2.0
-"""How often to ask for a kind that the API server does not serve."""
+"""Interval between requests for a kind that the API server does not serve."""
 
-_PAUSE_SECONDS = 0.1  # between a watch that ended as it should and the next
+_PAUSE_SECONDS = 0.1  # between a watch that ended normally and the next
 
 
 @dataclass(frozen=True)
 class NotShown:
-    """The API server does not show objects: that is forbidden, or it does not serve their kind.
+    """The API server does not show objects: the account may not see them, or their kind is absent.
 
     Attributes:
-        message: Its sentence.
-        since: From when on, on the loop's clock.
+        message: Message of the API server.
+        since: Time of the first refusal, on the loop's clock.
         cure: What to do.
     """
 
@@ -43,24 +43,24 @@ class NotShown:
 class Informer:
     """Keeps one cache filled from one namespace, or from all.
 
-    A right that is missing (also with a namespace that is gone) keeps nobody else waiting: the
-    informer counts as synced, says so in `forbidden` and asks again; its cache stays as it was.
+    A missing right (also that of a deleted namespace) does not block the start: the informer counts
+    as synced, sets `forbidden` and retries; its cache stays unchanged.
 
     Args:
-        client: Who asks.
-        watch: What is watched.
-        cache: What is filled.
+        client: Sends the requests.
+        watch: Kind, selector and cached fields.
+        cache: The cache to fill.
         wake: Called with the job of each changed object; with None for a kind without jobs.
         on_missed_events: Called when a watch broke: events may be lost, also those of other kinds.
-        namespace: Only this one; None for all.
+        namespace: The only namespace; None for all.
         backoff: Waits between two tries.
-        used_by: Names of the backends that watch it, for the log.
+        used_by: Names of the backends that watch the kind, for the log.
 
     Attributes:
-        is_synced: Set once the first list is done, or forbidden.
-        forbidden: Why nothing can be seen now; the cache must not be relied on then.
-        absent: What the API server says while it does not serve the kind; else empty.
-        last_activity: When the server last said something, or was last asked, on the loop's clock.
+        is_synced: Set once the first list has completed or was refused.
+        forbidden: Why objects are hidden now; the cache must not be relied on then.
+        absent: Message of the API server while it does not serve the kind; else empty.
+        last_activity: Time of the last request or event, on the loop's clock.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Informer:
 
     @property
     def not_shown(self) -> NotShown | None:
-        """What keeps objects of jobs from being seen now."""
+        """Why objects of jobs are hidden now; None if they are shown."""
         if self.forbidden or not self.absent or self.watch.selector is None:
             return self.forbidden
         cure = f"have the cluster serve {self.watch.resource}, or use another backend"
         return NotShown(self.absent, self._absent_since, cure)
 
     async def run(self) -> None:
-        """List and watch until cancelled; a failure is followed by another try."""
+        """List and watch until cancelled; retry after each failure."""
         failures = expiries = 0
         while True:
             try:
@@ -120,7 +120,7 @@ class Informer:
                 self._note_activity()
                 self._allow()
             except GoneError:
-                # An answer: what went wrong before it is over, and must not delay the list.
+                # 410 is a response, so the server is up: reset the backoff before relisting.
                 expiries += 1
                 failures = expiries
                 self._version = None
@@ -157,14 +157,14 @@ class Informer:
         if self.absent:
             self.absent = ""
             log.info("kind is served again", extra=self._about())
-        if self._is_list_forbidden:  # who may list may still not watch
+        if self._is_list_forbidden:  # the right to list does not include the right to watch
             self._allow()
         for job in _jobs_of(changed):
             self._wake(job)
         self.is_synced.set()
 
     def _miss(self, message: str) -> None:
-        """Note that the kind is not served; it has no objects then, unless it was for a moment."""
+        """Record that the kind is not served; empty the cache from the second time."""
         self.is_synced.set()
         if not self.absent:
             self.absent, self._absent_since = message, asyncio.get_running_loop().time()
@@ -193,7 +193,7 @@ class Informer:
     def _take_in(self, kind: str, made: Object) -> None:
         self._version = made["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
-            # Of the one before, as an answer may be under way, though not for a minute.
+            # Up to the previous bookmark: a write response may still be in flight.
             self._cache.forget_deletions(self._bookmark)
             self._bookmark = version_of(made)
             return
@@ -209,9 +209,9 @@ class Informer:
 
 
 def _is_same(before: Object, after: Object) -> bool:
-    """Say whether an object was changed in nothing that is kept of it."""
+    """Whether no retained field changed."""
     if version_of(before) > version_of(after):
-        return False  # an answer to a write of ours, for which there was no event
+        return False  # a response to a write of ours, for which no event has come
     old, new = ({**one["metadata"], "resourceVersion": ""} for one in (before, after))
     return {**before, "metadata": old} == {**after, "metadata": new}
 

@@ -1,4 +1,4 @@
-"""The informers of one leader term: one for each kind and place that its backends watch."""
+"""The informers of one leader term: one for each kind and namespace that its backends watch."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from finetune_operator.kube.resources import Resource
 from finetune_operator.kube.watch import Watch
 
 Place = str | None
-"""A namespace; None for all of them, and for kinds without namespaces."""
+"""A namespace; None for all namespaces, and for kinds without namespaces."""
 
 
 class Informers:
@@ -17,7 +17,7 @@ class Informers:
 
     Args:
         namespaces: Namespaces served; empty for all.
-        make: Makes the informer of one kind in one place.
+        make: Returns the informer of one kind in one place.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Informers:
         self.all: list[Informer] = []
 
     def add(self, backends: Mapping[str, Backend]) -> None:
-        """Make the informers of what these backends, by name, watch."""
+        """Create the informers of the kinds that these backends watch."""
         self._vital = {
             name: frozenset(one.resource for one in backend.watches if one.is_vital)
             for name, backend in backends.items()
@@ -42,12 +42,12 @@ class Informers:
         ]
 
     async def wait_until_synced(self) -> None:
-        """Return when every kind was listed once, or the API server has refused it."""
+        """Wait until each kind has been listed once, or refused."""
         for informer in self.all:
             await informer.is_synced.wait()
 
     def not_shown_to(self, namespace: str, backend: str) -> NotShown | None:
-        """Return what keeps a backend's attempts in a namespace from being seen."""
+        """Return why a backend's attempts in a namespace are hidden; None if they are shown."""
         needed = self._vital.get(backend, frozenset())
         found = (
             informer.not_shown
@@ -57,15 +57,15 @@ class Informers:
         return min(filter(None, found), key=lambda one: one.since, default=None)
 
     def forbidden(self) -> dict[str, str]:
-        """Return what is not shown, and why."""
+        """Return the message of each informer whose objects are hidden."""
         return {name_of(one): one.forbidden.message for one in self.all if one.forbidden}
 
     def absent(self) -> dict[str, str]:
-        """Return which kinds the API server does not serve, and what it says."""
+        """Return the API server's message for each kind that it does not serve."""
         return {name_of(one): one.absent for one in self.all if one.absent}
 
     def silent_seconds(self) -> dict[str, float]:
-        """Return for how long each informer has neither heard nor asked anything."""
+        """Return the time since the last request or event of each informer."""
         now = asyncio.get_running_loop().time()
         return {name_of(one): now - one.last_activity for one in self.all}
 

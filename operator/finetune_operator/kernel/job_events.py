@@ -1,7 +1,7 @@
-"""Where a term gets events of FineTuneJobs from, and the plain way: a list, then a watch.
+"""Sources of events of FineTuneJobs, and the plain one: a list, then a watch.
 
-In a cluster they come from kopf (`kopf_events.py`). `FollowedJobs` asks by the operator's own
-client and needs no thread, no second loop and no import of kopf; `ftctl run` listens by it.
+In a cluster the events come from kopf (`kopf_events.py`). `FollowedJobs` uses the operator's own
+client and needs no thread, no second loop and no import of kopf; `ftctl run` uses it.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
 OnEvent = Callable[[str | None, Object], None]
-"""Called with the type (`ADDED`, `MODIFIED`, `DELETED`, None from a list) and the object."""
+"""Called with the type (`ADDED`, `MODIFIED`, `DELETED`, or None from a list) and the object."""
 
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """How FineTuneJobs are asked for.
+    """Options of the requests for FineTuneJobs.
 
     Attributes:
         namespaces: Namespaces served; empty for all.
-        backoff: Waits between two tries, without an end: kopf would end the process with them.
-        request_seconds: Longest time for one request that is no watch.
-        watch_seconds: Longest time for one watch; whole, as the API server refuses a fraction.
+        backoff: Waits between two tries; endless, because kopf ends the process after the last.
+        request_seconds: Timeout of a request that is not a watch.
+        watch_seconds: Timeout of a watch; an integer, because the API server refuses a fraction.
     """
 
     namespaces: Sequence[str]
@@ -36,31 +36,31 @@ class ListenOptions:
 
 
 class JobEvents(Protocol):
-    """Events of FineTuneJobs: first one for each that exists, then one for each change."""
+    """Events of FineTuneJobs: one for each existing job, then one for each change."""
 
     def start(self) -> None:
         """Start to send events."""
 
     async def ended(self) -> None:
-        """Return when no more events come, whether it says so or not."""
+        """Wait until the source has ended, or delivers no more events."""
 
     def stop(self) -> None:
-        """Tell no more."""
+        """Stop delivering events."""
 
     def asked_at(self) -> float | None:
-        """Return when it last asked for FineTuneJobs, on the loop's clock; None before it has.
+        """Return the time of the last request for FineTuneJobs; None before the first.
 
-        Of several places the one that it has not asked for the longest; an API server that does not
-        answer counts as asked.
+        With several namespaces, that of the namespace requested longest ago. The time is the
+        loop's; a request without a response counts, too.
         """
 
 
 class FollowedJobs:
-    """Tells of FineTuneJobs as kopf does: after a gap it lists, without a word about deletions.
+    """Delivers events of FineTuneJobs as kopf does: after a gap it lists and omits deletions.
 
     Args:
-        client: Who asks.
-        options: How.
+        client: Sends the requests.
+        options: Options of the requests.
         on_event: Called on the event loop.
     """
 
@@ -73,24 +73,24 @@ class FollowedJobs:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start to ask."""
+        """Start to list and watch."""
         places = self._options.namespaces or (None,)
         self._tasks = [asyncio.create_task(self._follow(place)) for place in places]
 
     async def ended(self) -> None:
-        """Return when it was stopped; what it cannot bear is raised."""
+        """Wait until it is stopped; raise any unexpected error."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
                 task.result()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop listing and watching."""
         for task in self._tasks:
             task.cancel()
 
     def asked_at(self) -> float | None:
-        """Return when the place that was asked for the longest ago was."""
+        """Return the time of the oldest last request of all namespaces."""
         is_whole = len(self._asked_at) == len(self._tasks)
         return min(self._asked_at.values(), default=None) if is_whole else None
 

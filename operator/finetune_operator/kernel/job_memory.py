@@ -46,7 +46,7 @@ class JobMemory:
 
     Attributes:
         submitted: Number and handle of an attempt whose handle the status does not have yet.
-        plan: Generation of the spec, and the plan made from it.
+        plan: Generation of the spec, and its plan.
         reported_at: When a status with these reasons was last written; the newest few.
         observing: Failures to observe the attempt.
         acting: Failures to create, cancel or collect the attempt.

@@ -1,7 +1,7 @@
 """FineTuneJobs as the kernel sees them: parsed, planned and validated.
 
 A job travels through the kernel as one value, a `JobView`, which `JobIndex` builds from the object
-in the cache and from the job's `JobMemory`. Nothing here decides or writes.
+in the cache and from the job's `JobMemory`. This module neither decides nor writes.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from finetune_operator.reconcile.decide import Rejection
 
 @dataclass(frozen=True)
 class JobView:
-    """One job as this process sees it.
+    """State of one job as this process sees it.
 
     Attributes:
         key: Namespace and name.
@@ -83,7 +83,7 @@ class JobView:
 
     @property
     def uid(self) -> str:
-        """Uid of the job, which differs from that of an earlier job of the same name."""
+        """Uid of the job; an earlier job of the same name has another."""
         return str(self.raw["metadata"]["uid"])
 
     @property
@@ -156,7 +156,7 @@ class JobIndex:
 
     Args:
         find: Returns the object of a job.
-        backends: Validate jobs, and release their own memory of one that is finished or gone.
+        backends: Validate jobs, and release their own memory of a finished or deleted job.
     """
 
     def __init__(self, find: Callable[[Key], Object | None], backends: Backends) -> None:

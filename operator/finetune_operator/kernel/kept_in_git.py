@@ -1,6 +1,6 @@
-"""Jobs that a GitOps tool keeps as Git has them, and what that does to one that deletes itself.
+"""Warns about jobs that delete themselves and that a GitOps tool then creates again from Git.
 
-The reconciler asks once a job, with its first attempt; nothing is decided by the answer.
+The reconciler calls it once for each job, with the first attempt. Only an Event depends on it.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ _TRACES = {
     "kustomize.toolkit.fluxcd.io/name": "Flux",
     "helm.toolkit.fluxcd.io/name": "Flux",
 }
-"""Labels and annotations by which a tool knows what it applied, with the tool's name."""
+"""Labels and annotations by which a tool tracks its objects, with the tool's name."""
 
 
 def tool_of(metadata: Mapping[str, Any]) -> str | None:
-    """Return the name of the tool that applied an object with this metadata; None for nobody."""
+    """Return the name of the GitOps tool that applied an object; None if none did."""
     marks = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
     return next((tool for trace, tool in _TRACES.items() if trace in marks), None)
 
 
 def recreation(metadata: Mapping[str, Any], job: FineTuneJob) -> JobEvent | None:
-    """Return the warning about a job that deletes itself and that a tool then creates again."""
+    """Return the warning about a job that deletes itself and that a tool creates again."""
     seconds, tool = job.spec.ttl_seconds_after_finished, tool_of(metadata)
     if seconds is None or tool is None:
         return None

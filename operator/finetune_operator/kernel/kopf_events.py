@@ -1,7 +1,7 @@
-"""kopf, and nothing of ours but its decorators: events of FineTuneJobs are handed on.
+"""Runs kopf, which forwards events of FineTuneJobs.
 
-It runs on a thread and event loop of its own: at its end kopf cancels every task of its loop. It
-writes nothing: no annotation, no finalizer, no peering, no Event.
+kopf runs on a thread and event loop of its own, because at its end it cancels every task of its
+loop. It only reads: no annotation, no finalizer, no peering, no Event.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 log = logging.getLogger(__name__)
 
 _LOGIN_SECONDS = 5.0
-_LATE_SECONDS = 2.0  # ... and no longer is a server waited for that forgets to end a watch
-_PONDER_SECONDS = 5.0  # between an answer and the request that must follow it
+_LATE_SECONDS = 2.0  # grace after server_timeout before we close the watch
+_PONDER_SECONDS = 5.0  # between a response and the request that must follow it
 _LOOK_SECONDS = 0.5
 
 _THREAD = "kopf"
 
 
 class KopfThread:
-    """One run of `kopf.operator()`; `stop` ends it, another run needs another instance.
+    """Single run of `kopf.operator()`; `stop` ends it, another run needs another instance.
 
     Args:
         access: Cluster and credentials.
         options: Options for kopf.
-        on_event: Called on the event loop that made this object.
+        on_event: Called on the event loop that created this object.
     """
 
     def __init__(self, access: ClusterAccess, options: ListenOptions, on_event: OnEvent) -> None:
@@ -49,18 +49,18 @@ class KopfThread:
         self._tried_token: str | None = None
         places = options.namespaces or (None,)
         self._asked_at: dict[str, float | None] = dict.fromkeys(map(FINE_TUNE_JOBS.path, places))
-        self._due_at = math.inf  # by then it has asked for the next thing, unless it is lost
+        self._due_at = math.inf  # deadline of its next request
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
-        """Start to watch; events come from now on, first those of all existing objects."""
+        """Start to watch; the first events are those of all existing objects."""
         self._expect(self._longest_pause)
         self._thread.start()
 
     async def ended(self) -> None:
-        """Return when kopf has ended or given up, hangs, or has not found the kind.
+        """Wait until kopf has ended or given up, hangs, or has not found the kind.
 
-        It searches for the kind when it starts, and never again.
+        kopf searches for the kind only when it starts.
         """
         while not self._ended.is_set():
             if self._is_lost():
@@ -70,15 +70,15 @@ class KopfThread:
                 await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
 
     def stop(self) -> None:
-        """Ask it to end; no event comes any more, though the thread may live on for seconds."""
+        """Stop delivering events and end kopf; its thread may live for some more seconds."""
         self._on_event = _ignore
         self._stop.set()
 
     def asked_at(self) -> float | None:
-        """Return when each watch was last begun, of several the one longest ago.
+        """Return the time when the oldest running watch was started.
 
-        Events are no measure, as nothing may happen; but every watch ends, and a server that is
-        away is asked again and again.
+        Events do not show that kopf lives, because none may occur. But each watch ends after a
+        minute and is followed by another request, also if the server does not respond.
         """
         asked = [one for one in self._asked_at.values() if one is not None]
         return min(asked) if len(asked) == len(self._asked_at) else None
@@ -95,7 +95,7 @@ class KopfThread:
 
     @property
     def _longest_pause(self) -> float:
-        """The longest time from one request that fails to the next."""
+        """Longest time between a failed request and the next."""
         waits = max(self._options.backoff.max_seconds, _LOGIN_SECONDS)
         return self._options.request_seconds + waits + _PONDER_SECONDS
 
@@ -115,12 +115,12 @@ class KopfThread:
                 clusterwide=not self._options.namespaces,
                 namespaces=self._options.namespaces,
                 standalone=True,
-                # Left to kopf it asks for the user's name, and ends where a container's has none.
+                # kopf's default is the name of the user, which a container's may lack.
                 identity=_THREAD,  # type: ignore[arg-type]  # a NewType that kopf does not export
                 stop_flag=self._stop,
             )
         finally:
-            # A thread of kopf's waits for it, also where kopf has failed, and is waited for.
+            # A thread of kopf's waits for this flag, and the process waits for that thread.
             self._stop.set()
             for session in self._sessions:
                 await session.close()
@@ -128,7 +128,7 @@ class KopfThread:
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
-        # A sync handler that opened the session would do so on another thread, without a loop.
+        # A synchronous handler would open the session on a thread without an event loop.
         @kopf.on.login(registry=registry, backoff=_LOGIN_SECONDS)
         async def login(**_: Any) -> kopf.AiohttpSession:
             if self._sessions:
@@ -138,7 +138,7 @@ class KopfThread:
                 middlewares=(self._ask,),
                 read_bufsize=2**21,
             )
-            self._sessions.append(session)  # kopf closes those whose token was refused
+            self._sessions.append(session)  # kopf closes sessions whose token was refused
             return kopf.AiohttpSession(server=self._access.host, aiohttp_session=session)
 
         @kopf.on.event(FINE_TUNE_JOBS.group, FINE_TUNE_JOBS.plural, registry=registry)
@@ -148,7 +148,7 @@ class KopfThread:
         return registry
 
     async def _log_in_again(self) -> None:
-        """Get a new token after a 401; kopf would try the old one again without a pause."""
+        """Get a new token after a 401; kopf would retry the old token without a delay."""
         await self._access.renew()
         token = (await self._access.headers()).get("Authorization")
         if token == self._tried_token:
@@ -158,7 +158,7 @@ class KopfThread:
     async def _ask(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Send a request with the token of the moment: it is renewed on disk while kopf runs."""
+        """Send a request with the current token, which is renewed on disk while kopf runs."""
         request.headers.update(await self._access.headers())
         self._call(self._note_asked, request.url.path)
         status = 0
@@ -177,9 +177,9 @@ class KopfThread:
             self._expect(self._longest_pause)
 
     def _note_answer(self, path: str, status: int) -> None:
-        """Tell from an answer when the next request must come."""
+        """Set the deadline of the next request after a response."""
         if self._known(path):
-            if status == 404:  # which ends kopf, though it takes its time
+            if status == 404:  # which ends kopf, after a while
                 self._due_at = self._loop.time()
             return
         if status in (0, 429) or status >= 500:
@@ -188,11 +188,11 @@ class KopfThread:
         self._expect(_PONDER_SECONDS if is_final else self._longest_pause)
 
     def _known(self, path: str) -> str:
-        """Return the path of FineTuneJobs; the server may have a path of its own before it."""
+        """Return the path of FineTuneJobs, which may follow a prefix of the server; else empty."""
         return next((known for known in self._asked_at if path.endswith(known)), "")
 
     def _expect(self, seconds: float) -> None:
-        """Note that another request comes within so long."""
+        """Set the deadline of the next request."""
         self._due_at = self._loop.time() + seconds
 
     def _settings(self) -> kopf.OperatorSettings:
@@ -203,14 +203,14 @@ class KopfThread:
         made.watching.client_timeout = self._watch_seconds
         made.watching.chunk_size = 500
         made.persistence.diffbase_storage = _NoDiffs()
-        made.queueing.idle_timeout = 0.2  # a worker task and its queue live so long after an event
+        made.queueing.idle_timeout = 0.2  # lifetime of a worker task after its last event
         made.scanning.disabled = True
         made.posting.enabled = False
-        made.process.ultimate_exiting_timeout = None  # else it kills the process of the next term
+        made.process.ultimate_exiting_timeout = None  # the default kills the next term
         return made
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call it on the operator's loop, which may have ended before kopf did."""
+        """Call a function on the operator's loop, unless that has ended before kopf."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -219,27 +219,27 @@ class KopfThread:
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
-    """Nothing to compare: no handler asks what changed, and kopf would copy every object for it."""
+    """Disables diffs: no handler uses them, and kopf would copy every object to compute them."""
 
     def build(
         self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None
     ) -> kopf.BodyEssence:
-        """Return that nothing of the object matters."""
+        """Return an empty essence."""
         return kopf.BodyEssence({})
 
     def fetch(self, *, body: kopf.Body) -> None:
-        """Return that nothing is known of an earlier state."""
+        """Return None: no earlier state is stored."""
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        """Write nothing into the object."""
+        """Leave the object unchanged."""
 
 
 def join_threads(seconds: float) -> None:
-    """Wait until the threads that were stopped have ended, at most so long for each."""
+    """Wait for the end of stopped threads, at most that long for each."""
     for thread in threading.enumerate():
         if thread.name == _THREAD:
             thread.join(seconds)
 
 
 def _ignore(kind: str | None, made: Object) -> None:
-    """Drop an event that was under way when the thread was stopped."""
+    """Drop an event that was in flight when the thread was stopped."""

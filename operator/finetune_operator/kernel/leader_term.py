@@ -1,6 +1,6 @@
-"""One term of leading: caches, watches, queue and workers, from the first list to the end.
+"""A leader term: caches, watches, queue and workers, from the first list to the end.
 
-Everything is made anew for each term, so nothing that was true in an earlier one is believed.
+Everything is created again for each term, so no state of an earlier term is used.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ from finetune_operator.reconcile.conditions import ConditionType
 log = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 0.25
-_SPARE_WORKERS = 4  # for other backends than the one that keeps all of its own busy
-_LASTING_SECONDS = 60.0  # whatever runs for so long has not failed at its start
-# The longest wait and the settling after it keep the promise that 15 s after an outage all is seen.
+_SPARE_WORKERS = 4  # for other backends while one keeps all its workers busy
+_LASTING_SECONDS = 60.0  # a longer run has not failed at its start
+# The longest wait and the settling after it keep recovery after an outage within 15 s.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
 
 
 def listen_by_kopf(client: KubeClient, options: ListenOptions, on_event: OnEvent) -> JobEvents:
-    """Return events of FineTuneJobs that come from kopf."""
-    from finetune_operator.kernel.kopf_events import KopfThread  # only who listens by it needs kopf
+    """Return kopf as the source of events of FineTuneJobs."""
+    from finetune_operator.kernel.kopf_events import KopfThread  # ftctl run does not need kopf
     from finetune_operator.kube.http import HttpClient
 
     assert isinstance(client, HttpClient), "kopf asks over HTTP"
@@ -55,16 +55,16 @@ def listen_by_kopf(client: KubeClient, options: ListenOptions, on_event: OnEvent
 
 
 class LeaderTerm:
-    """All that works while this process leads.
+    """Runs all parts of the operator while this process leads.
 
     Args:
         client: Access to the cluster.
         settings: Settings of the process.
-        backends: By name, in place of those of installed packages; None for those.
-        folder: What `file://./x` in a manifest is relative to; the current one by default.
-        listen: Makes a source of events of FineTuneJobs, which serves until it ends.
+        backends: Backends by name; None for those of installed packages.
+        folder: Base of `file://./x` in a manifest; by default the current folder.
+        listen: Returns a source of events of FineTuneJobs, which is used until it ends.
         now: The time, with a zone.
-        counts: What the process counts, over its terms.
+        counts: Counters of the process, for all its terms.
         on_refused: Called when the API server begins to refuse FineTuneJobs.
     """
 
@@ -126,7 +126,7 @@ class LeaderTerm:
         )
 
     async def observe(self, backend: str, ref: AttemptRef) -> Observation:
-        """Observe an attempt beside the workers, for somebody who watches it."""
+        """Observe an attempt outside the workers, for a live display."""
         return await self._backends.get(backend).observe(ref)
 
     async def run(self) -> None:
@@ -155,7 +155,7 @@ class LeaderTerm:
             await self._backends.close()
 
     def health(self) -> Health:
-        """Return how it goes."""
+        """Return the state of this term."""
         silence = max(self._silence_of_jobs(), self._resync.late_seconds)
         silent = {**self._informers.silent_seconds(), str(FINE_TUNE_JOBS): silence}
         return Health(
@@ -170,16 +170,16 @@ class LeaderTerm:
         )
 
     def snapshot(self) -> Snapshot:
-        """Return what the page of metrics shows now."""
+        """Return the content of the metrics page."""
         queue = QueueNow(len(self._queue), self._queue.oldest_seconds, len(self._backlog))
         jobs = list(self._reconciler.jobs_now())
         return Snapshot(counts=self._counts, queue=queue, jobs=jobs)
 
     def _silence_of_jobs(self) -> float:
-        """Return for how long no watch or list of FineTuneJobs has been asked for.
+        """Return the time since the last watch or list of FineTuneJobs was requested.
 
-        What follows an end begins with the silence before it. A kind that is not served is asked
-        for by the lists alone.
+        The time continues when the source of events is replaced. While the kind is not served, only
+        lists request it.
         """
         asked = self._events.asked_at() if self._events else None
         if asked is None and self._resync.absent():
@@ -209,14 +209,14 @@ class LeaderTerm:
             self._catch_up(key)
 
     def _catch_up(self, key: Key) -> None:
-        """Note that a job was reconciled that was there when this term began."""
+        """Remove a reconciled job from the backlog of jobs that existed when this term began."""
         if key in self._backlog:
             self._backlog.discard(key)
             if not self._backlog:
                 log.info("caught up with what was there")
 
     async def _run_kopf(self) -> None:
-        """Keep kopf running: what it cannot bear is followed by another try."""
+        """Run kopf, and start it again whenever it ends."""
         failures = 0
         while True:
             options = ListenOptions(
@@ -235,11 +235,11 @@ class LeaderTerm:
             failures = 1 if self._loop.time() - since > _LASTING_SECONDS else failures + 1
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
-            # It searches for the kind when it starts, and never again; so the kind must be there.
+            # kopf searches for the kind only when it starts, so the kind must be served by then.
             await self._resync.list_anew()
 
     def _listen_anew(self) -> None:
-        """Have kopf search for the kind once more."""
+        """Restart kopf, so that it searches for the kind again."""
         if self._events is not None:
             self._events.stop()
 
@@ -249,19 +249,20 @@ class LeaderTerm:
         if changed:
             self._queue.add(key_of(kept))
         if kind is None and self._is_synced:
-            # kopf lists after missed events, and says nothing of what was deleted meanwhile.
+            # kopf lists after missed events, without the deletions among them.
             self._resync.missed_events.set()
 
     def _backend_of(self, key: Key) -> str:
-        """Return the backend of a job, if there is one of that name."""
+        """Return the name of a job's backend; empty if it is not registered."""
         spec = (self._jobs.get(key) or {}).get("spec", {})
         name = str((spec.get("backend") or {}).get("type", ""))
         return name if name in self._backends else ""
 
     def wake(self, key: Key | None) -> None:
-        """Wake the job whose child changed; or all that wait until somebody fixes something.
+        """Requeue the job whose child has changed; None requeues all jobs that may be unblocked.
 
-        And those of which nothing is told yet, as one may be judged now by what was there before.
+        These are the stalled jobs, and those whose newest spec has no status yet: a reconcile that
+        runs now may have read the objects before they changed.
         """
         if key is not None:
             self._queue.add(key)

@@ -1,7 +1,7 @@
-"""The time ledgers of the jobs that a leader sees, and what it counts of them.
+"""Time ledgers of the jobs of a leader term, and the fleet metrics derived from them.
 
-`Observer` tells it what was seen of attempts, `StatusWriter` what was decided and what was written.
-A ledger is saved with each status that is written anyway, and causes no write.
+`Observer` passes observations of attempts, `StatusWriter` decided and written statuses. A ledger is
+saved with each written status and never causes a write of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,19 +23,19 @@ from finetune_operator.reconcile.saved_ledger import saved, taken_up
 from finetune_trainer.config import Progress
 
 ENDED_SHOWN = timedelta(hours=1)
-"""How long a job that has ended is on the page, if it is not deleted before."""
+"""Time for which the metrics page shows a finished job, unless it is deleted earlier."""
 
 DELETED_SHOWN = timedelta(minutes=5)
-"""How long one that is deleted is, so that no scrape misses its last numbers."""
+"""Time for which the page shows a deleted job, so that no scrape misses its last values."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one job.
+    """Ledger of one job.
 
     Attributes:
-        made: Its object.
-        said: What rank 0 published last; kept only where nobody can scrape it.
+        made: Object of the job.
+        said: Last report of rank 0; only if its page cannot be scraped.
     """
 
     made: Object
@@ -48,7 +48,7 @@ class LedgerBook:
     """Ledgers by job.
 
     Args:
-        counts: What the process counts.
+        counts: Counters of the process.
         now: The time, with a zone.
     """
 
@@ -56,11 +56,11 @@ class LedgerBook:
         self._counts = counts
         self._now = now
         self._entries: dict[Key, _Entry] = {}
-        self._ended: dict[Key, datetime] = {}  # in the order of their ends
+        self._ended: dict[Key, datetime] = {}  # ordered by time
         self._deleted: dict[Key, tuple[_Entry, datetime]] = {}
 
     def prepare(self, backend: str) -> None:
-        """Put all that is counted of a backend's jobs on the page, from 0."""
+        """Export all fleet metrics of a backend, starting at 0."""
         for metric in catalogue.OF_FLEET:
             if metric.buckets:
                 self._counts.prepare(metric, backend)
@@ -70,12 +70,12 @@ class LedgerBook:
                     self._counts.add(metric, backend, value, amount=0)
 
     def hear(self, view: JobView, seen: Observation, *, is_scraped: bool) -> None:
-        """Take what rank 0 of the open attempt has reported, if it was seen to.
+        """Apply the report of rank 0 of the open attempt, if the observation has one.
 
         Args:
             view: The job.
-            seen: What was seen of the attempt.
-            is_scraped: Whether Prometheus can ask rank 0 itself.
+            seen: Observation of the attempt.
+            is_scraped: Whether Prometheus can scrape rank 0 itself.
         """
         said = (seen.termination.progress if seen.termination else None) or seen.progress
         if said is None or view.attempt is None:
@@ -86,27 +86,27 @@ class LedgerBook:
         entry.ledger = hear(entry.ledger, view.attempt.number, said, gpus, now)
 
     def follow(self, view: JobView, status: FineTuneJobStatus) -> None:
-        """Take what was decided about a job."""
+        """Apply a decided status."""
         if is_finished(view.written) and is_finished(status):
-            return  # whatever there was to account for is written
+            return  # its ledger is closed and written
         entry = self._entry(view)
         gpus = status.nodes.ready * _gpus_of_a_node(view.raw)
         entry.ledger = turn(entry.ledger, status, gpus, self._now())
 
     def stamped(self, view: JobView, status: FineTuneJobStatus) -> FineTuneJobStatus:
-        """Return the status with the job's ledger, to be written."""
+        """Return the status with the job's ledger, ready to be written."""
         self.follow(view, status)
         return status.model_copy(update={"ledger": saved(self._entry(view).ledger)})
 
     def note_written(
         self, view: JobView, before: FineTuneJobStatus, after: FineTuneJobStatus
     ) -> None:
-        """Count what a written status says for the first time: exactly one leader has written it.
+        """Count the events that a written status reports first: exactly one leader has written it.
 
         Args:
             view: The job.
-            before: The status that it had.
-            after: The one that it has, with its ledger.
+            before: The previous status.
+            after: The written status, with its ledger.
         """
         old, new = before.ledger, after.ledger
         assert new is not None, "whatever is written has a ledger"
@@ -126,7 +126,7 @@ class LedgerBook:
             self._drop_old()
 
     def remove(self, key: Key) -> None:
-        """Note that a job is gone."""
+        """Close the ledger of a job that was deleted."""
         self._ended.pop(key, None)
         if (entry := self._entries.pop(key, None)) is None:
             return
@@ -140,7 +140,7 @@ class LedgerBook:
         self._drop_old()
 
     def now_of(self, view: JobView) -> JobNow | None:
-        """Return what the page shows of a job; None where it ended too long ago."""
+        """Return the figures of a job for the metrics page; None if it finished too long ago."""
         now, status = self._now(), view.written
         ended = status.completion_time if is_finished(status) else None
         if ended is not None and now - parse_rfc3339(ended) > ENDED_SHOWN:
@@ -150,7 +150,7 @@ class LedgerBook:
         return JobNow(view.raw, at(entry.ledger, now), now, said)
 
     def deleted(self) -> Iterator[JobNow]:
-        """Yield what the page shows of jobs that were deleted a moment ago."""
+        """Yield the figures of recently deleted jobs for the metrics page."""
         self._drop_old()
         for key, (entry, when) in self._deleted.items():
             if key not in self._entries:
@@ -165,7 +165,7 @@ class LedgerBook:
         return entry
 
     def _new_entry(self, view: JobView) -> _Entry:
-        """Return what the status of a job holds."""
+        """Return the ledger that the status of a job has."""
         created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
         gpus = view.written.nodes.ready * _gpus_of_a_node(view.raw)
         return _Entry(view.raw, view.uid, taken_up(view.written, created, gpus, self._now()))

@@ -1,4 +1,4 @@
-"""One line a log event, as text for people or JSON for machines."""
+"""Log output: one line per record, as text for people or JSON for machines."""
 
 import json
 import logging
@@ -20,12 +20,12 @@ _KOPFS_REQUESTS = "kopf._cogs.clients.watching"
 
 
 def set_up(log_format: LogFormat, level: LogLevel, handler: logging.Handler | None = None) -> None:
-    """Send all logging to one place in one form; kopf and aiohttp speak of trouble only.
+    """Configure the root logger; records of kopf and aiohttp below WARNING are dropped.
 
     Args:
         log_format: Format of a line.
-        level: The least that is said.
-        handler: Where lines go; by default to standard error.
+        level: Lowest level that is logged.
+        handler: Destination of the lines; by default standard error.
     """
     handler = handler or logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if log_format is LogFormat.JSON else TextLine())
@@ -36,20 +36,20 @@ def set_up(log_format: LogFormat, level: LogLevel, handler: logging.Handler | No
 
 
 def _is_first_failure(record: logging.LogRecord) -> bool:
-    """Say whether a line of kopf's is not about another try of a request that had failed."""
+    """Whether a record of kopf is not about a repeated retry of the same request."""
     said = record.getMessage()
     return not said.startswith("Request attempt #") or said.startswith("Request attempt #1 ")
 
 
 class LogFile(logging.FileHandler):
-    """A file of log lines; that it cannot be written is said once, not with each line."""
+    """Log file; a write error is reported once, not for each record."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, the name is given
-        """Drop a line for which there is no room; any other fault is shown as always."""
+        """Drop a record that cannot be written, as on a full disk; report other errors as usual."""
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -59,7 +59,7 @@ class LogFile(logging.FileHandler):
 
 
 class TextLine(logging.Formatter):
-    """`TIME LEVEL message key=value`, on one line whatever the message holds."""
+    """`TIME LEVEL message key=value`, always on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -89,9 +89,9 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _fields(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str, Any]:
-    """Return what the caller passed as `extra`, and the traceback of an exception."""
+    """Return the `extra` fields of the caller, and the traceback of an exception."""
     found = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-    # What kopf adds to each of its records for its own formatters.
+    # Without the fields that kopf adds to its records for its own formatters.
     fields = {key: value for key, value in found.items() if not key.startswith(("k8s_", "_"))}
     if record.exc_info:
         fields["exception"] = formatter.formatException(record.exc_info)

@@ -1,11 +1,11 @@
 """The work queue: each key is queued at most once and processed by at most one worker.
 
 Handlers and informers add keys, workers get them. A key that is added while a worker processes it
-is queued again afterwards; one that is added right after its reconcile is queued after a short
-delay, because one change of a gang causes many events. An urgent key overtakes those that were
-added up to HEAD_START_SECONDS before it, so the wait of either kind has a bound. Keys of one group,
-such as the jobs of a backend, get at most their share of the workers; other keys overtake those
-that wait for it. The queue lives on one event loop and uses its clock. The verbs are named as those
+is queued again afterwards; a key that is added right after its reconcile is queued after a short
+delay, because one change of a gang causes many events. An urgent key overtakes keys that were added
+up to HEAD_START_SECONDS before it, so the wait of either kind has a bound. Keys of one group, such
+as the jobs of a backend, get at most their share of the workers; other keys overtake keys that wait
+for it. The queue lives on one event loop and uses its clock. The verbs are named as those
 of client-go's work queue.
 """
 

@@ -71,7 +71,7 @@ class Reconciler:
         backends: Run attempts.
         events: Posts Events.
         now: The time, with a zone.
-        not_shown: Returns what hides a backend's attempts in a namespace; by both names.
+        not_shown: Returns why a backend's attempts in a namespace are hidden; by both names.
         wake: Requeues a job that a folder conflict may no longer block.
         ledgers: Time ledgers of the jobs.
     """

@@ -1,7 +1,7 @@
-"""Resync: list all FineTuneJobs at the start, after missed events, and every so often.
+"""Resync: lists all FineTuneJobs at the start, after missed events, and at an interval.
 
-Lists correct the cache that kopf's events fill. What the API server forbids to list (a namespace
-whose Role is gone) keeps no other namespace waiting, is asked for again, and stays as it was known.
+Lists correct the cache that kopf's events fill. A namespace that the API server refuses to list
+(because its Role is gone) does not block other namespaces. It is retried, and its jobs stay cached.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from finetune_operator.kube.watch import trim_metadata
 
 log = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 1.0  # one LIST for all the events that one outage loses
+_SETTLE_SECONDS = 1.0  # one LIST for all events lost in one outage
 _FORBIDDEN_SECONDS = 10.0
 
 
@@ -28,18 +28,18 @@ class Resync:
     """Lists FineTuneJobs.
 
     Args:
-        client: Who asks.
-        cache: What is corrected.
+        client: Sends the requests.
+        cache: The cache to correct.
         namespaces: Namespaces served; empty for all.
-        resync_seconds: The longest time between two resyncs.
+        resync_seconds: Longest time between two resyncs.
         backoff: Waits between two tries.
         wake: Called with each job that was listed or is gone.
-        on_served: Called when the API server has come to know the kind.
-        on_refused: Called when a list is refused that was not before, or the kind is unknown.
+        on_served: Called when the API server begins to serve the kind.
+        on_refused: Called when the API server begins to refuse a list, or does not know the kind.
 
     Attributes:
-        missed_events: Set it where events may have been lost.
-        listed_at: When the API server was last asked for one, on the loop's clock.
+        missed_events: Set it if events may have been lost.
+        listed_at: Time of the last list request, on the loop's clock.
     """
 
     def __init__(
@@ -71,36 +71,36 @@ class Resync:
 
     @property
     def sees_nothing(self) -> bool:
-        """Whether every list was forbidden, or the kind is not served."""
+        """Whether every list was refused, or the kind is not served."""
         return bool(self._absent) or len(self._forbidden) == len(self._places)
 
     @property
     def late_seconds(self) -> float:
-        """By how much the next resync is late."""
+        """Time since the next resync was due; 0 before that."""
         return max(0.0, self._loop.time() - self.listed_at - self._resync_seconds)
 
     def forbidden(self) -> dict[str, str]:
-        """Return what is not listed, and why."""
+        """Return the API server's message for each namespace that is not listed."""
         return {name_in(FINE_TUNE_JOBS, place): said for place, said in self._forbidden.items()}
 
     def absent(self) -> dict[str, str]:
-        """Return the kind, and what the API server says, while it does not serve it."""
+        """Return the API server's message by kind, while it does not serve FineTuneJobs."""
         return {str(FINE_TUNE_JOBS): self._absent} if self._absent else {}
 
     async def list_anew(self) -> None:
-        """Return when everything was listed once more; `run` does it, after other missed events."""
+        """Wait until `run` has listed all jobs again."""
         done = self._loop.create_future()
         self._waiting.append(done)
         self.missed_events.set()
         await done
 
     async def list_all(self) -> None:
-        """Return when everything is listed, or forbidden."""
+        """Wait until each namespace has been listed, or refused."""
         await self._list_until_done(self._places)
         self.listed_at = self._loop.time()
 
     async def run(self) -> None:
-        """Go on listing until cancelled."""
+        """Repeat the lists until cancelled."""
         due = self._next()
         while True:
             soon = self._loop.time() + _FORBIDDEN_SECONDS

@@ -1,7 +1,7 @@
-"""What this process's account may do, and the command that gives it what is missing.
+"""Checks the rights of this process's account, and builds the commands that grant missing ones.
 
-Every account may ask that about itself (`system:basic-user`). Where the API server does not answer
-such a question, a right counts as given: the requests that need it will tell.
+Every account may review its own access (`system:basic-user`). If the API server refuses such a
+review, the right counts as granted: the requests that need it will show whether it is.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ class Right:
     """Verbs on one kind.
 
     Attributes:
-        namespace: Where; None for the whole cluster.
-        name: The only object that is meant; empty for all.
+        namespace: Namespace of the right; None for the whole cluster.
+        name: Name of the only object; empty for all objects.
     """
 
     resource: Resource
@@ -46,10 +46,10 @@ class Right:
 
 
 class Rights:
-    """Asks what the account of this process may do.
+    """Reviews the access of this process's account.
 
     Args:
-        client: Who asks; it must not depend on the Lease.
+        client: Sends the reviews; must not depend on the Lease.
     """
 
     def __init__(self, client: KubeClient) -> None:
@@ -57,20 +57,20 @@ class Rights:
         self._account = ""
 
     async def missing(self, right: Right) -> Right | None:
-        """Return what of a right is denied; None if nothing is.
+        """Return the denied part of a right; None if all of it is granted.
 
         Raises:
-            ApiError: there was no answer.
+            ApiError: The API server has not responded.
         """
         answers = await asyncio.gather(*(self._is_given(right, verb) for verb in right.verbs))
         denied = tuple(verb for verb, given in zip(right.verbs, answers, strict=True) if not given)
         return replace(right, verbs=denied) if denied else None
 
     async def account(self) -> str:
-        """Return the account's name, as in answers and bindings; empty where none says it.
+        """Return the account's name, as bindings spell it; empty if it cannot be found out.
 
         Raises:
-            ApiError: there was no answer.
+            ApiError: The API server has not responded.
         """
         if not self._account:
             try:
@@ -141,11 +141,11 @@ async def review_access(
 
 
 def command_for(right: Right, account: str) -> str:
-    """Return the command by which an administrator gives an account a right.
+    """Return the command by which an administrator grants a right.
 
     Args:
-        right: What it lacks.
-        account: Its name; empty where that is not known.
+        right: The missing right.
+        account: Name of the account that lacks it; empty if unknown.
     """
     kind = "role" if right.namespace else "clusterrole"
     place = f" --namespace={right.namespace}" if right.namespace else ""

@@ -1,7 +1,7 @@
-"""`finetune-operator`: campaign for the Lease, lead, and campaign again when it is lost.
+"""`finetune-operator`: campaigns for the Lease, leads, and campaigns again once it is lost.
 
-Settings come from the environment (`settings.py`); SIGTERM and SIGINT end it with the Lease given
-back.
+Settings come from the environment (`settings.py`); SIGTERM and SIGINT end the process after it has
+released the Lease.
 """
 
 import asyncio
@@ -49,9 +49,10 @@ def main() -> None:
 
 
 def _spare_garbage_collection() -> None:
-    """Let Python look for cycles seldom, and never among what was imported.
+    """Run the cyclic garbage collector rarely, and never on imported modules.
 
-    Objects of the API server are trees, yet by default a twelfth of the time in a burst goes there.
+    Objects of the API server are trees, but with the default thresholds the collector takes a
+    twelfth of the CPU time of a burst.
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -76,12 +77,12 @@ async def operate(
     Args:
         settings: Settings of the operator.
         stop: Set it to end.
-        backends: By name, in place of those of installed packages; None for those.
-        folder: What `file://./x` in a manifest is relative to; the current one by default.
+        backends: Backends by name; None for those of installed packages.
+        folder: Base of `file://./x` in a manifest; by default the current folder.
 
     Raises:
-        KubeConfigError: no cluster is configured.
-        SettingsError: the health pages cannot be served where they should be.
+        KubeConfigError: No cluster is configured.
+        SettingsError: The health pages cannot be served at the configured address.
     """
     counts = Counts()
     make_term = partial(
@@ -90,19 +91,19 @@ async def operate(
     access = await load_access(settings.kubeconfig)
     process = _Process(settings, make_term, counts)
     client = HttpClient(access, process.client_options())
-    # What a replica asks and tells of itself does not wait for the Lease.
+    # Checks and Events about the own pod do not depend on the Lease.
     own = HttpClient(access, replace(client.options, connections=4, seconds_to_write=None))
     own.calls = client.calls
     async with client, own, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
         await process.run(client, Ability(own, settings), stop)
-    # With the Lease given back. A thread that outlives the interpreter's end could break it.
+    # After the Lease is released. A thread that outlives the interpreter's end could crash it.
     await asyncio.to_thread(join_threads, _JOIN_SECONDS)
     log.info("ended")
 
 
 class _Process:
-    """What outlives a term: the election, and what the health pages show."""
+    """State that outlives a term: the election, and the content of the health pages."""
 
     def __init__(
         self, settings: Settings, make_term: Callable[..., LeaderTerm], counts: Counts
@@ -158,7 +159,7 @@ class _Process:
                     work = (self._lead(client, ability), election.hold())
                     await _first_of(*work, ability.until_outdated(), stop.wait())
             finally:
-                await election.release()  # also by a fault of ours, so that a standby need not wait
+                await election.release()  # also after an error, so that a standby need not wait
 
     async def _lead(self, client: KubeClient, ability: Ability) -> None:
         self._term = self._make_term(client, on_refused=ability.look_again)
@@ -191,9 +192,9 @@ class _Process:
         return replace(health, calls=calls, unable=unable, is_ready=is_ready)
 
     def _complaints(self) -> tuple[str, ...]:
-        """Return what keeps this replica from its work, whether or not it leads."""
+        """Return why this replica cannot work, whether or not it leads."""
         found = self._ability.complaints if self._ability else ()
-        # Where the API server answers no questions about rights, the refusal itself has to do.
+        # If the API server refuses access reviews, the refusal of the Lease is the only sign.
         refused = self._election.forbidden if self._election else ""
         return found or ((refused,) if refused else ())
 
@@ -203,7 +204,7 @@ class _Process:
 
 
 async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Run all until the first has ended, and end the others."""
+    """Run all coroutines until the first has ended, and cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""Every setting of the operator's process, in one typed place, read from its environment once.
+"""Settings of the operator's process, read from its environment once.
 
 The chart writes the same names. A variable with our prefix that is not a setting is refused, so
-that a misspelt one is not silently without effect.
+that a misspelt name does not go unnoticed.
 """
 
 import os
@@ -41,7 +41,7 @@ class LogFormat(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """The least that is said in the log."""
+    """Lowest level that is logged."""
 
     DEBUG = "DEBUG"
     INFO = "INFO"
@@ -54,21 +54,21 @@ def _in_capitals(value: Any) -> Any:
 
 
 def _as_namespace(value: str) -> str:
-    """Refuse what Kubernetes could not call a namespace (a DNS label, RFC 1123)."""
+    """Refuse a name that is not a DNS label (RFC 1123), as namespaces need."""
     if len(value) > 63 or not _LABEL.fullmatch(value):
         raise ValueError("is no name of a namespace; use up to 63 of a-z, 0-9 and - between them")
     return value
 
 
 def _as_object_name(value: str) -> str:
-    """Refuse what Kubernetes could not call a Lease (a DNS subdomain, RFC 1123)."""
+    """Refuse a name that is not a DNS subdomain (RFC 1123), as Leases need."""
     if len(value) > 253 or not all(map(_LABEL.fullmatch, value.split("."))):
         raise ValueError("is no name of a Lease; use a-z, 0-9, and - or . between them")
     return value
 
 
 def _listed(value: Any) -> Any:
-    """Read `a,b` as two words."""
+    """Split `a,b` into two words."""
     if isinstance(value, str):
         return tuple(word.strip() for word in value.split(",") if word.strip())
     return value
@@ -88,7 +88,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class Settings(BaseModel):
-    """Settings; each is `FINETUNE_OPERATOR_` and its name in upper case."""
+    """Settings of the operator, read from `FINETUNE_OPERATOR_` and the name in upper case."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -172,7 +172,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings.
 
     Raises:
-        SettingsError: a variable is not a setting, or its value is not usable; names all of them.
+        SettingsError: A variable is not a setting, or its value is invalid; lists all of them.
     """
     given = {
         name.removeprefix(PREFIX).lower(): value

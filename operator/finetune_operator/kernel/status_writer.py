@@ -1,7 +1,7 @@
 """Writes the status of a job: which changes are worth a write, when, and the Events of each.
 
 A job may cost two status patches until it is Running: one when its attempt is opened, before any
-child is created, and one when it trains. So a change that nobody waits for (the handle of an
+child is created, and one when it trains. So a change that no user waits for (the handle of an
 attempt that can be found by name, progress before the first step) is written with the next change
 that matters. Three bounded delays save patches: "all nodes run" and the handle wait for "the
 attempt trains", and an obstacle whose wording changes often is reported at intervals.

@@ -73,10 +73,10 @@ class Observer:
         self._now = now
 
     async def find_unrecorded(self, view: JobView) -> JobView:
-        """Return the job with the handle of its open attempt, where only its name is known.
+        """Return the job with the handle of its open attempt, if the status lacks the handle.
 
-        An attempt that is to stop is always searched for, any other only if that costs no request
-        in the usual case: creating it again adopts it, too.
+        If the search costs requests, only an attempt that is to stop is searched for: creating any
+        other again adopts it.
 
         Raises:
             FineTuneError: The backend cannot tell whether the attempt exists.
