@@ -1,7 +1,7 @@
-"""Admit an object to the store: its metadata, defaults and checks.
+"""Admit an object to the store: metadata, defaults and validation.
 
-The rules are those of `ftctl validate`: a CRD's defaults, its structure, its CEL. Pure functions;
-each returns the object to store, and warnings for the client.
+The rules are the same as in `ftctl validate`: defaults, structure and CEL rules of a CRD. Pure
+functions; each returns the object to store, and warnings for the client.
 """
 
 import secrets
@@ -21,9 +21,9 @@ from finetune_operator.kube.resources import CRDS, NAMESPACES, Object, Resource
 Admitted = tuple[Object, list[str]]
 
 _NAME = ("metadata", "name")
-_LONGEST_START = 58  # of a generated name, which has 5 characters more
+_PREFIX_LENGTH = 58  # maximum of a generated name, to which 5 characters are appended
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so no words
-_SERVERS_OWN = (
+_SERVER_FIELDS = (
     "name", "namespace", "uid", "creationTimestamp", "generation", "deletionTimestamp",
     "deletionGracePeriodSeconds", "resourceVersion",
 )  # fmt: skip
@@ -33,11 +33,11 @@ def admit_new(kind: Kind, body: Object, namespace: str, name: str, validation: s
     """Return the object to create.
 
     Args:
-        kind: Its kind.
-        body: What was sent.
-        namespace: The URL's; empty for cluster-scoped kinds.
-        name: Its name where the URL says it, else empty.
-        validation: `Strict`, `Warn` or `Ignore` unknown fields.
+        kind: Kind of the object.
+        body: The object in the request.
+        namespace: Namespace in the URL; empty for cluster-scoped kinds.
+        name: Name in the URL; empty if the URL has none.
+        validation: Treatment of unknown fields: `Strict`, `Warn` or `Ignore`.
 
     Raises:
         StatusError: 400 or 422.
@@ -51,32 +51,32 @@ def admit_new(kind: Kind, body: Object, namespace: str, name: str, validation: s
     if not name:
         missing = "Required value: name or generateName is required"
         raise invalid(kind.resource, body, [Finding(_NAME, missing)])
-    made, warnings = _known(kind, body, validation)
+    obj, warnings = _without_unknown_fields(kind, body, validation)
     metadata = {"name": name, "uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
     if namespace:
         metadata["namespace"] = namespace
     if kind.has_status or kind.is_custom:
         metadata["generation"] = 1
-    return _checked(kind, _composed(kind, made, {"metadata": metadata})), warnings
+    return _validated(kind, _with_server_fields(kind, obj, {"metadata": metadata})), warnings
 
 
-def _generated(start: Any) -> str:
-    if not start:
+def _generated(prefix: Any) -> str:
+    if not prefix:
         return ""
-    return str(start)[:_LONGEST_START] + "".join(secrets.choice(_SUFFIX) for _ in range(5))
+    return str(prefix)[:_PREFIX_LENGTH] + "".join(secrets.choice(_SUFFIX) for _ in range(5))
 
 
 def admit_change(
     kind: Kind, body: Object, before: Object, validation: str, *, is_status: bool = False
 ) -> Admitted:
-    """Return the object to store in place of `before`, or `before` itself where nothing changes.
+    """Return the object that replaces `before`, or `before` itself if it is unchanged.
 
     Args:
-        kind: Its kind.
-        body: What was sent, or what a patch has made.
-        before: The object as it is stored.
-        validation: `Strict`, `Warn` or `Ignore` unknown fields.
-        is_status: Only the status is changed, else everything but the status.
+        kind: Kind of the object.
+        body: The object in the request, or the patched object.
+        before: The stored object.
+        validation: Treatment of unknown fields: `Strict`, `Warn` or `Ignore`.
+        is_status: Change only the status; False: everything except the status.
 
     Raises:
         StatusError: 400, 409 or 422.
@@ -88,41 +88,41 @@ def admit_change(
             f"({old['name']})"
         )
     check_preconditions(kind.resource, before, {key: value for key, value in sent.items() if value})
-    made, warnings = _known(kind, body, validation)
+    obj, warnings = _without_unknown_fields(kind, body, validation)
     if is_status:
-        made = {**before, "status": made.get("status", {})}
+        obj = {**before, "status": obj.get("status", {})}
     else:
-        made = _composed(kind, made, before)
-    made = _checked(kind, made, before)
-    added = set(made["metadata"].get("finalizers", ())) - set(old.get("finalizers", ()))
+        obj = _with_server_fields(kind, obj, before)
+    obj = _validated(kind, obj, before)
+    added = set(obj["metadata"].get("finalizers", ())) - set(old.get("finalizers", ()))
     if "deletionTimestamp" in old and added:
         why = "no new finalizers can be added if the object is being deleted"
-        raise invalid(kind.resource, made, [Finding(("metadata", "finalizers"), why)])
-    if made == before:
+        raise invalid(kind.resource, obj, [Finding(("metadata", "finalizers"), why)])
+    if obj == before:
         return before, warnings
-    if "generation" in old and _desired(made) != _desired(before):
-        made["metadata"]["generation"] = old["generation"] + 1
-    return made, warnings
+    if "generation" in old and _desired(obj) != _desired(before):
+        obj["metadata"]["generation"] = old["generation"] + 1
+    return obj, warnings
 
 
-def _composed(kind: Kind, sent: Object, there: Object) -> Object:
-    """Return what the client sent, with the fields that only the server and the status may set."""
-    said = {k: v for k, v in sent["metadata"].items() if v and k not in _SERVERS_OWN}
-    own = {key: there["metadata"][key] for key in _SERVERS_OWN if key in there["metadata"]}
-    made = {**sent, "metadata": {**said, **own}}
+def _with_server_fields(kind: Kind, sent: Object, stored: Object) -> Object:
+    """Return the object of the client with the stored server fields and, as subresource, status."""
+    given = {k: v for k, v in sent["metadata"].items() if v and k not in _SERVER_FIELDS}
+    own = {key: stored["metadata"][key] for key in _SERVER_FIELDS if key in stored["metadata"]}
+    obj = {**sent, "metadata": {**given, **own}}
     if kind.has_status:
-        made.pop("status", None)
-        made |= {"status": there["status"]} if "status" in there else {}
-    return made
+        obj.pop("status", None)
+        obj |= {"status": stored["status"]} if "status" in stored else {}
+    return obj
 
 
-def check_preconditions(resource: Resource, made: Object, wanted: Object) -> None:
-    """Check that a change or a deletion was meant for this object, in its present state.
+def check_preconditions(resource: Resource, obj: Object, wanted: Object) -> None:
+    """Check the uid and resourceVersion in a change or a deletion against the stored object.
 
     Raises:
         StatusError: 409.
     """
-    metadata = made["metadata"]
+    metadata = obj["metadata"]
     uid = wanted.get("uid", metadata["uid"])
     if uid != metadata["uid"]:
         raise conflict(
@@ -140,54 +140,54 @@ def check_preconditions(resource: Resource, made: Object, wanted: Object) -> Non
         )
 
 
-def _known(kind: Kind, body: Object, validation: str) -> Admitted:
+def _without_unknown_fields(kind: Kind, body: Object, validation: str) -> Admitted:
     """Return a copy of the object without unknown fields."""
     resource = kind.resource
     typed = {"apiVersion": resource.api_version, "kind": resource.kind}
     for key, value in typed.items():
         if body.get(key, value) != value:
             raise bad_request(f"the {key} in the data ({body[key]}) is not the expected {value}")
-    made = with_defaults({**typed, **body}, kind.schema)
-    findings = check_structure(made, kind.schema)
-    for one in findings:
-        is_metadata = one.path[:1] == ("metadata",) and not one.is_unknown
-        # The server replaces its own fields unread, and may generate the name.
-        if is_metadata and (one.path != _NAME or "name" in made["metadata"]):
-            raise unreadable(resource, f"{show_path(one.path)} {one.message}")
-    if wrong := check_metadata(made["metadata"]):
-        raise invalid(resource, made, wrong)
-    unknown = [one.path for one in findings if one.is_unknown]
-    said = [f'unknown field "{show_path(path)}"' for path in unknown]
-    if said and validation == "Strict":
-        raise unreadable(resource, f"strict decoding error: {', '.join(said)}")
+    obj = with_defaults({**typed, **body}, kind.schema)
+    findings = check_structure(obj, kind.schema)
+    for finding in findings:
+        is_metadata = finding.path[:1] == ("metadata",) and not finding.is_unknown
+        # The server replaces its own fields without reading them, and may generate the name.
+        if is_metadata and (finding.path != _NAME or "name" in obj["metadata"]):
+            raise unreadable(resource, f"{show_path(finding.path)} {finding.message}")
+    if invalid_metadata := check_metadata(obj["metadata"]):
+        raise invalid(resource, obj, invalid_metadata)
+    unknown = [finding.path for finding in findings if finding.is_unknown]
+    warnings = [f'unknown field "{show_path(path)}"' for path in unknown]
+    if warnings and validation == "Strict":
+        raise unreadable(resource, f"strict decoding error: {', '.join(warnings)}")
     for path in unknown:
-        parent: Any = made
+        parent: Any = obj
         for part in path[:-1]:
             parent = parent[part]
         del parent[path[-1]]
-    return made, said if validation == "Warn" else []
+    return obj, warnings if validation == "Warn" else []
 
 
-def _checked(kind: Kind, made: Object, before: Object | None = None) -> Object:
+def _validated(kind: Kind, obj: Object, before: Object | None = None) -> Object:
     """Return the object with its defaults.
 
     Raises:
-        StatusError: it breaks its schema or its rules.
+        StatusError: the object violates its schema or its rules.
     """
-    made = with_defaults(made, kind.schema)
-    findings = check_structure(made, kind.schema)
+    obj = with_defaults(obj, kind.schema)
+    findings = check_structure(obj, kind.schema)
     if findings and not kind.is_custom:
         why = f"{show_path(findings[0].path)} {findings[0].message}"
         raise unreadable(kind.resource, why)
-    findings += _wrong_name(kind, str(made["metadata"]["name"]))
+    findings += _name_findings(kind, str(obj["metadata"]["name"]))
     old = {} if before is None else {"old": before}
-    findings += check_rules(made, kind.schema, findings, **old)
+    findings += check_rules(obj, kind.schema, findings, **old)
     if findings:
-        raise invalid(kind.resource, made, findings)
-    return accepted(made) if kind.resource == CRDS else made
+        raise invalid(kind.resource, obj, findings)
+    return accepted(obj) if kind.resource == CRDS else obj
 
 
-def _wrong_name(kind: Kind, name: str) -> list[Finding]:
+def _name_findings(kind: Kind, name: str) -> list[Finding]:
     is_namespace = kind.resource == NAMESPACES
     if is_dns_label(name) if is_namespace else is_subdomain(name):
         return []
@@ -196,5 +196,5 @@ def _wrong_name(kind: Kind, name: str) -> list[Finding]:
     return [Finding(_NAME, why)]
 
 
-def _desired(made: Object) -> Object:
-    return {key: value for key, value in made.items() if key not in ("metadata", "status")}
+def _desired(obj: Object) -> Object:
+    return {key: value for key, value in obj.items() if key not in ("metadata", "status")}

@@ -1,4 +1,4 @@
-"""Every verb but watch: requests are parsed, carried out on the store, and answered."""
+"""All verbs except watch: parses a request, applies it to the store, returns the response."""
 
 import base64
 import re
@@ -27,18 +27,18 @@ _PATH = re.compile(
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?:/(?P<subresource>[^/]+))?)?"
 )
 _YAML = "application/yaml"
-_MOST_DIGITS = 19  # of a number of 64 bits
+_MAX_DIGITS = 19  # of a number of 64 bits
 
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """One request about objects of one kind.
+    """A request for objects of one kind.
 
     Attributes:
-        key: Of the object; its namespace is empty for all, its name for the collection.
-        subresource: `status`, `scale` or nothing.
-        query: The URL's parameters.
-        content_type: Of the body, without parameters.
+        key: Key of the object. An empty namespace means all, an empty name the collection.
+        subresource: `status`, `scale` or empty.
+        query: Parameters of the URL.
+        content_type: Media type of the body, without parameters.
     """
 
     kind: Kind
@@ -50,17 +50,17 @@ class ApiRequest:
 
     @property
     def validation(self) -> str:
-        """What becomes of unknown fields."""
+        """Treatment of unknown fields: `Strict`, `Warn` or `Ignore`."""
         return self.query.get("fieldValidation") or "Warn"
 
     def number(self, parameter: str) -> int:
-        """Return a parameter of the URL; 0 where it is absent.
+        """Return a parameter of the URL as a number; 0 if it is absent.
 
         Raises:
-            StatusError: it is no whole number.
+            StatusError: the parameter is not a whole number of 64 bits.
         """
         text = self.query.get(parameter) or "0"
-        if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        if not text.isdecimal() or len(text) > _MAX_DIGITS:
             raise bad_request(
                 f"{parameter}: Invalid value: {text}: must be a whole number of 64 bits"
             )
@@ -70,9 +70,9 @@ class ApiRequest:
 def parse_request(
     store: Store, path: str, query: Mapping[str, str], content_type: str, body: bytes
 ) -> ApiRequest | None:
-    """Return the request, or None where nothing is served under the path.
+    """Return the request, or None if the path is not served.
 
-    `path` has no slash at its start, and `content_type` no parameters.
+    `path` has no leading slash, and `content_type` no parameters.
     """
     parts = _PATH.fullmatch(path)
     if parts is None:
@@ -90,27 +90,27 @@ def parse_request(
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An object, an HTTP status, and warnings for the client."""
+class ApiResponse:
+    """Response with an object, an HTTP status, and warnings for the client."""
 
-    made: Object
+    obj: Object
     status: int = 200
     warnings: Sequence[str] = ()
 
 
-def _get(store: Store, request: ApiRequest) -> Answer:
-    made = _found(store, request)
-    return Answer(_scale(request.kind, made) if request.subresource == "scale" else made)
+def _get(store: Store, request: ApiRequest) -> ApiResponse:
+    obj = _stored(store, request)
+    return ApiResponse(_scale(request.kind, obj) if request.subresource == "scale" else obj)
 
 
-def _list(store: Store, request: ApiRequest) -> Answer:
-    """Return the objects of one page.
+def _list(store: Store, request: ApiRequest) -> ApiResponse:
+    """Return a page of the objects.
 
-    A page shows the objects as they are now, but the list keeps the version of its first page, so
-    that a watch from there on repeats what came in between and misses nothing.
+    A page shows the current objects, but all pages have the version of the first page. A watch from
+    that version repeats the changes that occurred between the pages, and misses none.
     """
     matches = selects(request.kind, request.key.namespace, request.query)
-    items = [made for made in store.objects(request.kind) if matches(made)]
+    items = [obj for obj in store.objects(request.kind) if matches(obj)]
     version = store.version
     if token := request.query.get("continue"):
         try:
@@ -119,7 +119,7 @@ def _list(store: Store, request: ApiRequest) -> Answer:
             raise bad_request("continue key is not valid") from error
         if version < store.oldest:
             raise errors.expired(version, store.oldest)
-        items = [one for one in items if key_of(one) > Key(*after)]
+        items = [item for item in items if key_of(item) > Key(*after)]
     metadata: Object = {"resourceVersion": str(version)}
     limit = request.number("limit")
     if 0 < limit < len(items):
@@ -129,127 +129,127 @@ def _list(store: Store, request: ApiRequest) -> Answer:
         items = items[:limit]
     resource = request.kind.resource
     kind = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version}
-    return Answer({**kind, "metadata": metadata, "items": items})
+    return ApiResponse({**kind, "metadata": metadata, "items": items})
 
 
-def _created(store: Store, request: ApiRequest, body: Object) -> Answer:
+def _create(store: Store, request: ApiRequest, body: Object) -> ApiResponse:
     kind, resource, namespace = request.kind, request.kind.resource, request.key.namespace
     if resource.namespaced:
-        home = store.get(store.kinds[str(NAMESPACES)], Key("", namespace))
-        if home is None:
+        parent = store.get(store.kinds[str(NAMESPACES)], Key("", namespace))
+        if parent is None:
             raise errors.not_found(NAMESPACES, namespace)
-        if "deletionTimestamp" in home["metadata"]:
+        if "deletionTimestamp" in parent["metadata"]:
             name = str(body["metadata"].get("name", ""))
             why = f"unable to create new content in namespace {namespace} because it is being"
             message = f'{resource} "{name}" is forbidden: {why} terminated'
             raise StatusError(403, "Forbidden", message, errors.about(resource, name))
-    made, warnings = admit_new(kind, body, namespace, request.key.name, request.validation)
-    if store.get(kind, key_of(made)) is not None:
-        name = made["metadata"]["name"]
+    obj, warnings = admit_new(kind, body, namespace, request.key.name, request.validation)
+    if store.get(kind, key_of(obj)) is not None:
+        name = obj["metadata"]["name"]
         message = f'{resource} "{name}" already exists'
         raise StatusError(409, "AlreadyExists", message, errors.about(resource, name))
-    return Answer(made if "dryRun" in request.query else store.put(kind, made), 201, warnings)
+    return ApiResponse(obj if "dryRun" in request.query else store.put(kind, obj), 201, warnings)
 
 
-def _update(store: Store, request: ApiRequest) -> Answer:
-    before, body = _found(store, request), _read(request)
+def _update(store: Store, request: ApiRequest) -> ApiResponse:
+    before, body = _stored(store, request), _read(request)
     if request.kind.is_custom and not body["metadata"].get("resourceVersion"):
-        must = Finding(("metadata", "resourceVersion"), "must be specified for an update")
-        raise errors.invalid(request.kind.resource, before, [must])
-    return _changed(store, request, before, body)
+        finding = Finding(("metadata", "resourceVersion"), "must be specified for an update")
+        raise errors.invalid(request.kind.resource, before, [finding])
+    return _change(store, request, before, body)
 
 
-def _patch(store: Store, request: ApiRequest) -> Answer:
+def _patch(store: Store, request: ApiRequest) -> ApiResponse:
     """Patch an object, its status or its scale; an apply may create it."""
     body = _read(request)
     before = store.get(request.kind, request.key)
     if before is None and request.content_type == patches.APPLY and not request.subresource:
-        return _created(store, request, _applied(request, {}, body))
-    before = _found(store, request)
+        return _create(store, request, _applied(request, {}, body))
+    before = _stored(store, request)
     target = _scale(request.kind, before) if request.subresource == "scale" else before
     match request.content_type:
         case patches.MERGE:
-            made = patches.merge(target, body)
+            obj = patches.merge(target, body)
         case patches.JSON_PATCH:
-            made = patches.json_patch(target, body)
+            obj = patches.json_patch(target, body)
         case patches.STRATEGIC if not request.kind.is_custom:
-            made = patches.merge(target, body, patches.LIST_KEYS)
+            obj = patches.merge(target, body, patches.LIST_KEYS)
         case patches.APPLY:
-            made = _applied(request, target, body)
+            obj = _applied(request, target, body)
         case _:
             raise _unsupported(request)
-    return _changed(store, request, before, _object(made))
+    return _change(store, request, before, _object(obj))
 
 
 def _applied(request: ApiRequest, live: Object, body: Object) -> Object:
     manager, force = request.query.get("fieldManager", ""), request.query.get("force") == "true"
-    made = patches.apply(live, body, manager, force=force, time=timestamp())
-    return {"apiVersion": body.get("apiVersion"), "kind": body.get("kind"), **made}
+    obj = patches.apply(live, body, manager, force=force, time=timestamp())
+    return {"apiVersion": body.get("apiVersion"), "kind": body.get("kind"), **obj}
 
 
-def _changed(store: Store, request: ApiRequest, before: Object, body: Object) -> Answer:
+def _change(store: Store, request: ApiRequest, before: Object, body: Object) -> ApiResponse:
     kind, is_scale = request.kind, request.subresource == "scale"
-    made, warnings = admit_change(
+    obj, warnings = admit_change(
         kind,
         _rescaled(kind, before, body) if is_scale else body,
         before,
         request.validation,
         is_status=request.subresource == "status",
     )
-    if made is not before and "dryRun" not in request.query:
-        made = store.put(kind, made)
-    return Answer(_scale(kind, made) if is_scale else made, 200, warnings)
+    if obj is not before and "dryRun" not in request.query:
+        obj = store.put(kind, obj)
+    return ApiResponse(_scale(kind, obj) if is_scale else obj, 200, warnings)
 
 
-def _delete(store: Store, request: ApiRequest) -> Answer:
-    """Delete one object, or all that the selectors choose."""
+def _delete(store: Store, request: ApiRequest) -> ApiResponse:
+    """Delete an object, or all objects that the selectors match."""
     if not request.key.name:
-        listed = _list(store, request)
-        for made in listed.made["items"]:
-            _delete(store, replace(request, key=key_of(made)))
-        return listed
+        listing = _list(store, request)
+        for obj in listing.obj["items"]:
+            _delete(store, replace(request, key=key_of(obj)))
+        return listing
     options = _read(request) if request.body else {}
     policy = options.get("propagationPolicy") or request.query.get("propagationPolicy")
-    kind, made = request.kind, _found(store, request)
-    metadata = made["metadata"]
-    check_preconditions(kind.resource, made, _part(options, "preconditions"))
+    kind, obj = request.kind, _stored(store, request)
+    metadata = obj["metadata"]
+    check_preconditions(kind.resource, obj, _part(options, "preconditions"))
     if "dryRun" not in request.query:
         if policy == "Orphan":
             store.orphan(metadata["uid"])
-        left = store.delete(kind, made, is_foreground=policy == "Foreground")
-        if left["metadata"]["finalizers"]:
-            return Answer(left)
+        deleted = store.delete(kind, obj, is_foreground=policy == "Foreground")
+        if deleted["metadata"]["finalizers"]:
+            return ApiResponse(deleted)
     details = {**errors.about(kind.resource, metadata["name"]), "uid": metadata["uid"]}
-    done = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
-    return Answer({**done, "details": details})
+    status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+    return ApiResponse({**status, "details": details})
 
 
-VERBS: Mapping[str, Callable[[Store, ApiRequest], Answer]] = {
+VERBS: Mapping[str, Callable[[Store, ApiRequest], ApiResponse]] = {
     "get": _get,
     "list": _list,
-    "create": lambda store, request: _created(store, request, _read(request)),
+    "create": lambda store, request: _create(store, request, _read(request)),
     "update": _update,
     "patch": _patch,
     "delete": _delete,
 }
-"""What a verb does; each raises StatusError."""
+"""Implementations of the verbs; each raises StatusError."""
 
 
-def _found(store: Store, request: ApiRequest) -> Object:
-    made = store.get(request.kind, request.key)
-    if made is None:
+def _stored(store: Store, request: ApiRequest) -> Object:
+    obj = store.get(request.kind, request.key)
+    if obj is None:
         raise errors.not_found(request.kind.resource, request.key.name)
-    return made
+    return obj
 
 
 def _read(request: ApiRequest) -> Any:
     """Return the body as JSON."""
     if request.content_type in (_YAML, patches.APPLY):
         documents = list(read_yaml(request.body.decode(errors="replace"), "the request"))
-        for one in documents:
-            for problem in [one] if isinstance(one, Problem) else one.problems:
+        for document in documents:
+            for problem in [document] if isinstance(document, Problem) else document.problems:
                 raise bad_request(f"error decoding YAML: {problem}")
-        values = [one.value for one in documents if not isinstance(one, Problem)]
+        values = [document.value for document in documents if not isinstance(document, Problem)]
         return _object(values[0] if len(values) == 1 else values)
     if not request.content_type.endswith("json"):
         raise _unsupported(request)
@@ -261,7 +261,7 @@ def _read(request: ApiRequest) -> Any:
 
 
 def _object(value: Any) -> Object:
-    """Return what was sent as an object that has metadata, even if empty."""
+    """Return the body as an object with metadata, which may be empty."""
     if not isinstance(value, dict):
         raise bad_request("the body is not one object")
     return {**value, "metadata": _part(value, "metadata")}
@@ -280,15 +280,15 @@ def _unsupported(request: ApiRequest) -> StatusError:
     return StatusError(415, "UnsupportedMediaType", f"{message}, as kubectl apply does")
 
 
-def _scale(kind: Kind, made: Object) -> Object:
+def _scale(kind: Kind, obj: Object) -> Object:
     paths: Object = kind.scale or {}
-    kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+    copied = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
     return {
         "kind": "Scale",
         "apiVersion": "autoscaling/v1",
-        "metadata": {key: made["metadata"][key] for key in kept if key in made["metadata"]},
-        "spec": {"replicas": find(made, paths["specReplicasPath"]) or 0},
-        "status": {"replicas": find(made, paths["statusReplicasPath"]) or 0},
+        "metadata": {key: obj["metadata"][key] for key in copied if key in obj["metadata"]},
+        "spec": {"replicas": find(obj, paths["specReplicasPath"]) or 0},
+        "status": {"replicas": find(obj, paths["statusReplicasPath"]) or 0},
     }
 
 
@@ -298,5 +298,5 @@ def _rescaled(kind: Kind, before: Object, scale: Object) -> Object:
     for part in reversed(paths["specReplicasPath"].strip(".").split(".")):
         change = {part: change}
     version = {"resourceVersion": scale["metadata"].get("resourceVersion")}
-    made: Object = patches.merge(before, {**change, "metadata": version})
-    return made
+    obj: Object = patches.merge(before, {**change, "metadata": version})
+    return obj

@@ -1,8 +1,8 @@
-"""What the server publishes about itself and its kinds: versions, discovery, OpenAPI v3.
+"""Self-description of the server: version, discovery, and OpenAPI v3 of its kinds.
 
-`kubectl apply` reads in OpenAPI whether a patch of the kind takes `fieldValidation`, so that the
-server validates; `kubectl explain` reads the schema. There is no v2: kubectl asks for it only where
-v3 is missing.
+`kubectl apply` checks in OpenAPI whether a patch of the kind accepts `fieldValidation`, so that the
+server validates; `kubectl explain` reads the schema. OpenAPI v2 is not served: kubectl requests it
+only if v3 is missing.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -14,8 +14,13 @@ _VERSION = {"major": "1", "minor": "34", "gitVersion": "v1.34.0-embedded", "plat
 _VERBS = ("delete", "deletecollection", "get", "list", "patch", "create", "update", "watch")
 
 
-def answer(kinds: Collection[Kind], parts: Sequence[str]) -> Object | None:
-    """Return the answer to a path that names no kind of object, or None; all `kinds` are served."""
+def describe(kinds: Collection[Kind], parts: Sequence[str]) -> Object | None:
+    """Return the response to a discovery path, given as its parts; None for any other path.
+
+    Args:
+        kinds: All served kinds.
+        parts: The path, split at its slashes.
+    """
     match parts:
         case ["version"]:
             return _VERSION
@@ -24,19 +29,19 @@ def answer(kinds: Collection[Kind], parts: Sequence[str]) -> Object | None:
         case ["apis"]:
             return {"kind": "APIGroupList", "apiVersion": "v1", "groups": list(_groups(kinds))}
         case ["openapi", "v3"]:
-            places = sorted({_place(kind) for kind in kinds})
-            links = {one: {"serverRelativeURL": f"/openapi/v3/{one}"} for one in places}
+            versions = sorted({_version_path(kind) for kind in kinds})
+            links = {path: {"serverRelativeURL": f"/openapi/v3/{path}"} for path in versions}
             return {"paths": links}
-        case ["openapi", "v3", *place]:
-            here = [kind for kind in kinds if _place(kind) == "/".join(place)]
-            return _document(here) if here else None
+        case ["openapi", "v3", *version]:
+            matching = [kind for kind in kinds if _version_path(kind) == "/".join(version)]
+            return _document(matching) if matching else None
         case ["api", _] | ["apis", _, _]:
-            here = [kind for kind in kinds if _place(kind) == "/".join(parts)]
-            return _resource_list(here) if here else None
+            matching = [kind for kind in kinds if _version_path(kind) == "/".join(parts)]
+            return _resource_list(matching) if matching else None
     return None
 
 
-def _place(kind: Kind) -> str:
+def _version_path(kind: Kind) -> str:
     """Return `api/v1` or `apis/GROUP/VERSION`."""
     return kind.resource.path().removesuffix(f"/{kind.resource.plural}").strip("/")
 
@@ -46,8 +51,8 @@ def _groups(kinds: Collection[Kind]) -> Iterator[Object]:
     for kind in kinds:
         if group := kind.resource.group:
             versions.setdefault(group, set()).add(kind.resource.version)
-    for group, there in versions.items():
-        listed = [{"groupVersion": f"{group}/{one}", "version": one} for one in sorted(there)]
+    for group, served in versions.items():
+        listed = [{"groupVersion": f"{group}/{name}", "version": name} for name in sorted(served)]
         yield {"name": group, "versions": listed, "preferredVersion": listed[0]}
 
 
@@ -88,7 +93,7 @@ def _document(kinds: Sequence[Kind]) -> Object:
         namespace = "{namespace}" if resource.namespaced else None
         paths[resource.path(namespace, "{name}")] = {"patch": patch}
         name = f"{resource.group or 'core'}.{resource.version}.{resource.kind}"
-        schemas[name] = {**_shape(kind), "x-kubernetes-group-version-kind": [gvk]}
+        schemas[name] = {**_published_schema(kind), "x-kubernetes-group-version-kind": [gvk]}
     return {
         "openapi": "3.0.0",
         "info": {"title": "finetune-operator", "version": "embedded"},
@@ -97,8 +102,8 @@ def _document(kinds: Sequence[Kind]) -> Object:
     }
 
 
-def _shape(kind: Kind) -> Object:
-    """Return the schema as a CRD may say it, or the names of the fields."""
+def _published_schema(kind: Kind) -> Object:
+    """Return the schema in the form of a CRD, or only the names of the fields."""
     fields = kind.schema["properties"]
     if kind.is_custom:
         return {**kind.schema, "properties": {**fields, "metadata": {"type": "object"}}}

@@ -1,7 +1,7 @@
-"""The kinds that are served: those of Kubernetes that clients ask for, and those that CRDs add.
+"""The served kinds: the built-in kinds that clients request, and the kinds of CRDs.
 
-Of Kubernetes' own kinds only the names of top-level fields are checked. No controller acts on them:
-no Job creates pods.
+For built-in kinds only the names of top-level fields are validated. No controller acts on their
+objects: a Job creates no pods.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ _AGE: Object = {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTi
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of object.
+    """A kind of object.
 
     Attributes:
-        resource: Its names.
-        schema: What its objects may hold, metadata included.
-        columns: What `kubectl get` shows beside the name, as in a CRD.
-        has_status: Its status is a subresource, and changes of the rest raise the generation.
-        scale: Where the scale subresource finds its numbers, as in a CRD.
-        is_custom: It comes from a CRD.
+        resource: Names of the kind.
+        schema: Schema of its objects, metadata included.
+        columns: Columns of `kubectl get` besides the name, in the form of a CRD.
+        has_status: Whether the status is a subresource; other changes then raise the generation.
+        scale: JSON paths of the scale subresource, in the form of a CRD.
+        is_custom: Whether a CRD defines the kind.
     """
 
     resource: Resource
@@ -45,11 +45,11 @@ class Kind:
 
     @property
     def subresources(self) -> tuple[str, ...]:
-        """Names of what is served below an object."""
+        """Names of the subresources."""
         return (("status",) if self.has_status else ()) + (("scale",) if self.scale else ())
 
 
-# Short name, and the top-level fields.
+# Short name, and names of the top-level fields.
 _BUILTIN = {
     resources.NAMESPACES: ("ns", "spec status"),
     resources.CONFIG_MAPS: ("cm", "data binaryData immutable"),
@@ -80,7 +80,7 @@ _EVENT_COLUMNS = tuple(
 
 
 def builtin_kinds() -> Iterator[Kind]:
-    """Yield Kubernetes' own kinds."""
+    """Yield the built-in kinds."""
     for resource, (short, fields) in _BUILTIN.items():
         listed = fields.split(" ")
         has_status = "status" in listed
@@ -96,10 +96,10 @@ def builtin_kinds() -> Iterator[Kind]:
 
 
 def custom_kind(definition: Object) -> Kind:
-    """Return the kind that a CRD adds, in its storage version; others are not served."""
+    """Return the kind of a CRD, in the storage version; other versions are not served."""
     spec = definition["spec"]
     names = spec["names"]
-    version = next(one for one in spec["versions"] if one["storage"])
+    version = next(entry for entry in spec["versions"] if entry["storage"])
     subresources = version.get("subresources") or {}
     is_namespaced = spec["scope"] == "Namespaced"
     return Kind(
@@ -121,22 +121,22 @@ def _with_metadata(schema: Schema) -> Schema:
 
 
 def accepted(definition: Object) -> Object:
-    """Return the CRD with what the API server fills in once it serves the kind.
+    """Return the CRD with the fields that the API server sets once it serves the kind.
 
     Raises:
-        StatusError: it lacks what a kind needs.
+        StatusError: a required field is missing.
     """
     try:
         version = custom_kind(definition).resource.version
     except (KeyError, TypeError, StopIteration) as error:
-        lacks = Finding(("spec",), f"is incomplete: {error!r}")
-        raise invalid(CRDS, definition, [lacks]) from error
+        finding = Finding(("spec",), f"is incomplete: {error!r}")
+        raise invalid(CRDS, definition, [finding]) from error
     spec = definition["spec"]
     kind = spec["names"]["kind"]
     names = {"singular": kind.lower(), "listKind": f"{kind}List", **spec["names"]}
     now = definition["metadata"]["creationTimestamp"]
-    said = {"status": "True", "lastTransitionTime": now, "reason": "Accepted", "message": ""}
-    conditions = [{"type": type_, **said} for type_ in ("NamesAccepted", "Established")]
+    condition = {"status": "True", "lastTransitionTime": now, "reason": "Accepted", "message": ""}
+    conditions = [{"type": type_, **condition} for type_ in ("NamesAccepted", "Established")]
     status = {"conditions": conditions, "acceptedNames": names, "storedVersions": [version]}
     spec = {"conversion": {"strategy": "None"}, **spec, "names": names}
     return {**definition, "spec": spec, "status": status}

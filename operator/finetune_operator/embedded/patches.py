@@ -1,7 +1,7 @@
-"""The four kinds of patches; pure functions of an object and a patch.
+"""The four kinds of patches, as pure functions of an object and a patch.
 
-Simplified: a strategic merge finds the merge key of a list by its field's name, and an apply takes
-a list as one value and finds conflicts between appliers only.
+Simplifications: a strategic merge looks up the merge key of a list by the name of the field; an
+apply treats a list as one value, and detects conflicts between appliers only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,45 +31,45 @@ _Path = tuple[str, ...]
 def merge(target: Any, patch: Any, list_keys: Mapping[str, str] | None = None) -> Any:
     """Return a copy of `target` after a JSON merge patch (RFC 7386).
 
-    With `list_keys` it is a strategic merge: lists of these fields are merged item by item; the
-    directives for orders and unions, which start with `$`, are ignored.
+    With `list_keys` the patch is a strategic merge: lists in these fields are merged item by item;
+    the directives for orders and unions, which start with `$`, are ignored.
     """
     if not isinstance(patch, dict):
         return patch
-    made = dict(target) if isinstance(target, dict) else {}
+    obj = dict(target) if isinstance(target, dict) else {}
     for field, value in patch.items():
         if value is None:
-            made.pop(field, None)
+            obj.pop(field, None)
         elif list_keys and field in list_keys and isinstance(value, list):
-            made[field] = _merged_list(made.get(field), value, list_keys[field], list_keys)
+            obj[field] = _merged_list(obj.get(field), value, list_keys[field], list_keys)
         elif not (list_keys and field.startswith("$")):
-            made[field] = merge(made.get(field), value, list_keys)
-    return made
+            obj[field] = merge(obj.get(field), value, list_keys)
+    return obj
 
 
 def _merged_list(target: Any, patch: list[Any], by: str, list_keys: Mapping[str, str]) -> Any:
-    there = target if isinstance(target, list) else []
-    if not all(isinstance(one, dict) for one in (*there, *patch)):
+    existing = target if isinstance(target, list) else []
+    if not all(isinstance(item, dict) for item in (*existing, *patch)):
         return patch
-    made = {one.get(by): one for one in there}
-    for one in patch:
-        if one.get("$patch") == "delete":
-            made.pop(one.get(by), None)
+    merged = {item.get(by): item for item in existing}
+    for item in patch:
+        if item.get("$patch") == "delete":
+            merged.pop(item.get(by), None)
         else:
-            made[one.get(by)] = merge(made.get(one.get(by)), one, list_keys)
-    return list(made.values())
+            merged[item.get(by)] = merge(merged.get(item.get(by)), item, list_keys)
+    return list(merged.values())
 
 
 def json_patch(target: Object, patch: Any) -> Object:
     """Return `target` after a JSON patch (RFC 6902).
 
     Raises:
-        StatusError: an operation cannot be done, or a test fails.
+        StatusError: an operation cannot be applied, or a test fails.
     """
     import jsonpatch
 
     try:
-        made: Object = jsonpatch.apply_patch(target, patch)
+        obj: Object = jsonpatch.apply_patch(target, patch)
     except (
         jsonpatch.JsonPatchException,
         jsonpatch.JsonPointerException,
@@ -78,41 +78,42 @@ def json_patch(target: Object, patch: Any) -> Object:
     ) as error:
         message = "the server rejected our request due to an error in our request"
         raise StatusError(422, "Invalid", message) from error
-    return made
+    return obj
 
 
 def apply(live: Object, wanted: Object, manager: str, *, force: bool, time: str) -> Object:
     """Return `live` after a server-side apply of `wanted`, with its managedFields.
 
-    What the manager applied before and leaves out now is removed, unless another applied it too.
+    Fields that the manager applied earlier and now omits are removed, unless another manager has
+    applied them too.
 
     Raises:
-        StatusError: there is no manager, or another manager applied a field with another value.
+        StatusError: the manager is empty, or another manager applied a field with another value.
     """
     if not manager:
         raise bad_request("fieldManager: Required value: is required for apply patch")
     metadata = {key: value for key, value in wanted["metadata"].items() if key not in _NAMING}
-    said = {k: v for k, v in wanted.items() if k not in ("apiVersion", "kind", "metadata")}
+    content = {k: v for k, v in wanted.items() if k not in ("apiVersion", "kind", "metadata")}
     if metadata:
-        said["metadata"] = metadata
+        content["metadata"] = metadata
     entries = {
-        one["manager"]: one
-        for one in live.get("metadata", {}).get("managedFields", ())
-        if "manager" in one and "fieldsV1" in one
+        entry["manager"]: entry
+        for entry in live.get("metadata", {}).get("managedFields", ())
+        if "manager" in entry and "fieldsV1" in entry
     }
-    applied = {name: _read_fields(one["fieldsV1"]) for name, one in entries.items()}
-    mine, fields = applied.pop(manager, set()), set(_leaves(said))
-    made = merge(live, said)
-    before, after = _leaves(live), _leaves(made)
-    contested = {path for path in fields if before.get(path) != after.get(path)}
+    applied = {name: _read_fields(entry["fieldsV1"]) for name, entry in entries.items()}
+    owned, fields = applied.pop(manager, set()), set(_leaves(content))
+    obj = merge(live, content)
+    before, after = _leaves(live), _leaves(obj)
+    changed = {path for path in fields if before.get(path) != after.get(path)}
     for name, paths in applied.items():
-        if (lost := contested & _with_parents(paths)) and not force:
-            raise _conflict(name, sorted(lost))
-        applied[name] = {path for path in paths if not _with_parents([path]) & lost}
-    kept = _with_parents(fields.union(*applied.values()))
-    for path in mine - kept:
-        made = _without(made, path)
-    if mine == fields and made == live:
+        if (conflicts := changed & _with_parents(paths)) and not force:
+            raise _conflict(name, sorted(conflicts))
+        applied[name] = {path for path in paths if not _with_parents([path]) & conflicts}
+    retained = _with_parents(fields.union(*applied.values()))
+    for path in owned - retained:
+        obj = _without(obj, path)
+    if owned == fields and obj == live:
         return live
     applied[manager] = fields
     entries[manager] = {
@@ -120,12 +121,12 @@ def apply(live: Object, wanted: Object, manager: str, *, force: bool, time: str)
         "time": time, "fieldsType": "FieldsV1",
     }  # fmt: skip
     managed = [{**entries[name], "fieldsV1": _fields(paths)} for name, paths in applied.items()]
-    result: Object = merge(made, {"metadata": {"managedFields": managed}})
+    result: Object = merge(obj, {"metadata": {"managedFields": managed}})
     return result
 
 
 def _leaves(value: Any, path: _Path = ()) -> dict[_Path, Any]:
-    """Return the values in nested mappings that are none themselves, or are empty ones."""
+    """Return the values in nested mappings that are not mappings, or are empty mappings."""
     if not isinstance(value, dict) or not value:
         return {path: value}
     found: dict[_Path, Any] = {}
@@ -139,11 +140,11 @@ def _with_parents(paths: Iterable[_Path]) -> set[_Path]:
 
 
 def _fields(paths: Iterable[_Path]) -> Object:
-    """Write paths as managedFields does: `{"f:spec": {"f:suspend": {}}}`."""
-    made: Object = {}
+    """Return paths in the format of managedFields: `{"f:spec": {"f:suspend": {}}}`."""
+    fields: Object = {}
     for path in paths:
-        reduce(lambda place, part: place.setdefault(f"f:{part}", {}), path, made)
-    return made
+        reduce(lambda parent, part: parent.setdefault(f"f:{part}", {}), path, fields)
+    return fields
 
 
 def _read_fields(fields: Object) -> set[_Path]:
@@ -151,7 +152,7 @@ def _read_fields(fields: Object) -> set[_Path]:
 
 
 def _without(value: Any, path: _Path) -> Any:
-    """Return a mapping without one field, and without the mappings that this leaves empty."""
+    """Return a mapping without a field, and without the mappings that become empty."""
     if not isinstance(value, dict) or path[0] not in value:
         return value
     rest = {key: inner for key, inner in value.items() if key != path[0]}
@@ -162,10 +163,10 @@ def _without(value: Any, path: _Path) -> Any:
 def _conflict(manager: str, paths: list[_Path]) -> StatusError:
     shown = [f".{show_path(path)}" for path in paths]
     count = "1 conflict" if len(shown) == 1 else f"{len(shown)} conflicts"
-    said = shown[0] if len(shown) == 1 else "\n" + "\n".join(f"- {one}" for one in shown)
-    message = f'Apply failed with {count}: conflict with "{manager}": {said}'
+    listed = shown[0] if len(shown) == 1 else "\n" + "\n".join(f"- {field}" for field in shown)
+    message = f'Apply failed with {count}: conflict with "{manager}": {listed}'
     causes = [
-        {"reason": "FieldManagerConflict", "message": f'conflict with "{manager}"', "field": one}
-        for one in shown
+        {"reason": "FieldManagerConflict", "message": f'conflict with "{manager}"', "field": field}
+        for field in shown
     ]
     return StatusError(409, "Conflict", message, {"causes": causes})

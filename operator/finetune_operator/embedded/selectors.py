@@ -1,4 +1,4 @@
-"""Label and field selectors, as they stand in a URL."""
+"""Label and field selectors in the parameters of a URL."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ _TERM = re.compile(
 
 @dataclass(frozen=True)
 class _Term:
-    """One requirement; without values it asks whether there is any."""
+    """A requirement of a selector; without values it requires that the key exists."""
 
     key: str
     values: frozenset[str] | None
@@ -30,10 +30,10 @@ class _Term:
 
 
 def selects(kind: Kind, namespace: str, query: Mapping[str, str]) -> Callable[[Object], bool]:
-    """Return whether an object is in the namespace, with the labels and fields, asked for.
+    """Return a predicate: whether an object is in the namespace and matches the selectors.
 
     Raises:
-        StatusError: a selector cannot be read, or a custom resource has no such field selector.
+        StatusError: a selector cannot be parsed, or a custom resource lacks such a field selector.
     """
     labels = list(_terms(query.get("labelSelector", "")))
     fields = list(_terms(query.get("fieldSelector", "")))
@@ -43,19 +43,19 @@ def selects(kind: Kind, namespace: str, query: Mapping[str, str]) -> Callable[[O
         if kind.is_custom and term.key not in ("metadata.name", "metadata.namespace"):
             raise bad_request(f"field label not supported: {term.key}")
 
-    def matches(made: Object) -> bool:
-        labelled = made["metadata"].get("labels") or {}
+    def matches(obj: Object) -> bool:
+        present = obj["metadata"].get("labels") or {}
         return (
-            namespace in ("", made["metadata"].get("namespace"))
-            and all(term.holds(labelled.get(term.key)) for term in labels)
-            and all(term.holds(str(find(made, f".{term.key}") or "")) for term in fields)
+            namespace in ("", obj["metadata"].get("namespace"))
+            and all(term.holds(present.get(term.key)) for term in labels)
+            and all(term.holds(str(find(obj, f".{term.key}") or "")) for term in fields)
         )
 
     return matches
 
 
 def _terms(text: str) -> Iterator[_Term]:
-    for part in filter(None, (one.strip() for one in _SPLIT.split(text))):
+    for part in filter(None, (piece.strip() for piece in _SPLIT.split(text))):
         found = _TERM.fullmatch(part)
         if found is None:
             raise bad_request(f"unable to parse requirement: {part}")

@@ -1,7 +1,8 @@
 """The API server: HTTP on the loopback address in front of `api_requests.py`, and watches.
 
-`ftctl dev` and tests start it. Clients send no token over plain HTTP, so its URL holds a secret,
-which is in the kubeconfig: else every web page and every user of this machine could start jobs.
+`ftctl dev` and tests start the server. Clients send no token over plain HTTP, so its URL contains a
+secret, which is in the kubeconfig. Otherwise any web page and any user of the machine could start
+jobs.
 """
 
 import asyncio
@@ -35,22 +36,22 @@ _VERBS = {
     ("DELETE", True): "delete",
     ("DELETE", False): "delete",
 }
-"""The verb, by HTTP's method and whether there is a name."""
+"""The verb, by HTTP method and whether the path names an object."""
 
 
 class EmbeddedApi:
-    """An in-process Kubernetes API server; use it as an async context manager.
+    """An in-process Kubernetes API server; an async context manager.
 
     Args:
-        crds: CustomResourceDefinitions that are there from the start.
-        port: Its port; 0 for a free one.
-        state: File that keeps the objects between runs; None keeps them in memory.
+        crds: CustomResourceDefinitions that are served from the start.
+        port: Port of the server; 0 for a free port.
+        state: File that stores the objects between runs; None: only in memory.
 
     Raises:
-        StateError: the file cannot be understood.
+        StateError: the file cannot be parsed.
 
     Attributes:
-        url: `http://127.0.0.1:PORT/SECRET`, once it is entered.
+        url: `http://127.0.0.1:PORT/SECRET`, available inside the context.
     """
 
     url: str
@@ -68,7 +69,7 @@ class EmbeddedApi:
         )
 
     def kubeconfig(self) -> Object:
-        """Return the kubeconfig; it holds the secret, so only its owner may read a file of it."""
+        """Return the kubeconfig; store it readable by its owner only: it contains the secret."""
         name = "embedded"
         context = {"cluster": name, "user": name, "namespace": "default"}
         return {
@@ -81,10 +82,10 @@ class EmbeddedApi:
         }
 
     async def __aenter__(self) -> Self:
-        """Listen, with the namespace and the CRDs that are there from the start.
+        """Create the default namespace and the CRDs, and listen.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         listener = socket.create_server(("127.0.0.1", self._port))
         self._ensure(NAMESPACES, {"metadata": {"name": "default"}})
@@ -97,7 +98,7 @@ class EmbeddedApi:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """End every watch, stop listening, and write the state."""
+        """End all watches, stop listening, and write the state."""
         self._store.close()
         await self._runner.cleanup()
         if self._maintenance is not None:
@@ -115,13 +116,13 @@ class EmbeddedApi:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if not secrets.compare_digest(request.match_info["secret"].encode(), self._secret.encode()):
-            raise _no_page()
+            raise _page_not_found()
         path = request.match_info["path"].strip("/")
         if path in ("healthz", "livez", "readyz"):
             return web.Response(text="ok")
-        said = discovery.answer(self._store.kinds.values(), path.split("/"))
-        if said is not None:
-            return _json(said)
+        description = discovery.describe(self._store.kinds.values(), path.split("/"))
+        if description is not None:
+            return _json(description)
         try:
             parsed = await self._parsed(request, path)
             return await self._serve(_verb(request, parsed), request, parsed)
@@ -135,7 +136,7 @@ class EmbeddedApi:
         content_type = request.content_type if body else ""
         parsed = parse_request(self._store, path, request.query, content_type, body)
         if parsed is None:
-            raise _no_page()
+            raise _page_not_found()
         return parsed
 
     async def _serve(
@@ -143,25 +144,25 @@ class EmbeddedApi:
     ) -> web.StreamResponse:
         if verb == "watch":
             return await self._watch(request, parsed)
-        answer = VERBS[verb](self._store, parsed)
-        made = answer.made
+        response = VERBS[verb](self._store, parsed)
+        obj = response.obj
         if verb in ("get", "list") and not parsed.subresource and _wants_table(request):
-            items = made["items"] if verb == "list" else [made]
-            made = table(parsed.kind, items, made["metadata"])
-        warnings = [f"299 - {orjson.dumps(one).decode()}" for one in answer.warnings]
-        return _json(made, answer.status, {"Warning": ", ".join(warnings)} if warnings else {})
+            items = obj["items"] if verb == "list" else [obj]
+            obj = table(parsed.kind, items, obj["metadata"])
+        warnings = [f"299 - {orjson.dumps(text).decode()}" for text in response.warnings]
+        return _json(obj, response.status, {"Warning": ", ".join(warnings)} if warnings else {})
 
     async def _watch(self, request: web.Request, parsed: ApiRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         watch = Watch(self._store, parsed)
-        with suppress(ConnectionResetError):  # the client has gone
+        with suppress(ConnectionResetError):  # the client has disconnected
             await response.prepare(request)
             async for event in watch.events():
-                made = event["object"]
+                obj = event["object"]
                 if _wants_table(request) and event["type"] != "ERROR":
-                    rows = [] if event["type"] == "BOOKMARK" else [made]
-                    made = table(parsed.kind, rows, made["metadata"])
-                await response.write(orjson.dumps({**event, "object": made}) + b"\n")
+                    rows = [] if event["type"] == "BOOKMARK" else [obj]
+                    obj = table(parsed.kind, rows, obj["metadata"])
+                await response.write(orjson.dumps({**event, "object": obj}) + b"\n")
             await response.write_eof()
         return response
 
@@ -178,10 +179,10 @@ def _wants_table(request: web.Request) -> bool:
     return "as=Table" in request.headers.get("Accept", "")
 
 
-def _json(made: Object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    body = orjson.dumps(made)
+def _json(obj: Object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = orjson.dumps(obj)
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
-def _no_page() -> web.HTTPNotFound:
+def _page_not_found() -> web.HTTPNotFound:
     return web.HTTPNotFound(text="404 page not found\n")

@@ -1,4 +1,4 @@
-"""Errors in the API server's words: one exception, answered as a `Status` object."""
+"""Errors with the API server's messages: one exception, whose response is a `Status` object."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -10,11 +10,11 @@ from finetune_operator.kube.resources import Object, Resource
 
 
 class StatusError(Exception):
-    """A request that is not served.
+    """A request that failed.
 
     Attributes:
         code: HTTP status.
-        status: The `Status` object of the answer.
+        status: The `Status` object of the response.
     """
 
     def __init__(self, code: int, reason: str, message: str, details: Object | None = None) -> None:
@@ -39,18 +39,18 @@ def not_found(resource: Resource, name: str) -> StatusError:
 
 
 def conflict(resource: Resource, name: str, why: str) -> StatusError:
-    """Return the 409 for a precondition that does not hold."""
+    """Return the 409 for a failed precondition."""
     message = f'Operation cannot be fulfilled on {resource} "{name}": {why}'
     return StatusError(409, "Conflict", message, about(resource, name))
 
 
 def bad_request(message: str) -> StatusError:
-    """Return the 400 for what cannot be read."""
+    """Return the 400 for a request that cannot be parsed."""
     return StatusError(400, "BadRequest", message)
 
 
 def unreadable(resource: Resource, why: str) -> StatusError:
-    """Return the 400 for a body that is no object of the kind, or not strictly one."""
+    """Return the 400 for a body that is not a valid object of the kind."""
     kind = resource.kind
     return bad_request(
         f'{kind} in version "{resource.version}" cannot be handled as a {kind}: {why}'
@@ -62,19 +62,19 @@ def expired(version: int, oldest: int) -> StatusError:
     return StatusError(410, "Expired", f"too old resource version: {version} ({oldest})")
 
 
-def invalid(resource: Resource, made: Object, findings: Sequence[Finding]) -> StatusError:
-    """Return the 422 for an object that breaks its schema or rules."""
-    name = str(made["metadata"].get("name", ""))
+def invalid(resource: Resource, obj: Object, findings: Sequence[Finding]) -> StatusError:
+    """Return the 422 for an object that violates its schema or rules."""
+    name = str(obj["metadata"].get("name", ""))
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
-    causes = [_cause(found, made) for found in findings]
+    causes = [_cause(found, obj) for found in findings]
     sentences = [f"{cause['field']}: {cause['message']}" for cause in causes]
-    said = sentences[0] if len(sentences) == 1 else f"[{', '.join(sentences)}]"
+    listed = sentences[0] if len(sentences) == 1 else f"[{', '.join(sentences)}]"
     details = {**about(resource, name, resource.kind), "causes": causes}
-    return StatusError(422, "Invalid", f'{kind} "{name}" is invalid: {said}', details)
+    return StatusError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', details)
 
 
-def _cause(found: Finding, made: Object) -> Object:
-    value = show_value(_at(made, found.path))
+def _cause(found: Finding, obj: Object) -> Object:
+    value = show_value(_at(obj, found.path))
     reason = "FieldValueInvalid"
     message = f"Invalid value: {value}: {found.message.removeprefix(f'{value} ')}"
     if found.message.startswith(("is missing", "Required value")):
@@ -83,8 +83,8 @@ def _cause(found: Finding, made: Object) -> Object:
     return {"reason": reason, "message": message, "field": show_path(found.path)}
 
 
-def _at(made: Object, path: FieldPath) -> Any:
+def _at(obj: Object, path: FieldPath) -> Any:
     try:
-        return reduce(getitem, path, made)  # type: ignore[arg-type]
+        return reduce(getitem, path, obj)  # type: ignore[arg-type]
     except (IndexError, KeyError, TypeError):
         return None

@@ -1,7 +1,7 @@
-"""Objects, their versions and their history: what etcd and the garbage collector do together.
+"""Objects with versions and history, and their garbage collection, as in etcd and Kubernetes.
 
-`server.py` calls it, on one event loop. A stored object is never changed, only replaced, so nobody
-needs to copy one.
+`server.py` calls it, on one event loop. A stored object is never changed in place, only replaced,
+so no caller has to copy it.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 FOREGROUND = "foregroundDeletion"
 _CONTENT = "kubernetes"
-_WAITING = {FOREGROUND, _CONTENT}  # finalizers that go with an object's last dependent
-_REMEMBERED = 20_000
-_EVENTS_LIVE = timedelta(hours=1)  # as on a real API server
+_DEPENDENT_FINALIZERS = {FOREGROUND, _CONTENT}  # removed with an object's last dependent
+_HISTORY_LENGTH = 20_000
+_EVENT_TTL = timedelta(hours=1)  # as on a real API server
 _DELAY_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
-_LEAP = 10_000  # a crash may lose the last versions, and none may be used twice
+_VERSION_GAP = 10_000  # a crash may lose the last versions, and no version may be reused
 
 
 ChangeType = Literal["ADDED", "MODIFIED", "DELETED"]
@@ -38,48 +38,48 @@ ChangeType = Literal["ADDED", "MODIFIED", "DELETED"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One entry of the history; there is one for each version.
+    """The change of one version in the history.
 
     Attributes:
-        plural: Full name of the kind, as `jobs.batch`.
-        before: The object before; None where it is new.
-        made: The object after, or its last state, with the version of the change.
+        plural: Full name of the kind, such as `jobs.batch`.
+        before: The previous object; None if the object is new.
+        obj: The new object, or the last state of a deleted object, with the version of the change.
     """
 
     type: ChangeType
     plural: str
     before: Object | None
-    made: Object
+    obj: Object
 
 
 class StateError(FineTuneError):
-    """The file that keeps the objects cannot be understood, or not be written."""
+    """The file of the stored objects cannot be parsed or written."""
 
 
 class Store:
     """All objects of all kinds.
 
     Args:
-        file: Where objects are kept between runs; None keeps them in memory only.
+        file: File that stores the objects between runs; None: only in memory.
 
     Raises:
-        StateError: the file cannot be understood.
+        StateError: the file cannot be parsed.
 
     Attributes:
         version: Number of the last change.
-        oldest: Version before which nothing is remembered.
-        kinds: What is served, by full name.
-        is_closed: Watches are to end.
+        oldest: Version after which the history is complete.
+        kinds: The served kinds, by full name.
+        is_closed: Whether watches have to end.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self.version = self.oldest = 1
         self.is_closed = False
-        self.kinds: dict[str, Kind] = {str(one.resource): one for one in builtin_kinds()}
+        self.kinds: dict[str, Kind] = {str(kind.resource): kind for kind in builtin_kinds()}
         self._file = file
         self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
         self._history: list[Change] = []
-        self._news = asyncio.Event()
+        self._next_change = asyncio.Event()
         self._has_changed = asyncio.Event()
         if file is not None and file.exists():
             try:
@@ -91,47 +91,48 @@ class Store:
                 ) from error
 
     def get(self, kind: Kind, key: Key) -> Object | None:
-        """Return one object."""
+        """Return an object; None if it does not exist."""
         return self._objects[str(kind.resource)].get(key)
 
     def objects(self, kind: Kind) -> list[Object]:
-        """Return all objects of a kind, in the order of their names."""
-        return [made for _, made in sorted(self._objects[str(kind.resource)].items())]
+        """Return all objects of a kind, sorted by namespace and name."""
+        return [obj for _, obj in sorted(self._objects[str(kind.resource)].items())]
 
-    def put(self, kind: Kind, made: Object) -> Object:
-        """Store an object in place of the one of its name, and return it with its version.
+    def put(self, kind: Kind, obj: Object) -> Object:
+        """Store an object, replacing an object of the same name; return it with its version.
 
-        An object whose deletion was only waiting for its finalizers is removed instead.
+        A deleted object without finalizers is removed instead.
         """
-        there, key = self._objects[str(kind.resource)], key_of(made)
-        before = there.get(key)
+        objects, key = self._objects[str(kind.resource)], key_of(obj)
+        before = objects.get(key)
         self.version += 1
-        metadata = {**made["metadata"], "resourceVersion": str(self.version)}
-        made = {**made, "metadata": metadata}
+        metadata = {**obj["metadata"], "resourceVersion": str(self.version)}
+        obj = {**obj, "metadata": metadata}
         type_: ChangeType = "MODIFIED" if before else "ADDED"
         if "deletionTimestamp" in metadata and not metadata.get("finalizers"):
             type_ = "DELETED"
-            del there[key]
+            del objects[key]
         else:
-            there[key] = made
-        self._history.append(Change(type_, str(kind.resource), before, made))
-        if len(self._history) > 2 * _REMEMBERED:
-            self.oldest += _REMEMBERED
-            del self._history[:_REMEMBERED]
+            objects[key] = obj
+        self._history.append(Change(type_, str(kind.resource), before, obj))
+        if len(self._history) > 2 * _HISTORY_LENGTH:
+            self.oldest += _HISTORY_LENGTH
+            del self._history[:_HISTORY_LENGTH]
         if kind.resource == CRDS:
-            self._serve(made, is_gone=type_ == "DELETED")
+            self._serve(obj, is_deleted=type_ == "DELETED")
         self._has_changed.set()
         self._wake()
-        return made
+        return obj
 
-    def delete(self, kind: Kind, made: Object, *, is_foreground: bool = False) -> Object:
-        """Mark an object as deleted, and return it; without finalizers it is removed at once.
+    def delete(self, kind: Kind, obj: Object, *, is_foreground: bool = False) -> Object:
+        """Mark an object as deleted, and return it; without finalizers, remove it at once.
 
-        With `is_foreground` it stays until its dependents are gone, as namespaces and CRDs do.
+        With `is_foreground`, and for namespaces and CRDs, the object remains until its dependents
+        are removed.
         """
-        metadata = made["metadata"]
+        metadata = obj["metadata"]
         if "deletionTimestamp" in metadata:
-            return made
+            return obj
         marks = {"deletionTimestamp": timestamp(), "deletionGracePeriodSeconds": 0}
         marks["finalizers"] = [
             *metadata.get("finalizers", ()),
@@ -140,52 +141,52 @@ class Store:
         ]
         if "generation" in metadata:
             marks["generation"] = metadata["generation"] + 1
-        return self.put(kind, {**made, "metadata": {**metadata, **marks}})
+        return self.put(kind, {**obj, "metadata": {**metadata, **marks}})
 
     def orphan(self, uid: str) -> None:
-        """Take an owner's uid out of everything it owned."""
-        for kind, made in self._everything():
-            owners = made["metadata"].get("ownerReferences", ())
-            rest = [one for one in owners if one["uid"] != uid]
+        """Remove the owner references to an object from its dependents."""
+        for kind, obj in self._everything():
+            owners = obj["metadata"].get("ownerReferences", ())
+            rest = [owner for owner in owners if owner["uid"] != uid]
             if len(rest) < len(owners):
-                metadata = {**made["metadata"], "ownerReferences": rest}
+                metadata = {**obj["metadata"], "ownerReferences": rest}
                 if not rest:
                     del metadata["ownerReferences"]
-                self.put(kind, {**made, "metadata": metadata})
+                self.put(kind, {**obj, "metadata": metadata})
 
     def since(self, version: int, plural: str) -> list[Change]:
         """Return the changes of a kind after `version`.
 
         Raises:
-            StatusError: they are not all remembered.
+            StatusError: the history does not contain all of them.
         """
         if not self.oldest <= version <= self.version:
             raise expired(version, self.oldest)
-        return [one for one in self._history[version - self.oldest :] if one.plural == plural]
+        return [entry for entry in self._history[version - self.oldest :] if entry.plural == plural]
 
     def forget(self) -> None:
-        """Forget the history: every version up to now is too old to watch from."""
+        """Clear the history: all versions until now become too old for a watch."""
         self.version += 1
         self.oldest = self.version
         self._history.clear()
         self._wake()
 
     async def changed(self) -> None:
-        """Return at the next change, or at the end."""
-        await self._news.wait()
+        """Wait until the next change or until the store is closed."""
+        await self._next_change.wait()
 
     def _wake(self) -> None:
-        """Wake all who wait for a change."""
-        self._news.set()
-        self._news = asyncio.Event()
+        """Wake all tasks that wait for a change."""
+        self._next_change.set()
+        self._next_change = asyncio.Event()
 
     def close(self) -> None:
-        """Let every watch end."""
+        """End all watches."""
         self.is_closed = True
         self._wake()
 
     async def maintain(self) -> None:
-        """Collect garbage and write the file soon after each change, until cancelled."""
+        """Collect garbage and write the file shortly after each change, until cancelled."""
         is_saved = True
         while True:
             await self._has_changed.wait()
@@ -205,7 +206,7 @@ class Store:
         """Write the file, if there is one.
 
         Raises:
-            StateError: it cannot be written; what was written before is still there.
+            StateError: the file cannot be written; its previous content remains.
         """
         try:
             self._write()
@@ -218,76 +219,78 @@ class Store:
     def _write(self) -> None:
         if self._file is None:
             return
-        objects = {plural: list(there.values()) for plural, there in self._objects.items()}
+        objects = {plural: list(by_key.values()) for plural, by_key in self._objects.items()}
         draft = self._file.with_name(f".{self._file.name}.new")
-        # Readable by its owner only, as it holds Secrets.
+        # Readable by its owner only, because it contains Secrets.
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(orjson.dumps({"version": self.version, "objects": objects}))
         draft.replace(self._file)
 
-    def _load(self, said: Object) -> None:
-        self.version = self.oldest = int(said["version"]) + _LEAP
-        for plural, objects in said["objects"].items():
-            self._objects[plural] = {key_of(one): one for one in objects}
+    def _load(self, content: Object) -> None:
+        self.version = self.oldest = int(content["version"]) + _VERSION_GAP
+        for plural, objects in content["objects"].items():
+            self._objects[plural] = {key_of(obj): obj for obj in objects}
         for definition in self.objects(self.kinds[str(CRDS)]):
-            self._serve(definition, is_gone=False)
+            self._serve(definition, is_deleted=False)
         self._has_changed.set()
 
-    def _serve(self, definition: Object, *, is_gone: bool) -> None:
+    def _serve(self, definition: Object, *, is_deleted: bool) -> None:
         kind = custom_kind(definition)
         self.kinds[str(kind.resource)] = kind
-        if is_gone:
+        if is_deleted:
             del self.kinds[str(kind.resource)]
 
     def _everything(self) -> list[tuple[Kind, Object]]:
-        return [(kind, made) for kind in self.kinds.values() for made in self.objects(kind)]
+        return [(kind, obj) for kind in self.kinds.values() for obj in self.objects(kind)]
 
     def _collect_garbage(self) -> None:
-        """Delete what has lost its owners, and finish deletions that waited for dependents.
+        """Delete objects without remaining owners, and finish deletions that wait for dependents.
 
         A namespace and a CRD count as owners of all their objects.
         """
         everything = self._everything()
-        homes = {
-            made["metadata"]["name"]: made["metadata"]["uid"]
+        parents = {
+            obj["metadata"]["name"]: obj["metadata"]["uid"]
             for resource in (NAMESPACES, CRDS)
-            for made in self.objects(self.kinds[str(resource)])
+            for obj in self.objects(self.kinds[str(resource)])
         }
 
-        def homes_of(kind: Kind, metadata: Object) -> set[str]:
+        def parents_of(kind: Kind, metadata: Object) -> set[str]:
             names = {metadata.get("namespace"), str(kind.resource) if kind.is_custom else None}
-            return {homes[name] for name in names if name in homes}
+            return {parents[name] for name in names if name in parents}
 
-        owning, needed = set[str](), set[str]()
-        for kind, made in everything:
-            metadata = made["metadata"]
-            if not _is_waiting(metadata):
+        owning, blocked = set[str](), set[str]()
+        for kind, obj in everything:
+            metadata = obj["metadata"]
+            if not _waits_for_dependents(metadata):
                 owning.add(metadata["uid"])
             owners = metadata.get("ownerReferences", ())
-            needed |= {one["uid"] for one in owners if one.get("blockOwnerDeletion")}
-            needed |= homes_of(kind, metadata)
-        long_ago = timestamp(-_EVENTS_LIVE)
-        for kind, made in everything:
-            metadata = made["metadata"]
-            owners = {one["uid"] for one in metadata.get("ownerReferences", ())}
-            if _is_waiting(metadata) and metadata["uid"] not in needed:
-                rest = [one for one in metadata["finalizers"] if one not in _WAITING]
-                self.put(kind, {**made, "metadata": {**metadata, "finalizers": rest}})
+            blocked |= {entry["uid"] for entry in owners if entry.get("blockOwnerDeletion")}
+            blocked |= parents_of(kind, metadata)
+        oldest_event = timestamp(-_EVENT_TTL)
+        for kind, obj in everything:
+            metadata = obj["metadata"]
+            owners = {entry["uid"] for entry in metadata.get("ownerReferences", ())}
+            if _waits_for_dependents(metadata) and metadata["uid"] not in blocked:
+                rest = [
+                    entry for entry in metadata["finalizers"] if entry not in _DEPENDENT_FINALIZERS
+                ]
+                self.put(kind, {**obj, "metadata": {**metadata, "finalizers": rest}})
             elif (
                 (owners and owners.isdisjoint(owning))
-                or not homes_of(kind, metadata) <= owning
-                or (kind.resource == EVENTS and metadata["creationTimestamp"] < long_ago)
+                or not parents_of(kind, metadata) <= owning
+                or (kind.resource == EVENTS and metadata["creationTimestamp"] < oldest_event)
             ):
-                self.delete(kind, made)
+                self.delete(kind, obj)
 
 
-def _is_waiting(metadata: Object) -> bool:
-    return "deletionTimestamp" in metadata and not _WAITING.isdisjoint(
+def _waits_for_dependents(metadata: Object) -> bool:
+    return "deletionTimestamp" in metadata and not _DEPENDENT_FINALIZERS.isdisjoint(
         metadata.get("finalizers", ())
     )
 
 
 def timestamp(later: timedelta = timedelta()) -> str:
-    """Return the current time, or that much later, as Kubernetes writes it."""
+    """Return the time of now plus `later`, in the format of Kubernetes."""
     return (datetime.now(UTC) + later).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,7 +1,7 @@
 """The client's verbs on a store in this process: no server, no port, no secret.
 
-`ftctl run` uses it, as nobody else needs to reach its one job. The same code serves requests that
-come over HTTP.
+`ftctl run` uses it, because no other process needs access to its job. The same code serves
+requests over HTTP.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -19,9 +19,9 @@ from finetune_operator.kube.resources import Object
 
 
 class EmbeddedClient(KubeClient):
-    """The verbs on a store; it needs no `async with`.
+    """Client of a store; not a context manager.
 
-    `on_write` is called with each object that was written; what it raises is the answer.
+    `on_write` is called with each written object; its exception is raised to the caller.
     """
 
     def __init__(self, store: Store, on_write: Callable[[Object], None]) -> None:
@@ -30,15 +30,15 @@ class EmbeddedClient(KubeClient):
         self._on_write = on_write
 
     async def exchange(self, call: Call) -> Object:
-        """Serve one request."""
+        """Serve a request."""
         try:
-            made = VERBS[call.verb](self._store, self._request(call)).made
+            obj = VERBS[call.verb](self._store, self._request(call)).obj
         except StatusError as error:
-            said = error.status
-            raise error_of(error.code, said["reason"], said["message"]) from error
+            status = error.status
+            raise error_of(error.code, status["reason"], status["message"]) from error
         if call.verb not in ("get", "list"):
-            self._on_write(made)
-        return made
+            self._on_write(obj)
+        return obj
 
     async def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
         """Yield the events of a watch."""
@@ -47,7 +47,7 @@ class EmbeddedClient(KubeClient):
             yield orjson.dumps(event)
 
     def _request(self, call: Call) -> ApiRequest:
-        # Every body is JSON, and every patch a merge patch.
+        # All bodies are JSON, and all patches are merge patches.
         path = call.path.lstrip("/")
         request = parse_request(self._store, path, call.query, MERGE, call.body or b"")
         if request is None:

@@ -1,4 +1,4 @@
-"""Tables, which hold what `kubectl get` prints."""
+"""Tables with the output of `kubectl get`."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ _STEP = re.compile(r'\.(?P<field>[\w-]+)|\[\?\(@\.(?P<key>\w+)\s*==\s*"(?P<value
 
 
 def table(kind: Kind, items: Iterable[Object], metadata: Object) -> Object:
-    """Return objects of a kind as a Table; `metadata` is the list's."""
+    """Return objects of a kind as a Table with the metadata of their list."""
     columns = (_NAME, *kind.columns)
     return {
         "kind": "Table",
@@ -25,13 +25,13 @@ def table(kind: Kind, items: Iterable[Object], metadata: Object) -> Object:
             {"format": "", "description": "", "priority": 0, **column} for column in columns
         ],
         "rows": [
-            {"cells": [_cell(made, column) for column in columns], "object": made} for made in items
+            {"cells": [_cell(obj, column) for column in columns], "object": obj} for obj in items
         ],
     }
 
 
-def _cell(made: Object, column: Object) -> Any:
-    value = find(made, column["jsonPath"])
+def _cell(obj: Object, column: Object) -> Any:
+    value = find(obj, column["jsonPath"])
     if column["type"] == "date":
         return "<unknown>" if value is None else _age(value)
     if isinstance(value, dict | list):
@@ -40,21 +40,24 @@ def _cell(made: Object, column: Object) -> Any:
 
 
 def find(value: Any, path: str) -> Any:
-    """Return the value at a CRD's JSON path, or None; only fields and items by a value work."""
+    """Return the value at a CRD's JSON path, or None.
+
+    Supported are fields, and list items that are selected by the value of a field.
+    """
     for step in _STEP.finditer(path):
         if isinstance(value, dict) and step["field"]:
             value = value.get(step["field"])
         elif isinstance(value, list) and step["key"]:
-            value = next((one for one in value if one.get(step["key"]) == step["value"]), None)
+            value = next((item for item in value if item.get(step["key"]) == step["value"]), None)
         else:
             return None
     return value
 
 
 def _age(since: str) -> str:
-    """Return how long ago a time was, in the unit that kubectl would write: 100s, 5m, 4h, 2d."""
+    """Return the age of a timestamp in the format of kubectl: 100s, 5m, 4h, 2d."""
     seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds()))
-    for size, unit, most in ((1, "s", 120), (60, "m", 180), (3600, "h", 48)):
-        if seconds < size * most:
+    for size, unit, limit in ((1, "s", 120), (60, "m", 180), (3600, "h", 48)):
+        if seconds < size * limit:
             return f"{seconds // size}{unit}"
     return f"{seconds // 86_400}d"
