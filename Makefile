@@ -44,11 +44,8 @@ test: install quickstart-assets  ## Run what each change must pass, in minutes (
 test-all: install quickstart-assets  ## Run every test this machine can run
 	$(PYTEST) $(PYTEST_ARGS)
 
-# It needs Python 3.11 and one of the engines, and nothing of `make install`.
-ENGINE ?=
+# Needs buildah and Python 3.11, and nothing of `make install`. With docker: docker buildx bake.
 BASE ?=
-PUSH ?=
-PLATFORMS ?=
 ACCELERATOR ?=
 WHEELS ?= $(firstword $(wildcard $(PIP_FIND_LINKS)))
 PIP_CONF ?=
@@ -56,15 +53,15 @@ CA ?= $(or $(PIP_CERT),$(SSL_CERT_FILE))
 APT_CONF ?=
 IMAGES ?= operator trainer
 
-images:  ## Build the images into build/images (ENGINE=buildah BASE=IMAGE PUSH=REGISTRY; operator/images/build_images.py has more)
-	@ENGINE="$(ENGINE)" BASE="$(BASE)" PUSH="$(PUSH)" PLATFORMS="$(PLATFORMS)" WHEELS="$(WHEELS)" \
-	  ACCELERATOR="$(ACCELERATOR)" PIP_CONF="$(PIP_CONF)" CA="$(CA)" APT_CONF="$(APT_CONF)" \
+images:  ## Build the images with buildah into build/images (BASE=IMAGE; operator/images/build_images.py has more)
+	@BASE="$(BASE)" WHEELS="$(WHEELS)" ACCELERATOR="$(ACCELERATOR)" PIP_CONF="$(PIP_CONF)" \
+	  CA="$(CA)" APT_CONF="$(APT_CONF)" \
 	  $(or $(wildcard $(BIN)/python),$(PYTHON),python3) operator/images/build_images.py $(IMAGES)
 
-test-images: install  ## Test the images that `make images` built
+test-images: install  ## Test the images of `make images`
 	$(OFFLINE) $(BIN)/python -m pytest tests/images -m "not full" --durations=5 $(PYTEST_ARGS)
 
-locks: install  ## Resolve the lock files of the images anew
+locks: install  ## Resolve the lock files of the images again
 	$(BIN)/python -m pip install -qq uv
 	$(BIN)/python operator/images/lock_images.py
 
@@ -124,18 +121,18 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	@$(BIN)/python docs/prose.py
 	@$(BIN)/python charts/monitoring/generate.py --check
 
-# What .github/workflows/release.yml calls. python3 alone runs it: a job that may publish installs nothing.
-release-check:  ## Check that version, chart and changelog fit a tag (TAG=v0.1.0)
+# Steps of .github/workflows/release.yml. They need python3 only: a job with rights to publish installs no packages.
+release-check:  ## Check that version, chart and changelog match a tag (TAG=v0.1.0)
 	@PYTHONPATH=charts python3 -m release check "$(TAG)"
 
-release-login:  ## Log in where releases go (REGISTRY_USER, REGISTRY_TOKEN)
+release-login:  ## Log in to the registry of releases (REGISTRY_USER, REGISTRY_TOKEN)
 	@printenv REGISTRY_TOKEN | docker login "$(firstword $(subst /, ,$(REGISTRY)))" \
 	  --username "$$REGISTRY_USER" --password-stdin
 
-release-images:  ## Push what `make images` built here (TAG, REGISTRY=ghcr.io/OWNER, ARCHITECTURE=amd64)
+release-images:  ## Build and push this machine's images by docker-bake.json (TAG, REGISTRY=ghcr.io/OWNER, ARCHITECTURE=amd64)
 	@PYTHONPATH=charts python3 -m release images "$(TAG)" "$(REGISTRY)" "$(ARCHITECTURE)"
 
-release:  ## Join the images, push the chart, sign all and make the release (TAG, REGISTRY)
+release:  ## Join the images, push the chart, sign all and create the release (TAG, REGISTRY)
 	@PYTHONPATH=charts python3 -m release publish "$(TAG)" "$(REGISTRY)"
 
 format: install  ## Format the code and fix what ruff can fix

@@ -1,4 +1,4 @@
-"""Programs inside an image of `make images`, run by the engine that built it."""
+"""Run programs inside an image of `make images` with buildah."""
 
 import json
 import subprocess
@@ -6,32 +6,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines import Engine
-
 IMAGES = Path(__file__).parents[1] / "build" / "images"
 
 
 def built(image: str) -> dict[str, Any] | None:
-    """Return what images.json says of an image; None if it was not built, or is gone."""
+    """Return an image's record in images.json; None if buildah does not store the image."""
     file = IMAGES / "images.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    about: dict[str, Any] | None = known.get(image)
-    return about if about and Engine(about["engine"]).has(about["name"]) else None
+    records = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    record: dict[str, Any] | None = records.get(image)
+    if record is None:
+        return None
+    command = ["buildah", "inspect", "--type=image", str(record["name"])]
+    return record if subprocess.run(command, capture_output=True).returncode == 0 else None
 
 
 class Container:
-    """A container of an image, whose network is this machine's; close it at the end."""
+    """A container of an image on the network of this machine; close it after use."""
 
-    def __init__(self, about: Mapping[str, Any]) -> None:
-        self._engine, self._image = str(about["engine"]), str(about["name"])
-        self._name = ""
-        if self._engine == "buildah":
-            self._name = self._expect("buildah", "from", self._image).strip()
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._name = self._expect("buildah", "from", str(record["name"])).strip()
 
     def close(self) -> None:
         """Remove the container."""
-        if self._name:
-            self._expect("buildah", "rm", self._name)
+        self._expect("buildah", "rm", self._name)
 
     def run(
         self,
@@ -39,21 +36,16 @@ class Container:
         env: Mapping[str, str] | None = None,
         mounts: Mapping[Path, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a program as the image's user, instead of what the image would start.
+        """Run a program as the image's user, instead of the image's entry point.
 
         Args:
-            command: The program and what it is given.
+            command: The program and its arguments.
             env: Variables besides the image's.
-            mounts: Where files of this machine are, which it may read.
+            mounts: Paths in the container by file of this machine, read-only.
         """
         options = [f"--env={name}={value}" for name, value in (env or {}).items()]
         options += [f"--volume={source}:{path}:ro" for source, path in (mounts or {}).items()]
-        if self._engine == "buildah":
-            inside = ["buildah", "run", "--isolation=chroot", *options, self._name, "--"]
-        else:
-            inside = [self._engine, "run", "--rm", "--network=host", *options]
-            inside += [f"--entrypoint={command[0]}", self._image]
-            command = command[1:]
+        inside = ["buildah", "run", "--isolation=chroot", *options, self._name, "--"]
         return subprocess.run([*inside, *command], capture_output=True, text=True)
 
     @staticmethod

@@ -30,8 +30,6 @@ PROGRAMS = {
     "kubectl": "https://kubernetes.io/docs/tasks/tools",
 }
 ENGINES = ("docker", "podman")
-NAMED = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
-"""Annotations by which containerd names an image that it imports, the first that is there."""
 
 
 class LackingError(Exception):
@@ -118,21 +116,20 @@ def _answers(name: str) -> bool:
 
 
 def image_in(archive: Path) -> str:
-    """Return the name by which the nodes know the image of an OCI archive.
+    """Return the name of the image in a docker archive.
 
     Raises:
-        LackingError: There is no such archive, or it names none.
+        LackingError: The archive is missing, or its image has no name.
     """
     if not archive.exists():
-        raise LackingError(f"{archive.relative_to(ROOT)} is not there; run: make images")
+        raise LackingError(f"{archive.relative_to(ROOT)} is missing; run: make images")
     with tarfile.open(archive) as packed:
-        index = packed.extractfile("index.json")
-        assert index is not None, f"{archive} is no OCI archive"
-        [manifest] = json.load(index)["manifests"]
-    for key in NAMED:
-        if name := manifest.get("annotations", {}).get(key):
-            return str(name)
-    raise LackingError(f"{archive.relative_to(ROOT)} names no image; run: make images")
+        manifest = packed.extractfile("manifest.json")
+        assert manifest is not None, f"{archive} is not a docker archive"
+        [image] = json.load(manifest)
+    for name in image.get("RepoTags") or ():
+        return str(name)
+    raise LackingError(f"{archive.relative_to(ROOT)} has an image without a name; run: make images")
 
 
 def main(environ: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
 """How a version is published: `make release-check`, `make release-images`, `make release`.
 
-It uses the standard library alone, so that a job that may publish installs nothing.
+The package uses the standard library only, so a job with rights to publish installs no packages.
 """

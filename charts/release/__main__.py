@@ -1,7 +1,7 @@
-"""Publish a version, in three steps that jobs of .github/workflows/release.yml call by make.
+"""Publish a version in three steps, which jobs of .github/workflows/release.yml run by make.
 
 python -m release check TAG
-python -m release images TAG REGISTRY ARCHITECTURE    (after `make images`, on each architecture)
+python -m release images TAG REGISTRY ARCHITECTURE    (on a machine of each architecture)
 python -m release publish TAG REGISTRY                (with build/release of all architectures)
 """
 
@@ -9,10 +9,12 @@ import argparse
 import json
 import re
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
-from release.registry import Pushed, attest, join_images, push_chart, push_image, run, sign
+from release.registry import Pushed, join_images, push_chart, push_images, run, sign
 from release.version import ReleaseError, agreed_version, changelog, check_tag
 
 ROOT = Path(__file__).parents[2]
@@ -20,26 +22,30 @@ BUILD = ROOT / "build"
 CHART = ROOT / "charts" / "finetune-operator"
 MANIFEST = ROOT / "charts" / "kustomize" / "install.yaml"
 OPERATOR = "finetune-operator"
-IMAGES = (OPERATOR, "finetune-trainer")
+IMAGES = ("operator", "trainer")
 PUSHED = "pushed.json"
-"""In the folder of an architecture: the digests of its images, beside their SBOMs."""
+"""File of an architecture with the digests of its images."""
 
 
 def main() -> int:
-    """Do one step; return its exit code."""
+    """Run one step; return the exit code."""
     parser = argparse.ArgumentParser(prog="release", description=__doc__)
     parser.add_argument("step", choices=("check", "images", "publish"))
-    parser.add_argument("tag", help="the tag that is released, v and the version")
-    parser.add_argument("registry", nargs="?", default="", help="such as ghcr.io/OWNER")
-    parser.add_argument("architecture", nargs="?", default="", help="such as amd64")
+    parser.add_argument("tag", help="tag of the release: v and the version")
+    parser.add_argument(
+        "registry", nargs="?", default="", help="registry and folder, such as ghcr.io/OWNER"
+    )
+    parser.add_argument(
+        "architecture", nargs="?", default="", help="architecture of this machine, such as amd64"
+    )
     given = parser.parse_args()
-    registry = given.registry.lower()  # names of images are; those of owners on GitHub need not be
+    registry = given.registry.lower()  # owners on GitHub may have capitals, image names may not
     try:
         version = agreed_version(ROOT)
         check_tag(given.tag, version)
         notes = changelog((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
         if given.step == "images":
-            push_images(version, registry, given.architecture)
+            build_images(version, registry, given.architecture)
         elif given.step == "publish":
             publish(version, registry, notes)
     except ReleaseError as error:
@@ -48,52 +54,53 @@ def main() -> int:
     return 0
 
 
-def push_images(version: str, registry: str, architecture: str) -> None:
-    """Push the images that were built here, and keep their digests and SBOMs for `publish`."""
+def build_images(version: str, registry: str, architecture: str) -> None:
+    """Build and push the images of this machine's architecture and store their digests."""
     folder = BUILD / "release" / architecture
     folder.mkdir(parents=True, exist_ok=True)
-    digests = {}
-    for name in IMAGES:
-        archive = BUILD / "images" / f"{name}.tar"
-        pushed = push_image(archive, f"{registry}/{name}", f"{version}-{architecture}")
-        digests[name] = pushed.digest
-        shutil.copy(BUILD / "images" / f"{name}.cdx.json", folder)
+    tags = {one: f"{registry}/finetune-{one}:{version}-{architecture}" for one in IMAGES}
+    pushed = push_images(tags, architecture, commit_labels(), folder)
+    digests = {name: image.digest for name, image in pushed.items()}
     (folder / PUSHED).write_text(json.dumps(digests))
 
 
+def commit_labels() -> dict[str, str]:
+    """Return image labels with the commit of the checkout and its time."""
+    command = ["git", "log", "-1", "--format=%H %ct"]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    revision, seconds = output.split()
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(seconds)))
+    start = "org.opencontainers.image."
+    return {f"{start}revision": revision, f"{start}created": created}
+
+
 def publish(version: str, registry: str, notes: str) -> None:
-    """Join the images, push the chart that names them, sign all, and make the release."""
+    """Join the images, push the chart that names them, sign all and create the release."""
     folder = BUILD / "release"
     found = sorted(folder.glob(f"*/{PUSHED}"))
     if not found:
         raise ReleaseError(f"no {PUSHED} in build/release; run: make release-images")
-    shipped, images = [], {}
-    for name in IMAGES:
-        parts = {
-            where.parent.name: Pushed(f"{registry}/{name}", json.loads(where.read_text())[name])
-            for where in found
-        }
-        images[name] = join_images([*parts.values()], version, folder)
-        for architecture, part in parts.items():
-            sbom = folder / f"{name}-{architecture}.cdx.json"
-            shutil.copy(folder / architecture / f"{name}.cdx.json", sbom)
-            attest(part, sbom)
-            shipped.append(sbom)
-    package = package_chart(images[OPERATOR], version, folder)
+    digests = [json.loads(file.read_text()) for file in found]
+    images = {
+        name: join_images(
+            [Pushed(f"{registry}/finetune-{name}", one[name]) for one in digests], version
+        )
+        for name in IMAGES
+    }
+    package = package_chart(images["operator"], version, folder)
     chart = push_chart(package, f"{registry}/charts")
     for pushed in (*images.values(), chart):
         sign(pushed)
     manifest = folder / "install.yaml"
-    manifest.write_text(with_image(MANIFEST.read_text(encoding="utf-8"), images[OPERATOR]))
-    shipped += [package, manifest]
+    manifest.write_text(with_image(MANIFEST.read_text(encoding="utf-8"), images["operator"]))
     text = folder / "notes.md"
     text.write_text(f"{notes}\n\n{_digests([*images.values(), chart])}", encoding="utf-8")
-    told = ("--verify-tag", "--title", version, "--notes-file", str(text))
-    run("gh", "release", "create", f"v{version}", *told, *map(str, shipped))
+    options = ("--verify-tag", "--title", version, "--notes-file", str(text))
+    run("gh", "release", "create", f"v{version}", *options, str(package), str(manifest))
 
 
 def package_chart(image: Pushed, version: str, folder: Path) -> Path:
-    """Package the chart with the image in its values; return where the package is."""
+    """Package the chart with the image in its values; return the path of the package."""
     copy = folder / "chart" / CHART.name
     shutil.copytree(CHART, copy, dirs_exist_ok=True)
     values = copy / "values.yaml"
@@ -103,23 +110,23 @@ def package_chart(image: Pushed, version: str, folder: Path) -> Path:
 
 
 def with_values(text: str, image: Pushed) -> str:
-    """Return values of the chart that name an image.
+    """Return the chart's values with an image.
 
     Raises:
-        ReleaseError: The text has no empty place for it.
+        ReleaseError: The values have no key for its repository or digest.
     """
     for key, value in (("repository", image.name), ("digest", image.digest)):
         text, count = re.subn(rf"^(  {key}: ).*$", rf'\g<1>"{value}"', text, count=1, flags=re.M)
         if not count:
-            raise ReleaseError(f"values.yaml has no image.{key}")
+            raise ReleaseError(f"values.yaml: image.{key} is missing; restore it")
     return text
 
 
 def with_image(manifest: str, image: Pushed) -> str:
-    """Return the install manifest with that image.
+    """Return the install manifest with an image.
 
     Raises:
-        ReleaseError: It names no image of the operator.
+        ReleaseError: The manifest names no image of the operator.
     """
     text, count = re.subn(rf'image: "?\S+/{OPERATOR}:[\w.-]+"?', f'image: "{image}"', manifest)
     if not count:

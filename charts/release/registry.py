@@ -1,25 +1,27 @@
-"""Images and the chart in a registry, by the programs that know how: skopeo, buildah, helm, cosign.
+"""Push, join and sign images and the chart with docker buildx, helm and cosign.
 
-Who may push was said before by `docker login`, whose file all four read.
+`docker login` has authenticated the machine before; all three programs read docker's credentials.
 """
 
-import os
+import json
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from release.version import ReleaseError
 
+DIGEST = r"sha256:[0-9a-f]{64}"
+
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a registry holds.
+    """An image or chart in a registry.
 
     Attributes:
-        name: With the registry, without a tag.
-        digest: Such as sha256:….
+        name: Name with the registry, without a tag.
+        digest: Digest of its manifest or index, `sha256:…`.
     """
 
     name: str
@@ -30,54 +32,77 @@ class Pushed:
 
 
 def run(*command: str) -> str:
-    """Run a program, which must succeed, show how, and return what it says.
+    """Print and run a command, print its output and return it.
 
     Raises:
-        ReleaseError: It failed; what it said is above.
+        ReleaseError: The command has failed.
     """
     print("+", *command, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout, end="", flush=True)
     if done.returncode:
-        raise ReleaseError(f"{command[0]} {command[1]} ended with {done.returncode}; see above")
+        raise ReleaseError(f"{command[0]} {command[1]} failed (exit {done.returncode}); see above")
     return done.stdout
 
 
-def push_image(archive: Path, name: str, tag: str) -> Pushed:
-    """Push the image of an OCI archive."""
-    digest = archive.with_suffix(".digest")
-    source, target = f"oci-archive:{archive}", f"docker://{name}:{tag}"
-    run("skopeo", "copy", "--digestfile", str(digest), source, target)
-    return Pushed(name, digest.read_text().strip())
+def push_images(
+    tags: Mapping[str, str], architecture: str, labels: Mapping[str, str], folder: Path
+) -> dict[str, Pushed]:
+    """Build targets of docker-bake.json and push each with an SBOM and its provenance.
+
+    Args:
+        tags: Name with tag to push to, by target.
+        architecture: Architecture of this machine, such as amd64.
+        labels: Labels besides the labels in docker-bake.json.
+        folder: Where docker writes the digests.
+
+    Returns:
+        Index of each image and its attestations, by target.
+    """
+    # docker's default driver cannot store attestations.
+    run("docker", "buildx", "create", "--use", "--driver", "docker-container")
+    metadata = folder / "metadata.json"
+    settings = [f"*.platform=linux/{architecture}"]
+    settings += [f"*.labels.{key}={value}" for key, value in labels.items()]
+    settings += [f"{target}.tags={tag}" for target, tag in tags.items()]
+    options = [word for one in settings for word in ("--set", one)]
+    attestations = ("--sbom=true", "--provenance=mode=max")
+    command = ["docker", "buildx", "bake", "--push", *attestations, *options]
+    run(*command, "--metadata-file", str(metadata), *tags)
+    written = json.loads(metadata.read_text(encoding="utf-8"))
+    return {
+        target: Pushed(tag.rpartition(":")[0], written[target]["containerimage.digest"])
+        for target, tag in tags.items()
+    }
 
 
-def join_images(images: Sequence[Pushed], tag: str, folder: Path) -> Pushed:
-    """Push one image of several, each for another architecture."""
+def join_images(images: Sequence[Pushed], tag: str) -> Pushed:
+    """Push one index with the images and attestations of all architectures."""
     name = images[0].name
-    listed = f"{name.rpartition('/')[2]}-{tag}-{os.getpid()}"  # buildah keeps it
-    digest = folder / f"{listed}.digest"
-    run("buildah", "manifest", "create", listed, *(f"docker://{one}" for one in images))
-    how = ("--all", "--format", "oci", "--digestfile", str(digest))
-    run("buildah", "manifest", "push", *how, listed, f"docker://{name}:{tag}")
-    return Pushed(name, digest.read_text().strip())
+    target = f"{name}:{tag}"
+    run("docker", "buildx", "imagetools", "create", "--tag", target, *map(str, images))
+    inspected = run(
+        "docker", "buildx", "imagetools", "inspect", target, "--format={{json .Manifest}}"
+    )
+    # The first digest is the index's own; the digests of its manifests follow.
+    digest = re.search(rf'"digest": ?"({DIGEST})"', inspected)
+    if digest is None:
+        raise ReleaseError(
+            f"docker buildx imagetools inspect printed no digest of {target}; see above"
+        )
+    return Pushed(name, digest[1])
 
 
 def push_chart(package: Path, folder: str) -> Pushed:
     """Push a packaged chart below a folder of the registry."""
-    said = run("helm", "push", str(package), f"oci://{folder}")
-    digest = re.search(r"^Digest: (sha256:[0-9a-f]{64})$", said, re.MULTILINE)
+    output = run("helm", "push", str(package), f"oci://{folder}")
+    digest = re.search(rf"^Digest: ({DIGEST})$", output, re.MULTILINE)
     if digest is None:
-        raise ReleaseError("helm push named no digest; see above")
+        raise ReleaseError("helm push printed no digest; see above")
     name, _, _ = package.stem.rpartition("-")
     return Pushed(f"{folder}/{name}", digest[1])
 
 
 def sign(pushed: Pushed) -> None:
-    """Sign what was pushed, with all it holds, by the identity of the job that runs this."""
+    """Sign an artifact and all its parts, SBOMs included, with the identity of the running job."""
     run("cosign", "sign", "--yes", "--recursive", str(pushed))
-
-
-def attest(pushed: Pushed, sbom: Path) -> None:
-    """Say, signed in the same way, what an image is made of."""
-    predicate = ("--type", "cyclonedx", "--predicate", str(sbom))
-    run("cosign", "attest", "--yes", *predicate, str(pushed))

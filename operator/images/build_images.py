@@ -1,22 +1,21 @@
-"""Build the images of the operator and the trainer, with docker, podman or buildah (make images).
+"""Build the operator and trainer images with buildah (make images).
 
     python operator/images/build_images.py [operator] [trainer]
 
-Each becomes an archive in build/images, with a list of its packages beside it; images.json there
-says what was built. Variables, all of them optional:
+docker-bake.json defines both images; `docker buildx bake` builds them with docker. This program
+builds the same definition with buildah, also without a registry: it then creates the base image
+from Debian packages (root and mmdebstrap). Each image is written to build/images as a docker
+archive; images.json lists names and IDs.
 
-    ENGINE        docker, podman or buildah; by default the first that works
-    BASE          image to build on; by default the one of the Dockerfiles, or where no registry
-                  answers one of Debian packages
-    PUSH          registry and folder, such as registry.example.com/team, to push to
-    PLATFORMS     such as linux/amd64,linux/arm64: what to push for, with docker
-    ACCELERATOR   cuda or cpu, for the trainer; cpu where WHEELS has such a build of torch
-    TORCH         another build of torch than the locked one, such as torch==2.13.0+cpu
-    WHEELS        folder that pip looks into besides the package index
-    PIP_CONF, CA, APT_CONF    files that only the build sees: pip's settings (index, proxy),
-                  certificates that pip trusts, apt's settings
-    DEBIAN_MIRROR where the packages of a base come from
-    NO_CACHE      1: make each layer anew
+Optional environment variables, besides the variables of docker-bake.json:
+
+    BASE          base image; default: the Dockerfile's, or Debian packages if the pull fails
+    WHEELS        folder of wheels that pip searches besides the package index; with a CPU build of
+                  torch in it, ACCELERATOR defaults to cpu
+    PIP_CONF, CA, APT_CONF    files mounted during the build and stored in no layer: settings of
+                  pip (index, proxy), CA certificates for pip, settings of apt
+    DEBIAN_MIRROR mirror that the base's packages are downloaded from
+    NO_CACHE      1: rebuild all layers and the base
 """
 
 import hashlib
@@ -26,204 +25,266 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
-import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from string import Template
 from typing import Any
-
-import debian_base
-import sbom
-from engines import LOCAL, Build, Engine, EngineError, find
-from oci_archive import opened, opened_if_whole, pack
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "images"
-TITLES = {"operator": "finetune-operator", "trainer": "finetune-trainer"}
+IMAGES = ("operator", "trainer")
 SECRETS = {"pip": "PIP_CONF", "ca": "CA", "apt": "APT_CONF"}
-VARIABLES = ("ENGINE", "BASE", "ACCELERATOR", "TORCH", "WHEELS", "DEBIAN_MIRROR", *SECRETS.values())
-_CPU_WHEEL = "torch-*+cpu*.whl"
+REMOVED = {
+    "ENGINE": "make images builds with buildah; build with docker by: docker buildx bake",
+    "PUSH": "push with `docker buildx bake --push`, or with `buildah push` after make images",
+    "PLATFORMS": "build for other platforms with docker buildx bake --set '*.platform=…'",
+}
+# 1980, the earliest time that every archive format can store. A commit's time would change every
+# layer with every commit; it is in a label instead.
+EPOCH = "315532800"
+COMMON = ("--timestamp", EPOCH, "--layers", "--isolation", "chroot", "--identity-label=false")
+
+DEBIAN = "bookworm"
+# torch and numpy load libstdc++, which a base with apt has anyway.
+PACKAGES = ("usr-is-merged", "python3", "python3-venv", "ca-certificates", "libstdc++6")
+CUDA_PACKAGES = ("gcc", "libc6-dev", "python3-dev")
 
 
-def main(wanted: list[str], given: Mapping[str, str]) -> int:
-    """Build what is wanted; return the exit code."""
+class BuildError(Exception):
+    """A setting is invalid, or a program is missing or has failed; the message names the remedy."""
+
+
+def main(names: list[str], environ: Mapping[str, str], output: Path = OUTPUT) -> int:
+    """Build the named images, or both, into a folder; return the exit code."""
     try:
-        unknown = sorted(set(wanted) - set(TITLES))
-        if unknown:
-            raise EngineError(f"{unknown[0]} is none of the images {', '.join(TITLES)}")
-        built = [build(one, given, OUTPUT) for one in wanted or list(TITLES)]
-    except EngineError as error:
+        for name, remedy in REMOVED.items():
+            if environ.get(name):
+                raise BuildError(f"{name}={environ[name]}: {remedy}")
+        if unknown := sorted(set(names) - set(IMAGES)):
+            raise BuildError(f"unknown image {unknown[0]}; use {' or '.join(IMAGES)}")
+        if shutil.which("buildah") is None:
+            raise BuildError(
+                "buildah is not on the PATH; install it (on Debian: apt-get install buildah), "
+                "or build with docker: docker buildx bake"
+            )
+        records = {name: build(name, environ, output) for name in names or IMAGES}
+    except BuildError as error:
         print(error, file=sys.stderr)
         return 1
-    known = _known()
-    for about in built:
-        known[str(about["image"])] = about
-        size = int(str(about["bytes"])) / 1e6
-        print(f"{about['name']}  {size:.0f} MB  {about['digest']}  {about['seconds']} s")
-    (OUTPUT / "images.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    file = output / "images.json"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.write_text(json.dumps({**earlier, **records}, indent=1) + "\n", encoding="utf-8")
+    for record in records.values():
+        megabytes = (output / record["archive"]).stat().st_size / 1e6
+        print(f"{record['name']}  {megabytes:.0f} MB  {record['id']}  {record['seconds']} s")
     return 0
 
 
-def build(image: str, given: Mapping[str, str], output: Path) -> dict[str, object]:
-    """Build one image, and write its archive and the list of its packages; return what was made.
+def build(image: str, environ: Mapping[str, str], output: Path) -> dict[str, Any]:
+    """Build an image and write its archive; return its record in images.json.
 
     Raises:
-        EngineError: something is missing or failed; the message says what to do.
+        BuildError: A setting is invalid, or a program is missing or has failed.
     """
     start = time.monotonic()
-    engine = find(given.get("ENGINE", ""))
-    plan = plan_of(image, given)
+    target = read_target(image, environ)
+    name = str(target["tags"][0])
+    archive = output / f"finetune-{image}.tar"
+    options = build_options(target, environ)
     output.mkdir(parents=True, exist_ok=True)
-    base = base_of(engine, plan, given, output)
-    if base:
-        plan = replace(plan, arguments={**plan.arguments, "BASE": base})
-    engine.build(plan, cached=given.get("NO_CACHE") != "1")
-    archive = output / f"{TITLES[image]}.tar"
-    layout = output / f"{TITLES[image]}.layout"
-    with opened_if_whole(archive) as before:  # which mostly has all layers but that of our code
-        engine.export(plan, layout, before.sizes if before else {})
-        try:
-            digest = pack(layout, plan.name, archive, before)
-        except tarfile.ReadError as error:
-            raise EngineError(f"{error}; remove {archive}, and build again") from error
-    shutil.rmtree(layout)
-    with opened(archive) as made:
-        created = plan.labels.get("org.opencontainers.image.created", "1980-01-01T00:00:00Z")
-        archive.with_suffix(".cdx.json").write_text(sbom.document(made, created), encoding="utf-8")
-        layers = made.layers
-    about = {"image": image, "name": plan.name, "digest": digest, "bytes": sum(layers)}
-    about |= {"archive": archive.name, "layers": layers, "engine": engine.name}
-    about["given"] = {name: given[name] for name in VARIABLES if given.get(name)}
-    if given.get("PUSH"):
-        pushed = output / f"{TITLES[image]}.pushed"
-        engine.push(plan, pushed)
-        about["pushed"] = pushed.read_text(encoding="utf-8").strip()
-    return {**about, "seconds": round(time.monotonic() - start)}
+    if base := resolve_base(target, environ, output):
+        options += ["--build-arg", f"BASE={base}"]
+    # buildah 1.28 cannot mount a stage that its cache already holds, but it can mount an image.
+    tools = f"localhost/finetune-tools:{image}"
+    _buildah("build", *options, "--target", "tools", "--tag", tools, str(ROOT))
+    options += ["--build-context", f"tools=container-image://{tools}"]
+    unlabelled = f"localhost/finetune-unlabelled:{image}"
+    _buildah("build", *options, "--tag", unlabelled, str(ROOT))
+    # buildah labels intermediate images too, and the history of an image names their IDs. Labels of
+    # a cached commit would therefore change the image ID: they are added last, without a cache.
+    labels = [f"--label={key}={value}" for key, value in target["labels"].items()]
+    command = ["build", *COMMON, "--no-cache", *labels, "--file", "-", "--tag", name, str(output)]
+    _buildah(*command, stdin=f"FROM {unlabelled}\n")
+    # This format leaves layers uncompressed; compressing gigabytes takes minutes.
+    new = archive.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    _buildah("push", "--quiet", name, f"docker-archive:{new}:{name}")
+    new.replace(archive)
+    return {
+        "name": name,
+        "id": _output("buildah", "inspect", "--type=image", "--format={{.FromImageID}}", name),
+        "archive": archive.name,
+        "environ": {key: environ[key] for key in _variables() if environ.get(key)},
+        "seconds": round(time.monotonic() - start),
+    }
 
 
-def plan_of(image: str, given: Mapping[str, str]) -> Build:
-    """Return what an image is built from, but for its base.
-
-    Raises:
-        EngineError: a variable names a file that is not there, or has no effect.
-    """
-    where = given.get("PUSH", "").rstrip("/") or LOCAL
-    platforms = [one for one in given.get("PLATFORMS", "").split(",") if one]
-    if platforms and not given.get("PUSH"):
-        raise EngineError("PLATFORMS is for images that are pushed; name a registry by PUSH")
-    wheels = Path(given["WHEELS"]) if given.get("WHEELS") else None
-    if wheels is not None and not wheels.is_dir():
-        raise EngineError(f"WHEELS={wheels} is no folder")
-    secrets = {name: Path(given[one]) for name, one in SECRETS.items() if given.get(one)}
-    for name, path in secrets.items():
-        if not path.is_file():
-            raise EngineError(f"{SECRETS[name]}={path} is no file")
-    return Build(
-        context=ROOT,
-        dockerfile=f"{image}/Dockerfile",
-        name=f"{where}/{TITLES[image]}:{version()}",
-        arguments=trainer_arguments(wheels, given) if image == "trainer" else {},
-        labels=_labels(image),
-        secrets=secrets,
-        wheels=wheels,
-        platforms=platforms,
-        mounted_stage="tools",
-    )
-
-
-def trainer_arguments(wheels: Path | None, given: Mapping[str, str]) -> dict[str, str]:
-    """Return which build of torch the trainer gets."""
-    release = re.search(
-        r"^torch==([\d.]+)", (ROOT / "trainer/torch.lock").read_text(), re.MULTILINE
-    )
-    assert release is not None
-    has_cpu_wheel = wheels is not None and any(wheels.glob(_CPU_WHEEL))
-    accelerator = given.get("ACCELERATOR") or ("cpu" if has_cpu_wheel else "cuda")
-    if accelerator not in ("cuda", "cpu"):
-        raise EngineError(f"ACCELERATOR={accelerator} is neither cuda nor cpu")
-    torch = given.get("TORCH") or (f"torch=={release[1]}+cpu" if accelerator == "cpu" else "")
-    return {"ACCELERATOR": accelerator, "TORCH": torch}
-
-
-def base_of(engine: Engine, plan: Build, given: Mapping[str, str], output: Path) -> str:
-    """Return the base to name, or nothing where the Dockerfile's own is to be had.
+def read_target(image: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return an image's target in docker-bake.json with all variables replaced.
 
     Raises:
-        EngineError: there is none.
+        BuildError: ACCELERATOR is unknown.
     """
-    if given.get("BASE"):
-        return given["BASE"]
-    dockerfile = (plan.context / plan.dockerfile).read_text(encoding="utf-8")
-    own = re.search(r"^ARG BASE=(\S+)$", dockerfile, flags=re.MULTILINE)
-    assert own is not None
-    if engine.has(own[1]):
+    text = (ROOT / "docker-bake.json").read_text(encoding="utf-8")
+    values = {name: str(one["default"]) for name, one in json.loads(text)["variable"].items()}
+    wheels = Path(environ.get("WHEELS") or "/nonexistent")
+    if any(wheels.glob("torch-*+cpu*.whl")):
+        values["ACCELERATOR"] = "cpu"
+    values |= {name: environ[name] for name in values if environ.get(name)}
+    if values["ACCELERATOR"] not in ("cuda", "cpu"):
+        raise BuildError(f"ACCELERATOR={values['ACCELERATOR']} is unknown; use cuda or cpu")
+    if values["ACCELERATOR"] == "cpu" and not values["TORCH"]:
+        lock = (ROOT / "trainer" / "torch.lock").read_text(encoding="utf-8")
+        values["TORCH"] = re.findall(r"^torch==[\d.]+", lock, re.MULTILINE)[0] + "+cpu"
+    escaped = {name: json.dumps(value)[1:-1] for name, value in values.items()}
+    targets: dict[str, Any] = json.loads(Template(text).substitute(escaped))["target"]
+    (parent,) = targets[image]["inherits"]
+    labels = targets[parent]["labels"] | targets[image]["labels"] | commit_labels()
+    return {"args": {}, **targets[parent], **targets[image], "labels": labels}
+
+
+def commit_labels() -> dict[str, str]:
+    """Return labels with the commit of the checkout and its time; none without a repository."""
+    start = "org.opencontainers.image."
+    commit = _output("git", "-C", str(ROOT), "log", "-1", "--format=%H %ct")
+    if not commit:
+        return {}
+    revision, _, seconds = commit.partition(" ")
+    is_changed = _output("git", "-C", str(ROOT), "status", "--porcelain") != ""
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(seconds)))
+    suffix = "-changed" if is_changed else ""
+    return {f"{start}revision": revision + suffix, f"{start}created": created}
+
+
+def build_options(target: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """Return buildah's options for a target without base, labels and tag.
+
+    Raises:
+        BuildError: A variable names a missing file or folder.
+    """
+    options = ["--file", str(ROOT / target["dockerfile"])]
+    options += [f"--build-arg={key}={value}" for key, value in target["args"].items()]
+    for secret, variable in SECRETS.items():
+        if path := environ.get(variable):
+            if not Path(path).is_file():
+                raise BuildError(f"{variable}={path}: file not found")
+            options += ["--secret", f"id={secret},src={path}"]
+    if wheels := environ.get("WHEELS"):
+        if not Path(wheels).is_dir():
+            raise BuildError(f"WHEELS={wheels}: folder not found")
+        options += ["--build-context", f"wheels={wheels}"]
+    return [*COMMON, *_cache_options(environ), *options]
+
+
+def resolve_base(target: Mapping[str, Any], environ: Mapping[str, str], output: Path) -> str:
+    """Return the base image to build on; empty for the Dockerfile's own.
+
+    Raises:
+        BuildError: No base can be created.
+    """
+    if environ.get("BASE"):
+        return environ["BASE"]
+    dockerfile = (ROOT / target["dockerfile"]).read_text(encoding="utf-8")
+    (own,) = re.findall(r"^ARG BASE=(\S+)$", dockerfile, re.MULTILINE)
+    if _exists(own) or _succeeds("pull", "--quiet", own):
         return ""
-    compiler = plan.arguments.get("ACCELERATOR") == "cuda"
-    archive = debian_base.make(
-        output,
-        compiler=compiler,
-        mirror=given.get("DEBIAN_MIRROR", ""),
-        fresh=given.get("NO_CACHE") == "1",
-    )
+    has_compiler = target["args"].get("ACCELERATOR") == "cuda"
+    archive = debian_base(environ, output, has_compiler=has_compiler)
     with archive.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    kind = "base-cuda" if compiler else "base"
-    name = f"{LOCAL}/finetune-{kind}:{debian_base.SUITE}-{digest[:12]}"
-    if not engine.holds(name):
-        engine.load_root(archive, name)
+    name = f"localhost/finetune-base{'-cuda' if has_compiler else ''}:{DEBIAN}-{digest[:12]}"
+    if not _exists(name):
+        command = ["build", *COMMON, *_cache_options(environ), "--file", "-", "--tag", name]
+        _buildah(*command, str(output), stdin=f"FROM scratch\nADD {archive.name} /\n")
     return name
 
 
-def version() -> str:
-    """Return the package's version, which is the images' tag."""
-    return str(_project()["version"])
+def debian_base(environ: Mapping[str, str], output: Path, *, has_compiler: bool) -> Path:
+    """Return a tar archive of a root file system with Python, created from Debian packages.
+
+    The base contains certificates and Debian's essential packages, but neither apt nor
+    documentation. The same packages give the same bytes.
+
+    Args:
+        environ: Environment variables of the build.
+        output: Folder of the archive, which later builds reuse.
+        has_compiler: Include a C compiler and Python's headers.
+
+    Raises:
+        BuildError: mmdebstrap is missing or has failed.
+    """
+    mirror = environ.get("DEBIAN_MIRROR", "")
+    options = _mmdebstrap_options(has_compiler=has_compiler)
+    digest = hashlib.sha256(repr([*options, mirror]).encode()).hexdigest()
+    archive = output / f"base-{digest[:12]}.tar"
+    if archive.exists() and environ.get("NO_CACHE") != "1":
+        return archive
+    if shutil.which("mmdebstrap") is None:
+        raise BuildError(
+            "the Dockerfile's base cannot be pulled, and mmdebstrap is not on the PATH to create a "
+            "base; run: apt-get install mmdebstrap, or name a local image: make images BASE=…"
+        )
+    print("the Dockerfile's base cannot be pulled; creating it from Debian", file=sys.stderr)
+    new = archive.with_suffix(".new.tar")
+    done = subprocess.run(
+        ["mmdebstrap", *options, DEBIAN, str(new), *([mirror] if mirror else [])],
+        env={**os.environ, "SOURCE_DATE_EPOCH": EPOCH},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        last = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise BuildError(f"mmdebstrap failed (exit {done.returncode}):\n{last}")
+    return new.rename(archive)
 
 
-def _project() -> dict[str, Any]:
-    read = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    project: dict[str, Any] = read["project"]
-    return project
+def _mmdebstrap_options(*, has_compiler: bool) -> list[str]:
+    packages = PACKAGES + (CUDA_PACKAGES if has_compiler else ())
+    # Package triggers write these with the time of day, or only apt uses them.
+    files = '"$1"/var/cache/ldconfig/aux-cache "$1"/var/cache/debconf/*-old "$1"/var/log/*'
+    compiled = '"$1"/usr/lib/python3* "$1"/usr/share/python3 -name __pycache__'
+    return [
+        *("--quiet", "--variant=essential", f"--include={','.join(packages)}"),
+        # Without it Debian 12 installs usrmerge, which depends on all of perl.
+        "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+        *(f"--dpkgopt=path-exclude=/usr/share/{one}/*" for one in ("doc", "info", "locale", "man")),
+        "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+        f"--customize-hook=find {compiled} -prune -exec rm -rf {{}} + ; rm -rf {files}",
+    ]
 
 
-def _labels(image: str) -> dict[str, str]:
-    start = "org.opencontainers.image."
-    project = _project()
-    urls = project["urls"]
-    found = {
-        "title": TITLES[image],
-        "version": str(project["version"]),
-        "licenses": str(project["license"]),
-        "description": str(project["description"]),
-        "documentation": str(urls["Documentation"]),
-        "source": str(urls["Documentation"]).partition("/tree/")[0],
-    }
-    said = _git("log", "-1", "--format=%H %ct")
-    if said:
-        revision, _, seconds = said.partition(" ")
-        is_changed = bool(_git("status", "--porcelain"))
-        found["revision"] = revision + ("-changed" if is_changed else "")
-        when = time.gmtime(int(seconds))
-        found["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", when)
-    return {start + key: value for key, value in found.items()}
+def _cache_options(environ: Mapping[str, str]) -> list[str]:
+    return ["--no-cache"] if environ.get("NO_CACHE") == "1" else []
 
 
-def _git(*arguments: str) -> str:
-    """Return what git says of this checkout; nothing in a copy without history."""
+def _variables() -> list[str]:
+    bake = json.loads((ROOT / "docker-bake.json").read_text(encoding="utf-8"))
+    return [*bake["variable"], "BASE", "WHEELS", "DEBIAN_MIRROR", *SECRETS.values()]
+
+
+def _buildah(*arguments: str, stdin: str = "") -> None:
+    # Progress goes to stderr; stdout is for the lines that main prints.
+    done = subprocess.run(["buildah", *arguments], input=stdin, text=True, stdout=sys.stderr)
+    if done.returncode:
+        raise BuildError(f"buildah {arguments[0]} failed (exit {done.returncode}); see above")
+
+
+def _exists(name: str) -> bool:
+    return _succeeds("inspect", "--type=image", name)
+
+
+def _succeeds(*arguments: str) -> bool:
+    return subprocess.run(["buildah", *arguments], capture_output=True).returncode == 0
+
+
+def _output(*command: str) -> str:
+    """Return a program's output; empty if it fails or is not installed."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _known() -> dict[str, object]:
-    file = OUTPUT / "images.json"
-    if not file.exists():
-        return {}
-    found: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 if __name__ == "__main__":

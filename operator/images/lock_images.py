@@ -1,10 +1,10 @@
 """Write the lock files of the images: every package by version and hash, for each platform.
 
-    python operator/images/lock_images.py            resolve anew, with uv (make locks)
-    python operator/images/lock_images.py --check    name those out of date; without a network
+    python operator/images/lock_images.py            resolve again, with uv (make locks)
+    python operator/images/lock_images.py --check    list outdated locks; needs no network
 
-The head of each lock keeps two digests: of the requirements that it was made for, and of its own
-lines. So the check needs neither an index nor a resolver.
+The head of each lock stores two digests: of the requirements that were resolved, and of the lock's
+own lines. The check therefore needs neither an index nor a resolver.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OLDEST_PYTHON = "3.11"
-Packages = dict[str, str]  # by name and marker: their lines
+Packages = dict[str, str]  # lines of a lock by `name==version` and marker
 
 
 def requirements(project: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return what each lock is made for, of a pyproject.toml that was read."""
+    """Return the requirements of each lock from a parsed pyproject.toml."""
     about, system = project["project"], project["build-system"]
     assert isinstance(about, dict)
     assert isinstance(system, dict)
@@ -44,16 +44,16 @@ def requirements(project: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 def head(wanted: Iterable[str], body: str) -> str:
-    """Return the first lines of a lock."""
+    """Return the head of a lock, three comment lines with the two digests."""
     return (
-        "# Made by `make locks`; a check compares the digests with pyproject.toml and this file.\n"
+        "# From `make locks`; `make check` compares the digests with pyproject.toml and the file.\n"
         f"# requirements: {_digest(chr(10).join(wanted))}\n"
         f"# packages: {_digest(body)}\n"
     )
 
 
 def faults(root: Path) -> list[str]:
-    """Return a sentence for each lock that is not what pyproject.toml asks for."""
+    """Return a message for each lock that does not match pyproject.toml or was edited."""
     found = []
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     for name, wanted in requirements(project).items():
@@ -61,21 +61,21 @@ def faults(root: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
         about, body = "".join(lines[:3]), "".join(lines[3:])
         if not lines:
-            found.append(f"{name} is not there; run: make locks")
+            found.append(f"{name} is missing; run: make locks")
         elif about == head(wanted, body):
             continue
         elif _digest("\n".join(wanted)) not in about:
             found.append(f"{name} is out of date with pyproject.toml; run: make locks")
         else:
-            found.append(f"{name} was changed by hand; run: make locks")
+            found.append(f"{name} was edited by hand; run: make locks")
     return found
 
 
 def resolve(wanted: Sequence[str], given: Packages | None = None) -> Packages:
-    """Return what these requirements need, by uv; versions in `given` are taken over.
+    """Resolve requirements with uv; packages in `given` keep their versions.
 
     Raises:
-        SystemExit: uv is not there, or finds no solution.
+        SystemExit: uv is not installed or finds no solution.
     """
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--universal", "--quiet"]
     command += ["--python-version", OLDEST_PYTHON, "--generate-hashes", "--no-annotate"]
@@ -87,25 +87,25 @@ def resolve(wanted: Sequence[str], given: Packages | None = None) -> Packages:
         asked = "\n".join(wanted)
         done = subprocess.run(command, input=asked, text=True, stdout=subprocess.PIPE)
     if done.returncode:
-        raise SystemExit(f"uv found no versions for {', '.join(wanted)}; see above")
+        raise SystemExit(f"uv cannot resolve {', '.join(wanted)}; see above")
     parts = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
     return {one.partition(" \\")[0]: one for one in parts if one.strip()}
 
 
 def write(root: Path) -> None:
-    """Resolve all locks anew, and write them."""
+    """Resolve and write all locks."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     wanted = requirements(project)
     alone = ("operator/images/tools.lock", "operator/requirements.lock")
-    made = {name: resolve(wanted[name]) for name in alone}
-    # One solution for the trainer, cut into the layers of its image.
+    locks = {name: resolve(wanted[name]) for name in alone}
+    # One resolution for the trainer, split into the layers of its image.
     whole = resolve(wanted["trainer/gpu.lock"])
     torch = resolve(wanted["trainer/torch.lock"], whole)
     basic = resolve(wanted["trainer/requirements.lock"], whole)
-    made["trainer/torch.lock"] = torch
-    made["trainer/requirements.lock"] = _without(basic, torch)
-    made["trainer/gpu.lock"] = _without(_without(whole, basic), torch)
-    for name, packages in made.items():
+    locks["trainer/torch.lock"] = torch
+    locks["trainer/requirements.lock"] = _without(basic, torch)
+    locks["trainer/gpu.lock"] = _without(_without(whole, basic), torch)
+    for name, packages in locks.items():
         body = "".join(packages.values())
         (root / name).write_text(head(wanted[name], body) + body, encoding="utf-8")
         print(f"{name}: {len(packages)} packages")
@@ -125,7 +125,7 @@ def _digest(text: str) -> str:
 
 
 def main() -> int:
-    """Write the locks, or with `--check` name those out of date; return the exit code."""
+    """Write the locks, or list outdated locks with `--check`; return the exit code."""
     if "--check" not in sys.argv[1:]:
         write(ROOT)
         return 0

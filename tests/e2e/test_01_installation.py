@@ -18,7 +18,7 @@ from real_volume import on_a_node
 from shown_blocks import Shown, shown_in
 
 PAGE = ROOT / "docs" / "installation.md"
-BUILT = "make images PUSH=$REGISTRY"
+BUILT = "docker buildx bake --push"
 """Minutes that were spent before; images lie on the nodes, or where they pull from."""
 TEAM = "installation"
 STORAGE = "installation"

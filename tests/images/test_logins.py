@@ -1,4 +1,4 @@
-"""From the operator's image, which lacks most of `kubernetes`, each way to log in to a cluster."""
+"""Each way to authenticate to a cluster, from the operator's image without most of `kubernetes`."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ pytestmark = [
 
 ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 TOKENS = Resource("", "v1", "serviceaccounts/pod/token", "TokenRequest")
-# With the product's own client, as the operator and ftctl do.
+# Uses the client of the operator and ftctl.
 ASK = """
 import asyncio
 from finetune_operator.kube.config import load_access
@@ -32,15 +32,15 @@ async def ask():
     async with HttpClient(await load_access()) as client:
         group = "authentication.k8s.io"
         kind = Resource(group, "v1", "selfsubjectreviews", "SelfSubjectReview", False)
-        made = await client.create(kind, {"metadata": {}})
-        print(made["status"]["userInfo"]["username"])
+        review = await client.create(kind, {"metadata": {}})
+        print(review["status"]["userInfo"]["username"])
 
 asyncio.run(ask())
 """
 
 
 class Cluster:
-    """An API server, an issuer of OIDC tokens that it trusts, and kubeconfigs for it."""
+    """An API server, its trusted issuer of OIDC tokens, and kubeconfigs."""
 
     def __init__(self, folder: Path, plane: ControlPlane, issuer: Issuer) -> None:
         self.folder = folder
@@ -48,13 +48,13 @@ class Cluster:
         self.issuer = issuer
 
     def kubeconfig(self, user: dict[str, object]) -> Path:
-        """Write a kubeconfig of a user; what it needs of this machine stands in it."""
+        """Write a kubeconfig of a user with the server's address and certificate."""
         server = {
             "server": self.plane.address,
             "certificate-authority-data": base64.b64encode(self.plane.certificate).decode(),
         }
         file = self.folder / "given"
-        made = {
+        kubeconfig = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "a",
@@ -62,7 +62,7 @@ class Cluster:
             "users": [{"name": "a", "user": user}],
             "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
         }
-        file.write_text(json.dumps(made), encoding="utf-8")
+        file.write_text(json.dumps(kubeconfig), encoding="utf-8")
         file.chmod(0o644)
         return file
 
@@ -86,7 +86,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def who(container: Container, kubeconfig: Path, **mounts: Path) -> str:
-    """Return as whom the API server knows a program of the image."""
+    """Return the user name by which the API server knows a program of the image."""
     given = {kubeconfig: "/given", **{path: f"/{name}" for name, path in mounts.items()}}
     done = container.run("python", "-c", ASK, env={"KUBECONFIG": "/given"}, mounts=given)
     assert done.returncode == 0, done.stderr
@@ -109,12 +109,12 @@ def test_by_a_certificate(cluster: Cluster, operator_container: Container) -> No
 
 def test_by_an_exec_plugin(cluster: Cluster, operator_container: Container) -> None:
     plugin = cluster.folder / "plugin"
-    answer = {
+    credential = {
         "apiVersion": "client.authentication.k8s.io/v1",
         "kind": "ExecCredential",
         "status": {"token": "admin"},
     }
-    plugin.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n", encoding="utf-8")
+    plugin.write_text(f"#!/bin/sh\necho '{json.dumps(credential)}'\n", encoding="utf-8")
     plugin.chmod(0o755)
     run = {
         "apiVersion": "client.authentication.k8s.io/v1",
@@ -146,8 +146,8 @@ def test_by_oidc_with_a_token_that_is_renewed(
 def test_by_the_service_account_of_a_pod(cluster: Cluster, operator_container: Container) -> None:
     api = Api(str(cluster.plane.kubeconfig))
     api.run(api.client.create(ACCOUNTS, {"metadata": {"name": "pod"}}, "default"))
-    made = api.run(api.client.create(TOKENS, {"spec": {}}, "default"))
-    token = str(made["status"]["token"])
+    response = api.run(api.client.create(TOKENS, {"spec": {}}, "default"))
+    token = str(response["status"]["token"])
     api.close()
     folder = cluster.folder / "serviceaccount"
     folder.mkdir()

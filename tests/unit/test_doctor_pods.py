@@ -13,7 +13,7 @@ OWNER = Owner("operators", "ours-finetune-operator", "ours", "a=b")
 UPGRADE = "helm upgrade ours charts/finetune-operator -n operators --reset-then-reuse-values"
 ANOTHER = (
     f"{UPGRADE} --set image.repository=REGISTRY/finetune-operator"
-    "  # make images PUSH=REGISTRY builds it"
+    "  # built by: REGISTRY=REGISTRY docker buildx bake operator --push"
 )
 NO_PROGRAM = (
     "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc "
@@ -50,7 +50,8 @@ def of(*pods: dict[str, Any], refused: str = "") -> Trouble:
         pytest.param(
             {"terminated": {"message": "exec /bin/finetune-operator: exec format error\n"}},
             "the image reg/x:1 is for another processor than its node has",
-            "make images IMAGES=operator PUSH=REGISTRY PLATFORMS=linux/amd64,linux/arm64",
+            "REGISTRY=REGISTRY docker buildx bake operator --push "
+            "--set '*.platform=linux/amd64,linux/arm64'",
             id="for another architecture",
         ),
         pytest.param(

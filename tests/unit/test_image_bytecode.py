@@ -1,4 +1,4 @@
-"""Images have bytecode and metadata of packages that depend on their sources alone."""
+"""Bytecode and package metadata in the images depend on the sources only."""
 
 import os
 import py_compile
@@ -29,13 +29,13 @@ setuptools.setup(name="coloured", version="1.0", extras_require={**wanted, "all"
 
 
 def python(program: str, *arguments: str | Path, seed: str, cpus: int | None = None) -> None:
-    """Run a program that knows install.py, in a process of its own.
+    """Run a program that can import install.py in a new process.
 
     Args:
-        program: What it does, in Python.
-        arguments: Its arguments.
-        seed: Of the hashes of that process.
-        cpus: How many processors it may use; None is all.
+        program: Source of the program.
+        arguments: Arguments of the program.
+        seed: Hash seed of the process.
+        cpus: Number of processors that the process may use; None for all.
     """
     done = attempt(program, *arguments, seed=seed, cpus=cpus)
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def python(program: str, *arguments: str | Path, seed: str, cpus: int | None = N
 def attempt(
     program: str, *arguments: str | Path, seed: str, cpus: int | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run such a program, which may fail."""
+    """Run such a program and return its result, failed or not."""
     chosen = f"import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[:cpus]})\n"
     env = {**os.environ, "PYTHONPATH": str(IN_IMAGE), "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", chosen + program, *arguments]
@@ -52,13 +52,13 @@ def attempt(
 
 
 def bytecode(folder: Path) -> dict[str, bytes]:
-    """Return the bytecode below a folder, by its path there."""
+    """Return the bytecode below a folder by relative path."""
     found = folder.rglob("*.pyc")
     return {str(one.relative_to(folder)): one.read_bytes() for one in found}
 
 
 def modules_in(folder: Path) -> Path:
-    """Copy real packages into a folder, and write a module that tells what else a process knows."""
+    """Copy packages into a folder and add a module whose bytecode depends on interned names."""
     folder.mkdir(parents=True)
     names = "{'CONTENT_TYPE', 'CONTENT_LENGTH'}"
     one, other = (f"    def m{n}(self, key):\n        return key in {names}, {n}\n" for n in (1, 2))
@@ -77,20 +77,20 @@ def modules_in(folder: Path) -> Path:
         pytest.param({}, {"before": "import http.server"}, id="names"),
     ],
 )
-def test_bytecode_depends_on_nothing_but_the_modules(
+def test_bytecode_depends_on_the_modules_only(
     tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    made = []
+    results = []
     for folder, given in (("one", one), ("a/longer/path", other)):
         place = modules_in(tmp_path / folder)
         before = given.get("before", "")
         python(f"{before}\n{COMPILE}", place, seed=given.get("seed", "0"), cpus=given.get("cpus"))
-        made.append(bytecode(place))
-    assert len(made[0]) == len(list((tmp_path / "one").rglob("*.py"))) > 300
-    assert not {path for path, content in made[0].items() if made[1][path] != content}
+        results.append(bytecode(place))
+    assert len(results[0]) == len(list((tmp_path / "one").rglob("*.py"))) > 300
+    assert not {path for path, content in results[0].items() if results[1][path] != content}
 
 
-def test_bytecode_that_an_import_left_with_a_time_in_it_is_made_anew(tmp_path: Path) -> None:
+def test_bytecode_with_a_time_that_an_import_wrote_is_recompiled(tmp_path: Path) -> None:
     (tmp_path / "left.py").write_text(PLAIN)
     py_compile.compile(
         str(tmp_path / "left.py"), invalidation_mode=py_compile.PycInvalidationMode.TIMESTAMP
@@ -100,7 +100,7 @@ def test_bytecode_that_an_import_left_with_a_time_in_it_is_made_anew(tmp_path: P
     assert [content[4:8] for content in bytecode(tmp_path).values()] == [b"\1\0\0\0"]
 
 
-def test_bytecode_of_a_layer_below_is_left_alone(tmp_path: Path) -> None:
+def test_bytecode_of_a_lower_layer_is_not_rewritten(tmp_path: Path) -> None:
     (tmp_path / "below.py").write_text(PLAIN)
     python(COMPILE, tmp_path, seed="0")
     (compiled,) = tmp_path.rglob("*.pyc")
@@ -109,7 +109,7 @@ def test_bytecode_of_a_layer_below_is_left_alone(tmp_path: Path) -> None:
     assert compiled.stat().st_ino == before
 
 
-def test_tracebacks_name_the_path_in_the_image(tmp_path: Path) -> None:
+def test_tracebacks_show_the_path_in_the_image(tmp_path: Path) -> None:
     module = tmp_path / "opt" / "greeting.py"
     module.parent.mkdir()
     module.write_text(PLAIN)
@@ -119,7 +119,7 @@ def test_tracebacks_name_the_path_in_the_image(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in content
 
 
-def test_a_template_that_is_no_python_keeps_no_other_module_from_being_compiled(
+def test_invalid_python_in_a_template_does_not_stop_other_modules_from_being_compiled(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "a_template.py").write_text("def {{ name }}(): pass\n")
@@ -129,7 +129,7 @@ def test_a_template_that_is_no_python_keeps_no_other_module_from_being_compiled(
     assert [Path(one).name.partition(".")[0] for one in bytecode(tmp_path)] == ["module"]
 
 
-def test_bytecode_that_cannot_be_written_ends_the_build(tmp_path: Path) -> None:
+def test_bytecode_that_cannot_be_written_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(PLAIN)
     (tmp_path / "__pycache__").write_text("a file where the folder should be")
     done = attempt(COMPILE, tmp_path, seed="0")
@@ -146,12 +146,12 @@ def test_a_package_that_writes_a_set_into_its_metadata_is_built_the_same(tmp_pat
     source = tmp_path / "coloured"
     source.mkdir()
     (source / "setup.py").write_text(SETUP)
-    said = []
+    contents = []
     for number, seed in enumerate(("1", "2")):
         python(build, tmp_path / str(number), source, seed=seed)
         (wheel,) = (tmp_path / str(number)).glob("*.whl")
         with zipfile.ZipFile(wheel) as opened:
             parts = (opened.read(f"coloured-1.0.dist-info/{one}") for one in ("METADATA", "RECORD"))
-            said.append(b"".join(parts))
-    assert b'extra == "all"' in said[0].replace(b"'", b'"')
-    assert said[0] == said[1]
+            contents.append(b"".join(parts))
+    assert b'extra == "all"' in contents[0].replace(b"'", b'"')
+    assert contents[0] == contents[1]

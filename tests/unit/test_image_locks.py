@@ -1,4 +1,4 @@
-"""The lock files of the images: a change that they do not follow is named, without a network."""
+"""Lock files of the images: outdated and edited locks are reported without a network."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ LOCKS = sorted(lock_images.requirements(PROJECT))
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the locks and of what they follow."""
+    """A copy of the locks and of pyproject.toml."""
     for name in (*LOCKS, "pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -33,32 +33,32 @@ def test_the_locks_follow_pyproject() -> None:
     assert lock_images.faults(ROOT) == []
 
 
-def test_a_new_requirement_outdates_the_locks_of_its_extra(copy: Path) -> None:
+def test_new_requirement_outdates_the_locks_of_its_extra(copy: Path) -> None:
     change(copy / "pyproject.toml", '"jsonpatch>=1.33"', '"jsonpatch>=1.34"')
-    said = ["operator/requirements.lock is out of date with pyproject.toml; run: make locks"]
-    assert lock_images.faults(copy) == said
+    expected = ["operator/requirements.lock is out of date with pyproject.toml; run: make locks"]
+    assert lock_images.faults(copy) == expected
 
 
-def test_a_requirement_of_everything_outdates_all_but_those_of_tools_and_torch(copy: Path) -> None:
+def test_new_common_requirement_outdates_all_locks_except_tools_and_torch(copy: Path) -> None:
     change(copy / "pyproject.toml", '"pyyaml>=6"', '"pyyaml>=6.1"')
-    told = {one.partition(" ")[0] for one in lock_images.faults(copy)}
-    assert told == set(LOCKS) - {"operator/images/tools.lock", "trainer/torch.lock"}
+    outdated = {one.partition(" ")[0] for one in lock_images.faults(copy)}
+    assert outdated == set(LOCKS) - {"operator/images/tools.lock", "trainer/torch.lock"}
 
 
-def test_another_extra_outdates_nothing(copy: Path) -> None:
+def test_extra_that_no_image_has_outdates_no_lock(copy: Path) -> None:
     change(copy / "pyproject.toml", '"trl>=1.16,<2"', '"trl>=1.17,<2"')
     assert lock_images.faults(copy) == []
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_hash_that_was_changed_by_hand_is_named(copy: Path, name: str) -> None:
+def test_edited_hash_is_reported(copy: Path, name: str) -> None:
     change(copy / name, "--hash=sha256:", "--hash=sha256:0")
-    assert lock_images.faults(copy) == [f"{name} was changed by hand; run: make locks"]
+    assert lock_images.faults(copy) == [f"{name} was edited by hand; run: make locks"]
 
 
-def test_a_lock_that_is_gone_is_named(copy: Path) -> None:
+def test_missing_lock_is_reported(copy: Path) -> None:
     (copy / LOCKS[0]).unlink()
-    assert lock_images.faults(copy) == [f"{LOCKS[0]} is not there; run: make locks"]
+    assert lock_images.faults(copy) == [f"{LOCKS[0]} is missing; run: make locks"]
 
 
 @pytest.mark.parametrize("name", LOCKS)

@@ -38,11 +38,10 @@ class Machine:
     def _archive(self, name: str) -> None:
         folder = self.checkout / "build" / "images"
         folder.mkdir(parents=True, exist_ok=True)
-        reference = {"org.opencontainers.image.ref.name": f"localhost/{name}:0.1.0"}
-        index = folder / "index.json"
-        index.write_text(json.dumps({"manifests": [{"annotations": reference}]}))
+        manifest = folder / "manifest.json"
+        manifest.write_text(json.dumps([{"RepoTags": [f"localhost/{name}:0.1.0"]}]))
         with tarfile.open(folder / f"{name}.tar", "w") as packed:
-            packed.add(index, "index.json")
+            packed.add(manifest, "manifest.json")
 
     def has(self, *names: str, fails: str = "never") -> None:
         """Put programs on the PATH; `fails` is a pattern of the shell for calls that fail."""
@@ -140,7 +139,7 @@ def test_images_that_were_not_built_are_named_with_the_command(machine: Machine)
     done = machine.run()
 
     assert done.returncode == 2
-    assert done.stderr == "build/images/finetune-trainer.tar is not there; run: make images\n"
+    assert done.stderr == "build/images/finetune-trainer.tar is missing; run: make images\n"
     assert machine.said() == ["docker info"]
 
 

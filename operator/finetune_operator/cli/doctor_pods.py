@@ -14,6 +14,7 @@ from finetune_operator.kube.resources import Object
 CHART = "charts/finetune-operator"
 
 _NO_PROGRAM = re.compile(r'exec: "([^"]+)": .*(?:not found|no such file)')
+_BUILD = "  # built by: REGISTRY=REGISTRY docker buildx bake operator --push"
 _OTHER_PROCESSOR = re.compile(r"exec format error|no match for platform")
 _QUOTA = re.compile(r"exceeded quota: ([^,\s]+)")
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
@@ -127,18 +128,17 @@ def _of_container(owner: Owner, image: str, words: str) -> Trouble:
     own = "REGISTRY/finetune-operator"
     if _OTHER_PROCESSOR.search(words):
         why = f"the image {image} is for another processor than its node has ({words})"
-        return Trouble(
-            why, "make images IMAGES=operator PUSH=REGISTRY PLATFORMS=linux/amd64,linux/arm64"
-        )
+        platforms = "--set '*.platform=linux/amd64,linux/arm64'"
+        return Trouble(why, f"REGISTRY=REGISTRY docker buildx bake operator --push {platforms}")
     if lacks := _NO_PROGRAM.search(words):
         why = f"the image {image} has no program {lacks[1]}, so it is not the operator's ({words})"
-        return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")
+        return Trouble(why, f"{owner.another_image(own)}{_BUILD}")
     if "will run as root" in words or "non-numeric user" in words:
         why = f"the image {image} would run as root, or as nobody knows whom ({words})"
         return Trouble(why, owner.another_user())
     if words.startswith(_NO_IMAGE):
         why = f"the image {image} cannot be pulled ({words})"
-        return Trouble(why, f"{owner.another_image(own)}  # make images PUSH=REGISTRY builds it")
+        return Trouble(why, f"{owner.another_image(own)}{_BUILD}")
     if words in ("ContainerCreating", "PodInitializing"):  # its Events give the reason for a delay
         return Trouble(words, owner.description())
     return Trouble(words, f"kubectl -n {owner.namespace} logs -l {owner.selector} --tail=20")

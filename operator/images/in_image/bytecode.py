@@ -1,16 +1,16 @@
-"""Compiles modules to bytecode that depends on nothing but the modules; install.py runs it.
+"""Compile modules to reproducible bytecode; install.py runs it.
 
     PYTHONHASHSEED=0 python -S -s -W ignore bytecode.py [BELOW] <MODULES
 
-MODULES are paths with a zero byte after each, BELOW what to leave out at the beginning of the paths
-that tracebacks show.
+MODULES are paths, each followed by a zero byte; BELOW is a prefix to remove from the paths in
+tracebacks.
 
-The same module may give other bytes in a process that knows more names. A set of names that stands
-in two functions is one object in bytecode, or two where the process knew its names already
-(CPython 3.11, `intern_constants` in Objects/codeobject.c). Bytecode also says which of its objects
-something else refers to (`w_ref` in Python/marshal.c). Of 19,792 modules of packages, 6 differ by
-what the process imported and compiled before. So each slice of the list is compiled in its order,
-by a process that was forked in one state and did nothing before.
+The bytecode of a module can depend on the strings that the process has interned. A set of names
+that occurs in two functions becomes one object in bytecode, or two if its names are already
+interned (CPython 3.11, `intern_constants` in Objects/codeobject.c). Bytecode also marks objects
+with further references (`w_ref` in Python/marshal.c). Of 19,792 modules of packages, 6 differ with
+the modules that the process imported or compiled before. Each slice of the list is therefore
+compiled in order by a process that is forked from the same state.
 """
 
 import gc
@@ -21,46 +21,46 @@ from collections.abc import Sequence
 from contextlib import suppress
 from py_compile import PycInvalidationMode, PyCompileError
 
-# A fork for each module costs 3 ms, more than to compile it; of this many it is 2 %.
-MODULES_IN_A_SLICE = 100
+# A fork costs 3 ms, more than compiling a module; for slices of this size it costs 2 %.
+MODULES_PER_SLICE = 100
 
 
 def main(modules: Sequence[str], below: str | None) -> int:
-    """Compile the modules, one slice on each processor at a time; return the exit code."""
-    # When garbage is collected depends on more than what is compiled, and bytecode also says which
-    # of its objects anything else still refers to.
+    """Compile modules, one slice per processor at a time; return the exit code."""
+    # The time of a garbage collection depends on more than the modules and changes which objects
+    # still have further references.
     gc.disable()
     running: set[int] = set()
     failed = False
-    for start in range(0, len(modules), MODULES_IN_A_SLICE):
+    for start in range(0, len(modules), MODULES_PER_SLICE):
         if len(running) == len(os.sched_getaffinity(0)):
-            failed |= ended_badly(running)
+            failed |= wait_failed(running)
         child = os.fork()
         if child == 0:
-            compile_slice(modules[start : start + MODULES_IN_A_SLICE], below)
+            compile_slice(modules[start : start + MODULES_PER_SLICE], below)
         running.add(child)
     while running:
-        failed |= ended_badly(running)
+        failed |= wait_failed(running)
     return int(failed)
 
 
-def ended_badly(running: set[int]) -> bool:
-    """Wait for one of the processes, and say whether it failed."""
+def wait_failed(running: set[int]) -> bool:
+    """Wait for a process to exit; return whether it has failed."""
     child, status = os.wait()
     running.remove(child)
     return status != 0
 
 
 def compile_slice(modules: Sequence[str], below: str | None) -> None:
-    """Compile some modules, and end this process: with 1 where a file could not be written.
+    """Compile modules and exit the process, with 1 if a file cannot be written.
 
-    The bytecode is never compared with its source: an image's files get one fixed time, so bytecode
-    that keeps the time of its source would be compiled anew at each start.
+    Imports never compare this bytecode with its source. All files of an image get one fixed time,
+    so bytecode that records the time of its source would be recompiled at every start.
     """
     status = 1
     try:
         for module in modules:
-            # Some packages have templates that are no Python.
+            # Some packages contain templates that are not valid Python.
             with suppress(PyCompileError):
                 py_compile.compile(
                     module,

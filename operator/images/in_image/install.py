@@ -1,13 +1,14 @@
-"""Installs packages into the environment of an image; the Dockerfiles run it, once a layer.
+"""Install packages into the environment of an image; the Dockerfiles run it once per layer.
 
-pip and the build backend lie in an environment of their own, which is mounted while a layer is made
-and is in no layer.
+pip and the build backend are in a separate environment, which is mounted during the build and is
+part of no layer.
 
-    python install.py environment    make it, and take pip out of the base
-    python install.py packages PIP_OPTIONS … [-- PACKAGE/FOLDER …]    install into it, compile what
-        is new, and leave out the modules of these folders
-    python install.py torch cuda|cpu LOCK [REQUIREMENT]    install torch as locked, or this build
-    python install.py code SOURCE LAYER    install the source tree below LAYER, and compile it
+    python install.py environment    create the environment and remove pip from the base
+    python install.py packages PIP_OPTIONS … [-- PACKAGE/FOLDER …]    install packages, delete the
+        modules of these folders and compile new modules
+    python install.py torch cuda|cpu LOCK [REQUIREMENT]    install the locked build of torch, or the
+        build that REQUIREMENT names
+    python install.py code SOURCE LAYER    install the source tree below LAYER and compile it
 """
 
 import os
@@ -24,48 +25,53 @@ ENVIRONMENT = Path("/opt/finetune")
 PYTHON = ENVIRONMENT / "bin" / "python"
 PACKAGES = ENVIRONMENT / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
 BYTECODE = Path(__file__).with_name("bytecode.py")
-# PEP 552: the second word of bytecode is 1 for a hash of the source, and 2 more if that is checked.
+# PEP 552: bit 0 of the second word marks bytecode with a hash of its source, bit 1 that imports
+# check the hash.
 UNCHECKED = b"\x01\0\0\0"
-# For pip and what it runs: some packages write a set into their metadata, and what is imported
-# leaves bytecode behind.
+# For pip and its child processes: some packages write a set into their metadata, and imports would
+# write bytecode.
 REPEATABLE = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 SECRETS = Path("/run/secrets")
 WHEELS = Path("/wheels")
 BUILDS_OF_TORCH = "https://download.pytorch.org/whl"
-# In a lock, what only the CUDA build of torch wants, and torch itself.
+# Packages of a lock that are torch itself or dependencies of its CUDA build only.
 CUDA_BUILD = re.compile(r"(torch|triton|nvidia-|cuda-)")
-# Of the standard library, what no program of ours imports.
+# Parts of the standard library that no program of the images imports.
 NOT_COMPILED = frozenset({"ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "turtledemo"})
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do what the arguments say."""
-    what, *rest = arguments
-    if what == "environment":
-        make_environment()
-    elif what == "packages":
+    """Run the command that the arguments name.
+
+    Raises:
+        SystemExit: The command is unknown or has failed.
+    """
+    command, *rest = arguments
+    if command == "environment":
+        create_environment()
+    elif command == "packages":
         options, dropped = split(rest)
         install(options)
         drop(dropped)
         compile_new(sources(PACKAGES))
-    elif what == "torch":
+    elif command == "torch":
         install_torch(*rest)
         compile_new(sources(PACKAGES))
-    elif what == "code":
+    elif command == "code":
         install_code(*map(Path, rest))
     else:
-        raise SystemExit(f"{what!r} is none of environment, packages, torch and code")
+        raise SystemExit(f"unknown command {command!r}; use environment, packages, torch or code")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what stands before `--`, and what stands after it."""
+    """Return the arguments before `--` and the arguments after it."""
     before = list(arguments)
     after = before.index("--") if "--" in before else len(before)
     return before[:after], before[after + 1 :]
 
 
-def make_environment() -> None:
-    """Make an environment without pip, and take pip and its parts from the base."""
+def create_environment() -> None:
+    """Create an environment without pip, and remove pip and its parts from the base."""
     command = [sys.executable, "-m", "venv", "--without-pip", str(ENVIRONMENT)]
     subprocess.run(command, check=True, env={**os.environ, **REPEATABLE})
     library = Path(sysconfig.get_path("stdlib"))
@@ -80,7 +86,8 @@ def make_environment() -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    # Official images ship the standard library without bytecode; a read-only root never gets any.
+    # Official images ship the standard library without bytecode, and a read-only root file system
+    # would never cache any.
     compile_new(
         path for path in sources(library) if not NOT_COMPILED & set(path.relative_to(library).parts)
     )
@@ -90,7 +97,7 @@ def install(options: Sequence[str]) -> None:
     """Install with pip.
 
     Raises:
-        SystemExit: pip failed.
+        SystemExit: pip has failed.
     """
     pip(
         *("--python", str(PYTHON), "install", "--no-compile", "--no-warn-script-location"),
@@ -100,10 +107,10 @@ def install(options: Sequence[str]) -> None:
 
 
 def pip(*arguments: str) -> None:
-    """Run the pip of the tools.
+    """Run the pip of the mounted environment.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: pip has failed.
     """
     quiet = ("--quiet", "--no-cache-dir", "--disable-pip-version-check")
     given = {"PIP_CONFIG_FILE": SECRETS / "pip.conf", "PIP_CERT": SECRETS / "ca.pem"}
@@ -116,13 +123,13 @@ def pip(*arguments: str) -> None:
 
 
 def install_torch(accelerator: str, lock: str, other: str = "") -> None:
-    """Install the CUDA build of torch that the lock names, or another build of it.
+    """Install the CUDA build of torch that the lock names, or another build.
 
-    A build has hashes of its own, so the lock can have those of one only; what every build needs is
-    taken from the lock in any case.
+    Each build has its own hashes, and the lock contains the hashes of one build. Dependencies that
+    all builds share always come from the lock.
 
     Raises:
-        SystemExit: the build is for something else than the accelerator.
+        SystemExit: The build does not match the accelerator.
     """
     lines = Path(lock).read_text(encoding="utf-8")
     parts = re.split(r"^(?=[a-z0-9])", lines, flags=re.MULTILINE)
@@ -139,32 +146,34 @@ def install_torch(accelerator: str, lock: str, other: str = "") -> None:
     version = (PACKAGES / "torch" / "version.py").read_text(encoding="utf-8")
     has_cuda = re.search(r"^cuda\b.*= '", version, flags=re.MULTILINE) is not None
     if has_cuda != (accelerator == "cuda"):
-        build = "the CUDA build" if has_cuda else "a build without CUDA"
+        build = "a CUDA build" if has_cuda else "a build without CUDA"
         raise SystemExit(
             f"ACCELERATOR={accelerator}, but {other or 'the locked torch'} is {build}; "
-            "TORCH names another, such as torch==2.13.0+cpu, which the package index must have"
+            "set TORCH to a matching build on the package index, such as torch==2.13.0+cpu"
         )
 
 
 def drop(folders: Sequence[str]) -> None:
-    """Leave out the modules of these folders; their packages stay, and import them only on use.
+    """Delete the modules of folders, except `__init__.py`, which imports them on first use.
 
     Raises:
-        SystemExit: there are none.
+        SystemExit: A folder has no modules.
     """
     for folder in folders:
         modules = [one for one in (PACKAGES / folder).glob("*.py") if one.name != "__init__.py"]
         if not modules:
-            raise SystemExit(f"{PACKAGES / folder} has no modules, so none can be left out")
+            raise SystemExit(
+                f"{PACKAGES / folder} has no modules to delete; correct the Dockerfile"
+            )
         for one in modules:
             one.unlink()
 
 
 def install_code(source: Path, layer: Path) -> None:
-    """Build the source tree with the tools' build backend, and install what it gives below `layer`.
+    """Build a wheel of the source tree with the mounted build backend and install it below `layer`.
 
     Raises:
-        SystemExit: pip failed.
+        SystemExit: pip has failed.
     """
     offline = ("--no-deps", "--no-index")
     pip("wheel", *offline, "--no-build-isolation", "--wheel-dir", "/built", str(source))
@@ -174,24 +183,24 @@ def install_code(source: Path, layer: Path) -> None:
 
 
 def sources(folder: Path) -> Iterator[Path]:
-    """Yield the modules of a folder, in one order."""
+    """Yield the modules below a folder, sorted, without nested site-packages."""
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - {"__pycache__", "site-packages", "dist-packages"})
         yield from (Path(parent, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def compile_new(modules: Iterable[Path], below: Path | None = None) -> None:
-    """Write the bytecode of modules that have none, or such as is compared with its source.
+    """Write bytecode for modules without any, or whose bytecode imports compare with the source.
 
     Args:
-        modules: The files, in an order that is always the same.
-        below: What to leave out at the beginning of the paths that tracebacks show.
+        modules: Files in a reproducible order.
+        below: Prefix to remove from the paths in tracebacks.
 
     Raises:
-        SystemExit: it failed; a file that is no Python does not count.
+        SystemExit: Bytecode cannot be written. Files that are not valid Python are ignored.
     """
     new = b"".join(os.fsencode(one) + b"\0" for one in modules if not is_compiled(one))
-    alone = ("-S", "-s", "-W", "ignore")  # neither packages nor warnings teach it names
+    alone = ("-S", "-s", "-W", "ignore")  # packages and warnings would intern further names
     command = [sys.executable, *alone, str(BYTECODE), *([str(below)] if below else [])]
     done = subprocess.run(command, input=new, env={**os.environ, **REPEATABLE})
     if done.returncode:
@@ -199,10 +208,9 @@ def compile_new(modules: Iterable[Path], below: Path | None = None) -> None:
 
 
 def is_compiled(module: Path) -> bool:
-    """Say whether a module has bytecode that is never compared with its source.
+    """Whether a module has bytecode that imports never compare with its source.
 
-    What imported it while a layer was made may have left such as is compared, and has the time of
-    the build in it.
+    Imports during the build may have written the compared kind, which contains the build's time.
     """
     try:
         with open(cache_from_source(module), "rb") as bytecode:
